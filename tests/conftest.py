@@ -1,8 +1,6 @@
 """Settings shared by all tests: hypothesis profiles (`pytest --hypothesis-profile=ci` is what
 scripts/test.sh runs), and the marks of whole folders."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, settings
 

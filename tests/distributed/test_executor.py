@@ -1,8 +1,6 @@
 """The executor on real gloo ranks against the reference, for every planner: outputs, gradients, and
 what it counted."""
 
-from __future__ import annotations
-
 import functools
 import time
 from dataclasses import replace
@@ -304,9 +302,9 @@ def test_a_plan_that_parts_heads_is_refused() -> None:
 
 
 CASE = Case(Batch((400, 90, 64, 33, 250)), Cluster(8, 4), Model(4, 2, 8), 130, seed=5)
+# One of each comm pattern; tests/distributed/test_executor.py runs all planners, remapped and
+# routed, against the reference.
 PLANNERS = ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "random_task_table", "random_zones"]
-"""One of each comm pattern; tests/distributed/test_executor.py runs all planners, remapped and routed,
-against the reference."""
 # Ranks 0 and 2 share a sequence across two nodes of two; ranks 1 and 3 attend their own and pass on
 # the others'.
 TWO_NODES = by_hand.plan(

@@ -1,7 +1,5 @@
 """A step that fails says where in the plan it was, and a rank that fails tells those that wait."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -2,8 +2,6 @@
 wherever, with whom and interleaved with what it ran, and all ranks make the same calls in the same
 order."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import Counter
@@ -43,8 +41,8 @@ from tests.support.tick_jobs import LAYERS, NanoBatchStep, Way, alone, attend_in
 
 HEADS, KV_HEADS, DIM, RANKS = 4, 2, 8, 8
 FIRST = ((37, 20, 3), (60,), (11, 12, 13, 14), (1,))
+# Of the same microbatches, of which one has no second nano-batch.
 SECOND = ((41,), (), (25, 9), (7, 1, 5))
-"""Of the same microbatches, of which one has no second nano-batch."""
 
 
 def dealt(lengths: tuple[int, ...], owned: Rows, pattern: str = "dispatch") -> MicrobatchPlan:
@@ -174,10 +172,9 @@ CASES = tuple(
     Case(Batch(lengths), Cluster(8, 4), Model(4, 2, 8), None, seed=seed)
     for lengths, seed in (((200, 90, 33), 5), ((250, 70), 6))
 )
+# One of each comm pattern; tests/unit/compile/test_streams.py plays all planners' steps against
+# each other.
 PLANNERS = ["random_task_table", "llama_all_gather", "ulysses", "zeppelin"]
-"""One of each comm pattern; tests/unit/compile/test_streams.py plays all planners' steps against
-each other.
-"""
 
 
 def nano_batches_of(planner: str, *, layered: bool) -> tuple[MicrobatchPlan, ...]:

@@ -1,8 +1,6 @@
 """The executor with Triton's mover, by the interpreter, against the reference; and the memory that
 calls share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -76,8 +74,8 @@ def test_tritons_mover_in_every_kind_of_exchange(pool: Pool, planned: Microbatch
         assert 0 < dense.worst(ours, theirs) < 2e-2, name
 
 
+# Per layer in bf16: out and LSE; the gradients of q, and of k and v.
 RESULTS = {"aten.empty.memory_format": 5}
-"""Per layer in bf16: out and LSE; the gradients of q, and of k and v."""
 
 
 def test_the_second_step_allocates_nothing_but_its_results(pool: Pool) -> None:

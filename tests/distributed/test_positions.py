@@ -1,7 +1,5 @@
 """Models that take positions from a row take those of each document, or are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

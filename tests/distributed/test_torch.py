@@ -1,7 +1,5 @@
 """Balanced training in plain PyTorch gives the losses and gradients of one rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,8 +28,8 @@ WAYS = [
     Way(model="llama", planner="distca", parallel="ddp", steps=3),
     Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=3),
 ]
+# With it every two choices meet in one of them; all, over 20 steps: tools/torch_parity.py.
 COMPILED_LLAMA = Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=2)
-"""With it every two choices meet in one of them; all, over 20 steps: tools/torch_parity.py."""
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +75,8 @@ def test_every_planner_trains(world: Pool) -> None:
         assert {planner: max(each) for planner, each in found.items() if max(each) > 1e-5} == {}
 
 
+# By rank. One gives no document; the first document does not fit one rank.
 LENGTHS = ((300, 3), (), (90, 1, 33), (7,))
-"""By rank. One gives no document; the first document does not fit one rank."""
 
 
 @pytest.mark.parametrize("planner", ["zeppelin", "distca", "ulysses"])
@@ -267,6 +265,7 @@ def test_the_corridor_is_one_file_and_ends_with_the_loss_of_dense_attention(worl
     assert set(others) == {""}, "one rank prints"
 
 
+# A configuration of each kind; all of them: tools/zoo.py.
 ZOO = {
     Case("llama"): "equal",
     Case("gpt_oss"): "equal",  # windows in every other layer, and sinks
@@ -278,7 +277,6 @@ ZOO = {
     Case("qwen3_next"): "refused",  # layers without attention
     Case("bloom"): "refused",  # attends by itself
 }
-"""A configuration of each kind; all of them: tools/zoo.py."""
 
 
 def test_models_of_transformers_are_equal_to_eager_attention_or_refused(world: Pool) -> None:
@@ -292,8 +290,8 @@ def test_models_of_transformers_are_equal_to_eager_attention_or_refused(world: P
 # KnapFormer's printed interface, and a diffusion transformer that trains as on one rank.
 
 
+# The last two repeat as replicas.
 TOPOLOGIES = ("g1n4", "g2n2", "g4n1", "g2n1+g1n2", "g1n1+g3n1", "g1n1", "g2n1")
-"""The last two repeat as replicas."""
 HEADS_DIVIDE = tuple(topology for topology in TOPOLOGIES if "g3" not in topology)
 
 
@@ -355,8 +353,8 @@ def test_the_example_shows_its_progress_and_prints_a_table(dit_world: Pool) -> N
     assert set(others) == {""}, "one rank prints"
 
 
+# Of a run; all ways, torch.compile too, over 20 steps: tools/torch_parity.py.
 STEPS = 3
-"""Of a run; all ways, torch.compile too, over 20 steps: tools/torch_parity.py."""
 
 
 @cache

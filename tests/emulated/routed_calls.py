@@ -5,8 +5,6 @@ attends to; in the ring, all ranks do. Heads are many and tokens few, so that at
 no time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -35,8 +33,8 @@ MEGABYTE = 1 << 20
 HEAD_DIM, ELEMENT_BYTES = 256, 4
 TRANSFER_TOKENS, RING_TOKENS_PER_RANK = 32, 2
 
+# Repetitions may end when the shortest take no more than this times what Eq. 1 says.
 CLOSE = 1.1
-"""Repetitions may end when the shortest take no more than this times what Eq. 1 says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Set up, tear down, and what is left: nothing."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Jobs on an emulated cluster: commands, failures, and what is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -25,8 +23,8 @@ HERE = "tests/emulated"
 SMALL = Topology(num_nodes=2, ranks_per_node=2, nics_per_node=1, nic_bits_per_s=100_000_000, intra_bits_per_s=None)
 CAPABILITIES = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 SYS_NICE = 1 << 23
+# Seconds that a job may take to end once a rank has died.
 ENDED_S = 30.0
-"""Seconds that a job may take to end once a rank has died."""
 
 
 def tool(*words: str | Path) -> list[str]:

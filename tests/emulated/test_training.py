@@ -1,7 +1,5 @@
 """Megatron's own loop over the emulated cluster, started as a user starts it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rates and counters, measured with gloo between ranks of two nodes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -107,8 +105,8 @@ def assert_carried(measured: Measured, sent: dict[tuple[int, int], int], receive
 
 SLOW_NIC = 80_000_000
 LINKS = tuple(itertools.permutations(range(4), 2))
+# (bit/s, bytes that may wait) of rank 1's NIC: as it was, slow, and with a queue of two packets.
 DISTURBED = ((SLOW_NIC, 16 << 20), (SLOW_NIC // 8, 16 << 20), (SLOW_NIC, 20_500))
-"""(bit/s, bytes that may wait) of rank 1's NIC: as it was, slow, and with a queue of two packets."""
 
 
 def measured(rank: int, controller: Controller) -> list[tuple[list[tuple[int, int]], int]]:

@@ -2,8 +2,6 @@
 that forks training ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Flags that cannot work with a plan are refused, each with a sentence that names it."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

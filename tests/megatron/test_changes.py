@@ -1,8 +1,6 @@
 """Planner hydraulis with candidates: one `pretrain` that changes between mixes of tensor, pipeline and
 context parallelism, and trains as one rank does."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from pathlib import Path
@@ -25,14 +23,14 @@ from tests.support.megatron_run import Result, Trainer
 from tests.support.pipeline_runs import worst_gradient
 from tests.support.role_runs import STRATEGIES, trained
 
+# Steps with a long document need context or tensor parallelism, the others do not.
 LENGTHS = (1000, *(60, 90, 40, 70, 110, 30) * 6)
-"""Steps with a long document need context or tensor parallelism, the others do not."""
 SAMPLES = 2
 HALF = 3
 STEPS = 2 * HALF
 LONG = {"seq-length": 1024, "max-position-embeddings": 1024}
+# No multiprocessors: else a short kernel takes as long as its longest block on one of many.
 CONFIG = {"cluster": {"ranks_per_node": 8, "num_sms": 0, **SLOW}}
-"""No multiprocessors: else a short kernel takes as long as its longest block on one of many."""
 
 
 KILLED = 2
@@ -43,13 +41,13 @@ FLAGS: dict[str, Any] = {
     "train-iters": STEPS,
     "untie-embeddings-and-output-weights": False,
 }
+# The second leaves a rank over.
 FIRST = ("tp1-pp1-cp4", "tp2-pp1-cp1+tp1-pp1-cp1")
-"""The second leaves a rank over."""
 LAYOUT = "tp1-pp2-cp2"
+# The first one is the base layout of that run.
 THEN = (LAYOUT, "tp1-pp1-cp2+tp1-pp1-cp1")
-"""The first one is the base layout of that run."""
+# In place of `started`'s.
 GOING_ON = {"finetune": False, "no-load-optim": False, "no-load-rng": False}
-"""In place of `started`'s."""
 OWNED: dict[str, Any] = {"context-parallel-size": 1, "use-distributed-optimizer": True}
 
 

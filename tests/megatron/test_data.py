@@ -1,7 +1,5 @@
 """The document data set on Megatron's own reader, builder, samplers and splits."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from collections.abc import Iterator

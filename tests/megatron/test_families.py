@@ -3,8 +3,6 @@
 Those of experts are held against one rank of ours, since alone Megatron takes a router's losses
 document by document. GPT-OSS's flags are in test_window.py."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re
@@ -223,11 +221,11 @@ GPT_OSS: dict[str, Any] = {
     "train-iters": 2,
 }
 MODELS: dict[str, dict[str, Any]] = {**SMALL, "GPT-OSS": GPT_OSS}
+# Others have sinks in tests/distributed/test_executor.py, and windows are one comm pattern.
 IN_THE_SUITE = {
     *(("window, MHA", "zeppelin"), ("off by one", "distca")),
     *(("both masks, sinks, GQA 8:1", planner) for planner in ("zeppelin", "distca", "ulysses")),
 }
-"""Others have sinks in tests/distributed/test_executor.py, and windows are one comm pattern."""
 RUNS = [
     pytest.param(*run, marks=() if run in IN_THE_SUITE else (pytest.mark.product,))
     for run in itertools.product(SMALL, PLANNERS)

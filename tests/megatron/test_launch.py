@@ -1,7 +1,5 @@
 """The launcher: an unmodified script of the shape of Megatron's own, under every patch."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -293,8 +291,8 @@ def test_the_layer_spec_of_transformer_engine_keeps_its_layers_and_gets_our_atte
 
 
 PACKED_SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_packed_pretrain.py")
+# Tokens of the conversations of each line: one is cut at --seq-length, some are mostly padding.
 PACKED = ((300, 140, 40), (200, 7, 100, 60), (600,), (30,), (9, 480), (50, 50, 50, 50))
-"""Tokens of the conversations of each line: one is cut at --seq-length, some are mostly padding."""
 
 
 def batch_of(cu_seqlens: list[list[int]], counts: list[list[int]], **more: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -2,8 +2,6 @@
 holds everything.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,8 @@ from tests.megatron.conftest import (
 from tests.support.pipeline_runs import worst_gradient
 
 STEPS = 20
+# Planners that together use every comm pattern.
 ONE_OF_EACH = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin")
-"""Planners that together use every comm pattern."""
 RANKS_PER_NODE = {8: 4, 4: 2, 2: 1}
 
 
@@ -79,8 +77,8 @@ LAYERED += [
 ]
 
 
+# Trained until the loss falls; the others over a few steps, in which zeppelin has all its queues.
 LONG = ("zeppelin", "always", True)
-"""Trained until the loss falls; the others over a few steps, in which zeppelin has all its queues."""
 
 
 @pytest.mark.parametrize(("planner", "routing", "remap"), LAYERED)

@@ -1,7 +1,5 @@
 """Patches: reviewed sources only, all or nothing, undone on exit."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect
@@ -211,8 +209,8 @@ def test_the_report_shows_what_an_unreviewed_source_changes(tmp_path: Path) -> N
 
 
 OTHER = "megatron_core-0.18.2"
+# Megatron's own pipeline; layers in two nano-batches; experts: each with sources of its own.
 CELLS = (("zeppelin", "pp"), ("distca", "cp"), ("te_ring", "ep"))
-"""Megatron's own pipeline; layers in two nano-batches; experts: each with sources of its own."""
 
 
 def test_0_18_2_trains_every_way_like_one_rank() -> None:

@@ -1,8 +1,6 @@
 """Training with microbatches as two nano-batches interleaved: the losses of one rank, and of the
 same planner without."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +24,8 @@ from tests.megatron.conftest import (
 from tests.megatron.test_arguments import parse
 from tests.support.megatron_run import Result
 
+# Eight samples a step: one microbatch of eight ranks, two of four.
 EIGHT = {"global-batch-size": 8, "context-parallel-size": 1}
-"""Eight samples a step: one microbatch of eight ranks, two of four."""
 STEPS = 6
 
 
@@ -116,21 +114,20 @@ def test_what_cannot_be_taken_apart_is_refused_with_one_sentence(train: Train) -
 
 
 EXPERT_STEPS = 4
+# Two microbatches a step, of two samples, so that none is one document; a router's losses are
+# averages over microbatches.
 TWO = {"micro-batch-size": 2, "global-batch-size": 4, "train-iters": EXPERT_STEPS}
-"""Two microbatches a step, of two samples, so that none is one document; a router's losses are
-averages over microbatches.
-"""
 BIASED = {
     "moe-router-score-function": "sigmoid",
     "moe-router-enable-expert-bias": True,
     "moe-router-bias-update-rate": 0.05,
 }
+# Coefficients that show in the gradient, so that one row too many does.
 BALANCED = {
     "moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"],
     "moe-aux-loss-coeff": [0.2, 0.2],
     "moe-z-loss-coeff": 1e-2,
 }
-"""Coefficients that show in the gradient, so that one row too many does."""
 SHARED = {"expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
 RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 

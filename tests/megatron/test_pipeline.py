@@ -1,7 +1,5 @@
 """Pipeline parallelism: any planner's plans, every stage its own pool, Megatron's schedules."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,8 +90,8 @@ def test_all_stages_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 EIGHT_LAYERS, BATCH, TWO_STEPS = 8, 8, 2
+# Documents of samples that hold from 200 to 512 tokens.
 UNEVEN = (500, 300, 400, 90, 130, 33, 450, 60, 200, 512, 7, 410, 280, 1)
-"""Documents of samples that hold from 200 to 512 tokens."""
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Steps planned ahead and on the spot, and the small sums around them; no training, no process
 group."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import logging

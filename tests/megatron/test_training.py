@@ -1,8 +1,6 @@
 """Around the parity of steps: resume after a kill, evaluation, planning ahead, experts, and
 mistakes that must not hang."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One suite for every planner: add one to PLANNERS and it is held to all of this."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

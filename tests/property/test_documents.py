@@ -1,8 +1,6 @@
 """No token is lost or trained twice in an epoch: across ranks, kills and resumes, and changes of
 the number of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

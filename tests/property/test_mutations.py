@@ -1,7 +1,5 @@
 """The mirror of the proof: whatever op is dropped from a program that verifies, `verify` objects."""
 
-from __future__ import annotations
-
 import heapq
 import logging
 import random

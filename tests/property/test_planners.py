@@ -2,8 +2,6 @@
 is tested elsewhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

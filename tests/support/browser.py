@@ -2,8 +2,6 @@
 it asked the network for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,8 +14,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 NOT_FOUND = f"no browser on PATH ({', '.join(NAMES)}); on Debian: apt-get install chromium"
 
+# Origins of what the browser fetches for itself, updates for instance.
 _NOT_A_PAGE = "not an origin"
-"""Origins of what the browser fetches for itself, updates for instance."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 token.
 """
 
-from __future__ import annotations
-
 from megatron_balance.cost.table import (
     FORMAT,
     AttentionTable,

@@ -5,8 +5,6 @@ those of training. Stand-ins take the place of streams, of the attention library
 kernels: they do nothing, so no other rank is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,8 +26,8 @@ from megatron_balance.runtime.movers.triton import mover as triton_mover
 from megatron_balance.runtime.pool import BufferPool
 from tests.support.silent import SilentStreams
 
+# The GPU here: a name for the host's memory under which copies to it are told from others.
 DEVICE = torch.device("cpu", 0)
-"""The GPU here: a name for the host's memory under which copies to it are told from others."""
 
 HEAD_DIM = 8
 

@@ -2,8 +2,6 @@
 shapes were asked for, how often the device was synchronised for one.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Transformers' configuration of DeepSeek-V3, without the layer that predicts a further token."""
 
-from __future__ import annotations
-
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "hidden_act": "silu",

@@ -1,7 +1,5 @@
 """Training of the example's diffusion transformer on the ranks of a pool, and by one rank."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import sys

@@ -1,11 +1,9 @@
 """How many examples a property is tried on."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 
+# Examples of a property that says nothing else, in the profile `ci`.
 CI = 60
-"""Examples of a property that says nothing else, in the profile `ci`."""
 
 
 def examples(count: int) -> settings:

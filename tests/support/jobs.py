@@ -88,8 +88,8 @@ class Ran:
     gaps: tuple[str, ...] = ()
 
 
+# Head dim; or that of queries and keys, and that of values and outputs.
 Widths: TypeAlias = int | tuple[int, int]
-"""Head dim; or that of queries and keys, and that of values and outputs."""
 
 
 def split(widths: Widths) -> tuple[int, int | None]:

@@ -1,7 +1,5 @@
 """Attention over latents on the pool's ranks, beside keys and values of the same latents."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -2,8 +2,6 @@
 one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,8 +24,8 @@ from tests.support.pool import World
 from tests.support.stream_threads import with_streams
 
 QKV = tuple[Tensor, Tensor, Tensor]
+# (nano-batch, phase, segment) of something that ran.
 Done = tuple[int, str, str]
-"""(nano-batch, phase, segment) of something that ran."""
 
 
 @dataclass(frozen=True)

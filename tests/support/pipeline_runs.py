@@ -1,7 +1,5 @@
 """Training runs whose replicas are pipelines: samples without documents, gradients written."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from pathlib import Path

@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 NUM_RANKS = 8
 WORLDS = (1, 2, 3, 4, 8)
+# Worlds that are two nodes, so that collectives run in some groups and point-to-point transfers in
+# all others.
 RANKS_PER_NODE = {4: 2, 8: 4}
-"""Worlds that are two nodes, so that collectives run in some groups and point-to-point transfers in
-all others.
-"""
 IMPORTS = "tests.support.rank_imports"
 _GRACE_S = 3.0  # what the other ranks get once one has failed
 

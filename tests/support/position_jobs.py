@@ -1,7 +1,5 @@
 """Transformers' models whose positions are no mere look-up: balanced, and each document alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -24,10 +22,10 @@ from tests.support.pool import World
 from tests.support.torch_jobs import compiling
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 64, 32, 4, 2, 8
+# Tokens of a document up to which its table is the original one.
 ORIGINAL = 16
-"""Tokens of a document up to which its table is the original one."""
+# RoBERTa's padding token.
 PADDING = 1
-"""RoBERTa's padding token."""
 
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -134,14 +132,14 @@ class Case:
     model: str
     lengths: tuple[int, ...] = (40, 7, ORIGINAL, ORIGINAL + 1, 25)
     planner: str = "te_ring"
+    # In the form that is not reentrant, or "reentrant".
     checkpointed: bool | str = False
-    """In the form that is not reentrant, or "reentrant"."""
     compiled: bool = False
     sharded: bool = False
+    # The attention, of a model that was made with another.
     set_later: bool = False
-    """The attention, of a model that was made with another."""
+    # The attention, put past Transformers' own ways.
     untreated: bool = False
-    """The attention, put past Transformers' own ways."""
 
     @property
     def is_encoder(self) -> bool:

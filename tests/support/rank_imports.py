@@ -2,8 +2,6 @@
 what torch imports while they run.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Jobs of the pool's ranks that look at how exchanges ran, not only at what came out."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

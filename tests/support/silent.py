@@ -1,7 +1,5 @@
 """A GPU where only calls are looked at: streams that carry nothing, a kernel that computes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that count what their attention calls allocate."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 only tests have.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +35,7 @@ TEST_PLANNERS = {
     "knapformer, random groups": random_topology,
     "random_shares": random_shares,
 }
+# Other ways through a planner: its name and options.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeppelin, rule paper": ("zeppelin", {"rule": "paper"}),
     "zeppelin, rings": ("zeppelin", {"rule": "groups", "group_size": 1}),
@@ -44,14 +43,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "distca, small blocks": ("distca", {"block": 4, "tolerance": 0.0}),
     "distca, a pool": ("distca", {"block": 4, "servers": "pool"}),
 }
-"""Other ways through a planner: its name and options."""
 
 ALL_PLANNERS = (*PLANNERS, *(name for name, (planner, _) in VARIANTS.items() if planner in PLANNERS), *TEST_PLANNERS)
 
+# Planners that between them have every comm pattern, and stand for all where these take long.
 EVERY_PATTERN = (
     *("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin", "random_task_table", "random_shares"),
 )
-"""Planners that between them have every comm pattern, and stand for all where these take long."""
 
 _PER_NODE = {1: (1, 4), 2: (1, 2), 3: (1, 3), 4: (2, 4), 5: (1, 5), 6: (2, 3, 6), 7: (1, 7), 8: (2, 4, 8)}
 
@@ -68,8 +66,8 @@ class Case:
     tokens_per_rank: int | None
     seed: int
     remapped: bool = False
+    # Ranks of a NIC and the fewest tokens that are routed.
     routing: tuple[int, int] | None = None
-    """Ranks of a NIC and the fewest tokens that are routed."""
 
 
 def lengths(

@@ -2,8 +2,6 @@
 task table and any mix of zones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

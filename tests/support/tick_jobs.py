@@ -2,8 +2,6 @@
 and backward in ticks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,8 +24,8 @@ from tests.support.pool import World
 from tests.support.stream_threads import with_streams
 
 LAYERS = 2
+# Output and gradients of q, k and v, this rank's rows.
 Values = tuple[Floats, Floats, Floats, Floats]
-"""Output and gradients of q, k and v, this rank's rows."""
 
 
 @dataclass(frozen=True)

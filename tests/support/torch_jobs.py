@@ -1,7 +1,5 @@
 """Training in plain PyTorch on the ranks of a pool that is their whole world, and by one rank."""
 
-from __future__ import annotations
-
 import io
 import os
 import runpy
@@ -32,8 +30,8 @@ from tools.zoo import Case, Found, run_case
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY, LAYERS = 4, 2, 8, 32, 64, 2
 MODEL = Model(HEADS, KV_HEADS, HEAD_DIM, num_layers=LAYERS, hidden_size=WIDTH, ffn_size=4 * WIDTH)
+# Of the documents of a step; the first is longer than a rank's share.
 LENGTHS = (200, 33, 2, 61, 1, 90)
-"""Of the documents of a step; the first is longer than a rank's share."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,13 @@ class Way:
     steps: int = 20
     backward: str = "keep"
     backend: str = "eager"
+    # Parts of the world that share documents, each for itself.
     pools: int = 1
-    """Parts of the world that share documents, each for itself."""
+    # Of queries, and of keys and values (model gpt).
     heads: tuple[int, int] = (HEADS, KV_HEADS)
-    """Of queries, and of keys and values (model gpt)."""
     ranks_per_node: int = 2
+    # Of the planner.
     options: tuple[tuple[str, int], ...] = ()
-    """Of the planner."""
 
     def name(self) -> str:
         """For people: what differs from the plainest way is said."""

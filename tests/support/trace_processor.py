@@ -1,7 +1,5 @@
 """Perfetto's own trace processor: opens a trace and says what it holds, and what it complained of."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 import subprocess
@@ -18,8 +16,8 @@ NOT_FOUND = (
     f"no trace processor of Perfetto on PATH ({', '.join(NAMES)}); CONTRIBUTING.md says where it is downloaded from"
 )
 
+# Process, thread, beginning and duration in nanoseconds, name.
 Slice = tuple[int, int, int, int, str]
-"""Process, thread, beginning and duration in nanoseconds, name."""
 
 _ALL = """
 WITH spans AS (

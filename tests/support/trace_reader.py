@@ -5,8 +5,6 @@ The processor itself is a program that not every machine has. Where one is,
 tests/unit/analysis/test_perfetto.py opens the same files, whole and broken, with both.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from dataclasses import dataclass, field

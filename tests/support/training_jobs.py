@@ -1,7 +1,5 @@
 """A step of training on the ranks of the pool, as an adapter takes it: there and back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,8 +22,8 @@ from tests.support.pool import World
 
 CPU, ALONE = torch.device("cpu"), TensorParallel()
 
+# By rank and microbatch: lengths of the documents that it reads.
 Lengths = Sequence[Sequence[Sequence[int]]]
-"""By rank and microbatch: lengths of the documents that it reads."""
 
 
 @dataclass(frozen=True)

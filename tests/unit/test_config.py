@@ -1,8 +1,6 @@
 """Configuration: strict, with errors that name the file, the key and what would be right; and every
 YAML we ship loads."""
 
-from __future__ import annotations
-
 import ast
 import gzip
 import os
@@ -501,8 +499,8 @@ def test_written_json_has_null_for_what_is_no_number() -> None:
 
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_balance"
+# The writer itself; what goes to our own planning process, or has whole numbers and names alone.
 INSIDE = {"files.py", "planning/step_planner.py", "planning/ahead.py", "ir/step.py"}
-"""The writer itself; what goes to our own planning process, or has whole numbers and names alone."""
 
 
 def test_no_json_is_written_that_other_readers_refuse() -> None:

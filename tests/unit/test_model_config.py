@@ -1,7 +1,5 @@
 """Models by the names of other libraries: Transformers' config.json, Megatron's flags."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

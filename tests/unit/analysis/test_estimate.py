@@ -1,7 +1,5 @@
 """The estimate of a layer against the simulator, and bounds below it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +22,8 @@ MODEL = load_model("llama3-8b")
 H200, A800 = (load_cluster(name).build(num_ranks=16, ranks_per_node=8) for name in ("h200", "a800"))
 Range = tuple[float, float]
 ALIKE: dict[str, Range] = dict.fromkeys(("causal", "full", "window"), (0.99, 1.01))
+# By planner and mask, the estimate of a layer over that of the round engine, of all of `CASES`. A
+# mask that is not there: none of the planner, or no case of its own.
 NEAR: list[tuple[str, dict[str, Any], dict[str, Range]]] = [
     # Layers keep or replay by the same memory on both sides (policy auto).
     *(
@@ -45,9 +45,6 @@ NEAR: list[tuple[str, dict[str, Any], dict[str, Range]]] = [
     ("zeppelin", {"group_size": 2, "num_waves": 3}, {"causal": (0.99, 1.02), "full": (0.99, 1.02)}),
     ("zeppelin", {"group_size": 16}, {"causal": (0.99, 1.01)}),
 ]
-"""By planner and mask, the estimate of a layer over that of the round engine, of all of `CASES`. A
-mask that is not there: none of the planner, or no case of its own.
-"""
 
 
 def drawn(seed: int, num_tokens: int, mean: float, sigma: float) -> list[int]:
@@ -65,11 +62,12 @@ LATENTS = replace(
     query_rank=1536,
     latent_travels=True,
 )
+# By number of ranks.
 BATCHES = {
     16: [LENGTHS, drawn(0, 65536, 7.8, 1.3), drawn(1, 65536, 6.5, 1.6)],
     32: [drawn(2, 131072, 8.8, 1.0), drawn(3, 131072, 7.8, 1.3)],
 }
-"""By number of ranks."""
+# Model, cluster, ranks, number of the batch.
 CASES = [
     (load_model("llama-7b"), "a800", 16, 0),
     (MODEL, "h200", 16, 1),
@@ -78,7 +76,6 @@ CASES = [
     (MODEL, "h100", 32, 0),
     (load_model("llama-7b"), "a800", 32, 1),
 ]
-"""Model, cluster, ranks, number of the batch."""
 MASKS = {"causal": ("causal",), "full": ("full",), "window": ("window_1024", "window_4096")}
 
 

@@ -1,7 +1,5 @@
 """Bytes of a rank, worked by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import replace

@@ -2,8 +2,6 @@
 (`tests.support.trace_reader`); and traces that are broken, which both refuse.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -134,12 +132,12 @@ BROKEN = {
     "counter of words": (with_("C", 0, args={"bytes": "many"}), "value 'many'", "json_parser_failure"),
     "process without a name": (with_("M", 0, args={"name": ""}), "is empty", "json_parser_failure"),
 }
+# The processor says nothing of these; what it shows is not what the file means.
 MOVED = {
     "arrow without an end": (without("f"), "do not end"),
     "arrow to what began first": (to_the_outer_span, "drawn backwards"),
     "counter without values": (with_("C", 0, args={}), "without values"),
 }
-"""The processor says nothing of these; what it shows is not what the file means."""
 
 
 def broken(tmp_path: Path, change: Callable[[list[Event]], None], said: str) -> Path:

@@ -1,7 +1,5 @@
 """Figures in closed form against the ops of the expanded program."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Bytes on the way: sizes that source, target and proxies agree on, pieces that tile them, and
 tensors that come out as they went in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

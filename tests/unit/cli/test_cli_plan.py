@@ -1,7 +1,5 @@
 """`megatron-balance plan`: the keys of its JSON, and a sentence for every mistake."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,8 +1,6 @@
 """`megatron-balance simulate` and `compare`: the keys of their JSON, their trace, and a sentence
 for every mistake."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`megatron-balance doctor`: what is missing is said with the command that mends it."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 from pathlib import Path

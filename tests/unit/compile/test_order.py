@@ -1,8 +1,6 @@
 """The order of a rank's steps and streams: what starts early, and what waits for what. That no step
 of any planner comes too early and no rank waits for ever, the contract suite proves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Plans under a sliding window: tokens stay where they are, and only keys that are needed travel."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

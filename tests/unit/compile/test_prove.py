@@ -1,7 +1,5 @@
 """Other ids, proxies, rows and steps than those of the plan are refused by the proof of what runs."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every complaint of `verify`, each from a program that is wrong in one place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -71,6 +69,7 @@ def complaint(source: str, right: str, wrong: str) -> str:
     return str(caught.value)
 
 
+# By program: what becomes wrong, the wrong words, and the complaint.
 WRONG = {
     PREFIX: [
         (
@@ -197,7 +196,6 @@ WRONG = {
         ("  r0 <- r1 dq s0[2:4)\n", "", "there are not two partials to merge"),
     ],
 }
-"""By program: what becomes wrong, the wrong words, and the complaint."""
 
 
 @pytest.mark.parametrize(("source", "row"), [(source, row) for source, rows in WRONG.items() for row in rows])

@@ -1,7 +1,5 @@
 """The analytic cost model against hand-worked numbers, and that more never costs less."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

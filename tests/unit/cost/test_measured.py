@@ -1,8 +1,6 @@
 """Costs from a measured table: exact at its points, sound between and beyond them, and read
 strictly."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

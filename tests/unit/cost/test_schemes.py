@@ -1,7 +1,5 @@
 """Latency of a sequence under a parallel scheme, and its quadratic."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

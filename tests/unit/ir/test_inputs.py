@@ -1,7 +1,5 @@
 """The inputs of a planner: batch, cluster, model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

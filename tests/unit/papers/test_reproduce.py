@@ -1,8 +1,6 @@
 """The frame of `papers`: papers, tables and rows; the verb's JSON, its table for people, and a
 sentence for every mistake."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`reproduce hydraulis`: the systems that its figures compare; rows are held by tests/golden."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_balance.analysis.change import base_sync_s

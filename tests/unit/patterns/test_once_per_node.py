@@ -1,7 +1,5 @@
 """Key-value heads that several ranks of a node share cross once, and are passed on inside."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

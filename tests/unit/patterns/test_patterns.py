@@ -1,7 +1,5 @@
 """Placements and comm patterns: facts about where tokens lie and what small programs look like."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -499,8 +497,8 @@ def test_an_all_gather_brings_each_rank_the_blocks_of_all_others() -> None:
 # A stored plan of every comm pattern is read, proved and run, whichever class its name stands for.
 
 
+# By comm pattern: a plan with a remap and routing as `to_json` wrote it, and its fingerprint.
 STORED = json.loads((Path(__file__).parent / "stored_plans.json").read_text())
-"""By comm pattern: a plan with a remap and routing as `to_json` wrote it, and its fingerprint."""
 
 
 def test_every_pattern_has_a_stored_plan() -> None:

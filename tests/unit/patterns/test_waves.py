@@ -1,7 +1,5 @@
 """The pattern waves: what groups need of one another, in which wave, and what programs look like."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 
@@ -29,8 +27,8 @@ from tests.support.by_hand import pool
 from tests.support.flat_cost import flat_machine
 from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops
 
+# Sequence 0 in shares of 1, 2 and 3 sixths, zigzag; sequence 1 whole.
 UNEVEN = ((0, 0, 0, 100), (0, 0, 1100, 1200), (1, 0, 100, 300), (1, 0, 900, 1100), (2, 0, 300, 900), (2, 1, 0, 50))
-"""Sequence 0 in shares of 1, 2 and 3 sixths, zigzag; sequence 1 whole."""
 
 
 def zone(*fragments: tuple[int, int, int, int], size: int = 1, waves: int = 1, lead: int = 0) -> SharedZone:

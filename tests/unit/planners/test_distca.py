@@ -1,8 +1,6 @@
 """distca: the closed forms against all block cuts, the linear layout, the scheduler for layouts
 that are given, balance and caps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -320,13 +318,13 @@ def test_an_option_out_of_range_is_an_error(option: str) -> None:
         plan(Batch((10,)), CLUSTER, MODEL, COST, replace(DistcaOptions(), **{option: -1}))
 
 
+# Cases in which a surplus is so small that it is lost in the rounding of sums of seconds.
 SMALL_BLOCKS = [
     (Cluster(4, 2), Model(3, 3, 4, hidden_size=32, ffn_size=64), [12], 1),
     (Cluster(3, 3), Model(6, 3, 4, hidden_size=32, ffn_size=64), [40], 2),
     (Cluster(4, 4), Model(3, 3, 4, hidden_size=32, ffn_size=64), [46], 4),
     (Cluster(3, 1), Model(1, 1, 4, hidden_size=32, ffn_size=64), [15, 36, 4, 1, 3, 3], 2),
 ]
-"""Cases in which a surplus is so small that it is lost in the rounding of sums of seconds."""
 
 
 @pytest.mark.parametrize(("cluster", "model", "lengths", "block"), SMALL_BLOCKS)
@@ -348,12 +346,12 @@ def test_a_part_that_moves_for_no_bytes_is_no_division_by_zero() -> None:
 # brute force over blocks and tokens.
 
 
+# Layouts are whole blocks, and whole tiles of the kernel.
 BLOCK = 128
-"""Layouts are whole blocks, and whole tiles of the kernel."""
 LONG = 128 * BLOCK
 PAIR_S = 1e-9
+# Of `MODEL`: a query with its output; a key and its value.
 QUERY_BYTES, KEY_BYTES = 2 * 64, 128
-"""Of `MODEL`: a query with its output; a key and its value."""
 
 Owner = tuple[int, int, int, int]
 Span = tuple[int, int]

@@ -1,8 +1,6 @@
 """flexsp: groups of different sizes, the integer program against brute force, and life without
 SciPy."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """knapformer: topologies, the knapsack, and the search for a topology."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Megatron's own way: packed samples, one a replica, each over its context-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

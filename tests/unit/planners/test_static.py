@@ -1,7 +1,5 @@
 """The planners that choose nothing: one zone over all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

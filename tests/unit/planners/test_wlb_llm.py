@@ -1,7 +1,5 @@
 """wlb_llm: packing by work, queues of outliers, the baselines of Table 2, and options out of range."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain
 from typing import Any

@@ -1,8 +1,6 @@
 """The protocol every planner meets: a planner of steps, with a carry, above other planners; traits
 are fields of its entry."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

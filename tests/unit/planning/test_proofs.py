@@ -1,7 +1,5 @@
 """Proofs beside planning: which steps, how they end, and that they end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

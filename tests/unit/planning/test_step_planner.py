@@ -1,8 +1,6 @@
 """Whole steps by one spec: on the spot and ahead in a process of its own, with stages that attend
 together, and with a carry."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

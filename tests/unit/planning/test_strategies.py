@@ -1,7 +1,5 @@
 """Proposal of strategies: the closed form beside Eq. 4 as printed, whole neighbours, the ranking."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The pages of reports: well-formed, escaped, self-contained; every plot is one that Plotly takes."""
 
-from __future__ import annotations
-
 import re
 import sys
 from html.parser import HTMLParser

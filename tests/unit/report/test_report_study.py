@@ -1,8 +1,6 @@
 """The figures of a simulated report: parts add up, what limits a step is what was made to, and
 suggestions do what they say."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

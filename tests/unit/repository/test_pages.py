@@ -1,7 +1,5 @@
 """Links and paths in the documents lead somewhere."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses
@@ -29,8 +27,8 @@ from tests.support.cost_table import made
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megatron_balance"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Pages that send a reader to files: every path on them exists.
 MAPS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "index.md", ROOT / "docs" / "architecture.md"]
-"""Pages that send a reader to files: every path on them exists."""
 
 MADE = {"path/to/pretrain_gpt.py", "balance.yaml", ".bin/.idx", "megatron_balance/planners/mine.py"}
 MADE |= {"megatron_balance/patterns/mine.py", "megatron_balance/compile/mine.py"}
@@ -201,8 +199,8 @@ def test_its_step_figures_are_written():
 
 
 ROOMS = ("megatron_balance", "patches", "tests", "tools", "scripts")
+# First words of a docstring that name neither what is done nor what is returned.
 OPENINGS = ("Nothing", "What", "Who", "Which", "So many", "The same")
-"""First words of a docstring that name neither what is done nor what is returned."""
 
 WIDTH = 100
 WIDTH_PAGES = [
@@ -296,6 +294,7 @@ TOUR = ROOT / "docs" / "tour.md"
 PROGRAMS = ["megatron-balance", "python", "python3.12", "torchrun", "pip", "pytest", "bash", "sh", "cd", "echo"]
 PROGRAMS += ["export", "source", "docker", "enroot", "sbatch", "srun", "git", "apt-get", "curl", "wget", "ncu", "nsys"]
 
+# Beginnings of commands that are not run here, and why.
 ELSEWHERE = {
     "./scripts/demo.sh": "trains for minutes, in network namespaces",
     "./scripts/test.sh": "is what runs this test",
@@ -331,7 +330,6 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node 4 scripts/examples/": "tests/distributed runs these scripts",
     "torchrun ... -m megatron_balance.launch": "the reader's own script; tests/megatron/test_launch.py has one",
 }
-"""Beginnings of commands that are not run here, and why."""
 
 LONG = ("reproduce ", "report --dataset", "report --planner", "report --run", "profile ", "compare  --dataset github")
 LONG += ("compare --ranks 64 --cluster a800-ib", "simulate --planner te_ring --lengths 40000")
@@ -362,8 +360,8 @@ def commands(page: Path) -> list[str]:
     return found
 
 
+# Commands that test_tour.py runs, whose outputs it compares with the page.
 TOURED = re.findall(r"^\$ (megatron-balance .*)", TOUR.read_text(encoding="utf-8"), re.MULTILINE)
-"""Commands that test_tour.py runs, whose outputs it compares with the page."""
 
 COMMANDS = sorted({each for page in PAGES for each in commands(page)}.difference(TOURED))
 

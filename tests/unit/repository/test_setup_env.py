@@ -1,7 +1,5 @@
 """scripts/setup_env.sh: finds a Python that is new enough, or says what to install."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

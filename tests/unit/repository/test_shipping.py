@@ -1,8 +1,6 @@
 """Package, image, launch scripts, experiments and pins are complete, agree, and print the command
 they would run."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.metadata
@@ -32,10 +30,10 @@ ROOT = Path(__file__).resolve().parents[3]
 LOCKS = ROOT / "scripts" / "locks"
 SLURM = ROOT / "scripts" / "slurm"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
+# Experiments, and the tensor parallelism of each.
 MODELS = {"llama-3b": 1, "llama-7b": 1, "llama-13b": 2, "llama-30b": 2, "moe-8x550m": 1}
-"""Experiments, and the tensor parallelism of each."""
+# Of the experiments whose paper did not run on A800.
 PAPERS_MACHINES = {"llama-30b": "h200"}
-"""Of the experiments whose paper did not run on A800."""
 SHELL = sorted(
     [*ROOT.glob("scripts/*.sh"), *SLURM.glob("*.sh"), *SLURM.glob("*.sbatch"), ROOT / "tools" / "gpu" / "run"]
 )

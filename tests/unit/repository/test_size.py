@@ -1,7 +1,5 @@
 """The repository's size: every total is held at what was reached (tools/budgets.yaml)."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -13,8 +11,8 @@ import pytest
 
 from tools.size_report import PARTS, budgets, figures, over, shape_of, table, twice, working_tree
 
+# Share of a budget that may be unused.
 SLACK = 0.01
-"""Share of a budget that may be unused."""
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +105,7 @@ def test_the_linter_reads_every_source() -> None:
 TOP = Path(__file__).resolve().parents[3]
 
 
+# By contract, a file and an import in it that breaks it.
 FORBIDDEN = {
     "Imports point down": ("ir/batch.py", "megatron_balance.planners"),
     "The vocabulary needs the standard library only": ("ir/batch.py", "numpy"),
@@ -115,7 +114,6 @@ FORBIDDEN = {
     "The library megatron only": ("cli/plan.py", "megatron.core"),
     "Planning imports no configuration library": ("patterns/ring.py", "yaml"),
 }
-"""By contract, a file and an import in it that breaks it."""
 
 
 def test_forbidden_imports_are_caught(tmp_path):

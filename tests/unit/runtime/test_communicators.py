@@ -1,8 +1,6 @@
 """NCCL's communicators of a pool: which, how many, when they are made, and how much of a GPU each
 may take. NCCL itself is a stand-in."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from inspect import signature
 from itertools import count

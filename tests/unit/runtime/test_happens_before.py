@@ -3,8 +3,6 @@ memory that another stream may still use, and every wait that matters is found w
 
 `python -m tools.faults races` does the same to a thousand random plans."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Received bytes as the plan predicts them, beside the buffers that the runtime counts."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import importlib
@@ -47,8 +45,8 @@ pytest.importorskip("torch")
 
 HEADS, KV_HEADS, DIM, RANKS = 8, 4, 64, 8
 MODEL, CLUSTER = Model(HEADS, KV_HEADS, DIM), Cluster(RANKS, 4)
+# Planners, and the rule of one whose other rule takes another comm pattern.
 PLANNED = [*((name, "") for name in PLANNERS), ("zeppelin", "groups")]
-"""Planners, and the rule of one whose other rule takes another comm pattern."""
 IN_THE_SUITE = (*EVERY_PATTERN, "wlb_sharding", "knapformer")
 CASES = [
     pytest.param((name, rule, moved), marks=() if name in IN_THE_SUITE else (pytest.mark.product,))
@@ -317,8 +315,8 @@ def test_a_region_lies_in_row_ranges_of_the_buffers_that_hold_it() -> None:
 
 
 EIGHT_RANKS, TOKENS, FOUR_HEADS, TWO_HEADS, EIGHT = 8, 64, 4, 2, 8
+# Of one rank's keys and values, and of its queries, in bf16.
 KV_BYTES, Q_BYTES = 2 * TOKENS * TWO_HEADS * EIGHT * 2, TOKENS * FOUR_HEADS * EIGHT * 2
-"""Of one rank's keys and values, and of its queries, in bf16."""
 
 
 class Moved(TorchDispatchMode):

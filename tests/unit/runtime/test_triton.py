@@ -2,8 +2,6 @@
 them for Hopper, without one; and that it makes all of it before the first step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,8 +15,8 @@ pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+# Of heads that are merged (`triton_ptx.MERGED_DIMS`).
 DIMS = ("16", "32", "64", "80", "128", "192", "256")
-"""Of heads that are merged (`triton_ptx.MERGED_DIMS`)."""
 
 
 def in_child(code: str, *, interpreted: bool) -> list[Any]:

@@ -1,8 +1,6 @@
 """The event engine against times worked out by hand, and against the bytes and the order that the
 executor has."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

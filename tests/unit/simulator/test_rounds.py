@@ -1,8 +1,6 @@
 """The round engine against the event engine: equal where only one ring or collective is at work,
 near where zones meet."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole steps: layers, pipeline, synchronisation, memory; from closed forms."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -318,8 +316,8 @@ def test_stages_share_the_work_and_microbatches_add_up():
 
 LAYER_S = 0.01
 MOE = replace(MODEL, num_experts=4, experts_per_token=1)
+# Of two ranks that share four experts, the first one has two thirds of the visits.
 SKEWED = ExpertLoad.counted([2, 2, 1, 1])
-"""Of two ranks that share four experts, the first one has two thirds of the visits."""
 
 
 def machine(num_ranks: int, ranks_per_node: int, model: Model = MOE):

@@ -1,8 +1,6 @@
 """Ticks on the clocks: closed forms where microbatches are alike, and what attending together saves
 where they are not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Groups of ranks: sizes, places, shares."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """solvers/remap: rules by example, edge cases, and what happens where a solver cannot answer."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import SimpleNamespace

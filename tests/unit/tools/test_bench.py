@@ -1,8 +1,6 @@
 """The emulated ablation's arithmetic: batches, the point, the order of steps, and the table made of
 records."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

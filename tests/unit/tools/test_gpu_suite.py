@@ -2,8 +2,6 @@
 whole of it small, without a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

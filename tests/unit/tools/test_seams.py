@@ -1,7 +1,5 @@
 """The recorder of plans, programs and steps: equal where nothing changed, and it says what did."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

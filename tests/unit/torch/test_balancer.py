@@ -1,7 +1,5 @@
 """A balancer of one process: batches, errors, and Transformers' attention."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from types import SimpleNamespace

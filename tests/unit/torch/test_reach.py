@@ -1,7 +1,5 @@
 """Attention that does not reach the plan, masks that no plan has, and losses that would be others."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

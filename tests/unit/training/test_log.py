@@ -1,7 +1,5 @@
 """The record of a step, its file and its scalars."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,8 +1,6 @@
 """Steps of a training job: what is carried goes from step to step in order, through reruns,
 checkpoints and plans made ahead."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A rank's rows: what travels with a token, nano-batches, positions and padding."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any, cast
 
@@ -96,8 +94,8 @@ class Slots:
         self.ran.append(f"push {slot}")
 
 
+# By number of a parameter; slot 2 has none on this rank.
 SLOTS = {10: 0, 11: 1, 12: 1, 13: 3}
-"""By number of a parameter; slot 2 has none on this rank."""
 
 
 def moves(slots: Slots, *, first: bool = True, beside: bool = True) -> Moves:

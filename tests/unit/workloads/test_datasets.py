@@ -1,7 +1,5 @@
 """Lengths of documents from files: corpora, JSONL, Parquet and Arrow."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Length distributions, files of lengths, histograms."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
