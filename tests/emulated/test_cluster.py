@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_balance.errors import ConfigError
+from tests.support.literals import literals
 from tools.emulated_cluster import ClusterError, EmulatedCluster, Topology, linux, wiring
 from tools.emulated_cluster.command import parse
 from tools.emulated_cluster.sandbox import in_sandbox
@@ -103,17 +104,10 @@ def test_ranks_are_numbered_node_by_node_with_one_address_each() -> None:
         "10.201.1.1",
         "10.201.1.4",
     ]
-    assert TWO_BY_FOUR.environment(6) == {
-        "RANK": "6",
-        "LOCAL_RANK": "2",
-        "GROUP_RANK": "1",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "4",
-        "GROUP_WORLD_SIZE": "2",
-        "MASTER_ADDR": "10.201.0.1",
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": "nic",
-    }
+    assert TWO_BY_FOUR.environment(6) == literals("""
+        RANK: '6', LOCAL_RANK: '2', GROUP_RANK: '1', WORLD_SIZE: '8', LOCAL_WORLD_SIZE: '4',
+        GROUP_WORLD_SIZE: '2', MASTER_ADDR: 10.201.0.1, MASTER_PORT: '29500', GLOO_SOCKET_IFNAME: nic
+    """)
 
 
 def test_text_reads_back() -> None:

@@ -23,6 +23,7 @@ from megatron.core import mpu
 from torch._C._distributed_c10d import HashStore
 
 from megatron_balance.workloads.idx import CorpusWriter
+from tests.support.literals import literals
 from tests.support.megatron_run import Entry, Job, Result, Trainer
 from tools.megatron_flags import GPT, LOOP, command_line
 
@@ -35,35 +36,25 @@ NUM_DOCUMENTS = 240
 
 MODEL: dict[str, Any] = {
     **GPT,
-    "num-layers": 2,
-    "hidden-size": 32,
-    "ffn-hidden-size": 64,
-    "num-attention-heads": 8,
-    "group-query-attention": True,
-    "num-query-groups": 4,
+    **literals("""
+        num-layers: 2, hidden-size: 32, ffn-hidden-size: 64, num-attention-heads: 8, group-query-attention: true,
+        num-query-groups: 4
+    """),
     "seq-length": SEQ_LENGTH,
     "max-position-embeddings": SEQ_LENGTH,
 }
 # Added to MODEL: every layer a mixture of experts, with both losses of its router.
-EXPERTS: dict[str, Any] = {
-    "num-experts": 8,
-    "ffn-hidden-size": 32,
-    "moe-router-topk": 2,
-    "moe-token-dispatcher-type": "alltoall",
-    "moe-router-load-balancing-type": "aux_loss",
-    "moe-aux-loss-coeff": 1e-2,
-    "moe-z-loss-coeff": 1e-3,
-}
+EXPERTS: dict[str, Any] = literals("""
+    num-experts: 8, ffn-hidden-size: 32, moe-router-topk: 2, moe-token-dispatcher-type: alltoall,
+    moe-router-load-balancing-type: aux_loss, moe-aux-loss-coeff: 0.01, moe-z-loss-coeff: 0.001
+""")
 RUN: dict[str, Any] = {
     **LOOP,
-    "global-batch-size": 2,
-    "train-iters": 20,
-    "lr": 1e-3,
-    "lr-decay-iters": 20,
+    **literals("""
+        global-batch-size: 2, train-iters: 20, lr: 0.001, lr-decay-iters: 20, split: '100,0,0', seed: 11,
+        balance-device: cpu
+    """),
     "vocab-size": VOCABULARY,
-    "split": "100,0,0",
-    "seed": 11,
-    "balance-device": "cpu",
 }
 
 

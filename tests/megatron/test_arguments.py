@@ -190,7 +190,7 @@ def test_every_flag_that_is_switched_off_is_tested() -> None:
     tried = [argparse.Namespace(**vars(parse(*words))) for words, _ in SWITCHED.values()]
     untested = [rule for rule in flags.record().left_out if not any(rule.holds(args) for args in tried)]
     named = [rule.sentence.split()[0] for rule in untested]
-    assert named == ["--sequence-packing-scheduler", "--cp-partition-mode"], "tested in test_packed.py, and below"
+    assert named == ["--sequence-packing-scheduler", "--cp-partition-mode"], "tested in test_launch.py, and below"
     assert leave_out(parse(), []) == []
 
 

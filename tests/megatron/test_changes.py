@@ -19,6 +19,7 @@ from megatron_balance.megatron.roles import Roles, base_layout, check_shards, ch
 from megatron_balance.megatron.ways import check_strategies
 from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, validation_losses, write_corpus
 from tests.megatron.test_parity import SLOW
+from tests.support.literals import literals
 from tests.support.megatron_run import Result, Trainer
 from tests.support.pipeline_runs import worst_gradient
 from tests.support.role_runs import STRATEGIES, trained
@@ -166,19 +167,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": 3}, "tp1-pp2-cp1: PP 2 does not divide the 3 layers"),
     ({"num_layers": 3, "num_experts": 8}, "--num-experts.*; tp1-pp2-cp1: PP 2 does not divide"),
 ]
-GIVEN: dict[str, Any] = {
-    "use_distributed_optimizer": True,
-    "hidden_dropout": 0.0,
-    "world_size": 4,
-    "num_attention_heads": 12,
-    "num_query_groups": 6,
-    "group_query_attention": True,
-    "ffn_hidden_size": 96,
-    "vocab_size": 90,
-    "make_vocab_size_divisible_by": 16,
-    "tensor_model_parallel_size": 2,
-    "num_layers": 4,
-}
+GIVEN: dict[str, Any] = literals("""
+    use_distributed_optimizer: true, hidden_dropout: 0.0, world_size: 4, num_attention_heads: 12,
+    num_query_groups: 6, group_query_attention: true, ffn_hidden_size: 96, vocab_size: 90,
+    make_vocab_size_divisible_by: 16, tensor_model_parallel_size: 2, num_layers: 4
+""")
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)

@@ -28,6 +28,7 @@ from megatron_balance.training.tokens import from_bits
 from megatron_balance.workloads.documents import Corpus, CutPolicy, split_documents
 from megatron_balance.workloads.idx import CODES, CorpusWriter, bin_path, idx_path, read_index
 from tests.support.links import buffers_of, cut
+from tests.support.literals import literals
 
 EOD = 999
 LENGTHS = (5, 1, 20, 3, 8, 17, 2, 11, 40, 6, 9, 1)
@@ -63,18 +64,12 @@ def dataset(
 def arguments(prefix: str, **changed: object) -> Any:
     usual: dict[str, object] = {
         "data_path": [prefix],
-        "data_args_path": None,
-        "train_data_path": None,
-        "valid_data_path": None,
-        "test_data_path": None,
-        "per_split_data_args_path": None,
-        "split": "100,0,0",
+        **literals("""
+            data_args_path: null, train_data_path: null, valid_data_path: null, test_data_path: null,
+            per_split_data_args_path: null, split: '100,0,0', seed: 7, dataloader_type: single, eval_iters: 0,
+            padded_vocab_size: 2000, mmap_bin_files: true
+        """),
         "seq_length": SEQ_LENGTH,
-        "seed": 7,
-        "dataloader_type": "single",
-        "eval_iters": 0,
-        "padded_vocab_size": 2000,
-        "mmap_bin_files": True,
     }
     return SimpleNamespace(**(usual | changed))
 

@@ -1,7 +1,7 @@
 """Models as their makers train them, scaled down: their real flags, against Megatron alone.
 
 Those of experts are held against one rank of ours, since alone Megatron takes a router's losses
-document by document. GPT-OSS's flags are in test_window.py."""
+document by document. GPT-OSS's flags are further down."""
 
 import argparse
 import itertools
@@ -45,21 +45,14 @@ from tests.megatron.test_arguments import parse
 from tests.megatron.test_launch import ON_CPU, printed_losses
 from tests.megatron.test_parity import options_of, two_nodes
 from tests.megatron.test_ping_pong import logged
+from tests.support.literals import literals
 from tests.support.pipeline_runs import gradients, worst_gradient
 
 SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "plain_documents.py")
-TRAINED: dict[str, Any] = {
-    "init-method-std": 0.0134,
-    "decoupled-lr": 5e-3,
-    "decoupled-min-lr": 4.5e-4,
-    "lr-decay-style": "cosine",
-    "clip-grad": 1.0,
-    "weight-decay": 0.1,
-    "adam-beta1": 0.9,
-    "adam-beta2": 0.95,
-    "manual-gc": True,
-    "train-iters": 2,
-}
+TRAINED: dict[str, Any] = literals("""
+    init-method-std: 0.0134, decoupled-lr: 0.005, decoupled-min-lr: 0.00045, lr-decay-style: cosine,
+    clip-grad: 1.0, weight-decay: 0.1, adam-beta1: 0.9, adam-beta2: 0.95, manual-gc: true, train-iters: 2
+""")
 # Of Megatron's examples/llama/train_llama3_8b_h100_fp8.sh, smaller. Left out: fp8, bf16 and what only
 # Transformer Engine has (fused attention, LayerNorm1p, the fused loss).
 LLAMA_3: dict[str, Any] = {**TRAINED, "num-query-groups": 2, "kv-channels": 8, "rotary-base": 1_000_000}
@@ -69,76 +62,28 @@ NEMOTRON_4: dict[str, Any] = {**TRAINED, "normalization": "LayerNorm", "swiglu":
 NEMOTRON_4 |= {"num-attention-heads": 6, "kv-channels": 8, "num-query-groups": 2, "rotary-percent": 0.5}
 # Of its release configurations mixtral_8x7b_alltoall_tp2pp4ep4 and deepseekv3_proxy_flex: what makes
 # the model, smaller, with one expert after the other and the dispatcher that needs no GPU.
-MIXTRAL: dict[str, Any] = {
-    "use-distributed-optimizer": True,
-    "disable-bias-linear": True,
-    "untie-embeddings-and-output-weights": True,
-    "position-embedding-type": "rope",
-    "rotary-percent": 0.5,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "num-layers": 4,
-    "hidden-size": 32,
-    "ffn-hidden-size": 64,
-    "num-attention-heads": 8,
-    "group-query-attention": True,
-    "num-query-groups": 4,
-    "clip-grad": 1.0,
-    "weight-decay": 0.1,
-    "num-experts": 8,
-    "moe-router-load-balancing-type": "aux_loss",
-    "moe-router-topk": 2,
-    "moe-aux-loss-coeff": 1e-2,
-    "moe-token-dispatcher-type": "alltoall",
-    "init-method-std": 0.010,
-}
-DEEPSEEK_V3: dict[str, Any] = {
-    "group-query-attention": False,
-    "num-query-groups": None,
-    "use-distributed-optimizer": True,
-    "disable-bias-linear": True,
-    "untie-embeddings-and-output-weights": True,
-    "position-embedding-type": "rope",
-    "rotary-base": 10000,
-    "normalization": "RMSNorm",
-    "norm-epsilon": 1e-6,
-    "swiglu": True,
-    "num-layers": 4,
-    "hidden-size": 32,
-    "ffn-hidden-size": 64,
-    "num-attention-heads": 8,
-    "kv-channels": 4,
-    "multi-latent-attention": True,
-    "qk-layernorm": True,
-    "q-lora-rank": 16,
-    "kv-lora-rank": 8,
-    "qk-head-dim": 4,
-    "qk-pos-emb-head-dim": 4,
-    "v-head-dim": 6,
-    "rotary-scaling-factor": 40,
-    "mscale": 1.0,
-    "mscale-all-dim": 1.0,
-    "mtp-num-layers": 1,
-    "mtp-loss-scaling-factor": 0.1,
-    "clip-grad": 1.0,
-    "weight-decay": 0.1,
-    "num-experts": 8,
-    "moe-layer-freq": "([0]*1+[1]*3)",
-    "moe-ffn-hidden-size": 32,
-    "moe-shared-expert-intermediate-size": 32,
-    "moe-router-load-balancing-type": "seq_aux_loss",
-    "moe-router-topk": 2,
-    "moe-router-group-topk": 2,
-    "moe-router-num-groups": 4,
-    "moe-router-topk-scaling-factor": 2.5,
-    "moe-router-score-function": "sigmoid",
-    "moe-router-pre-softmax": True,
-    "moe-router-enable-expert-bias": True,
-    "moe-router-bias-update-rate": 1e-3,
-    "moe-router-dtype": "fp32",
-    "moe-aux-loss-coeff": 1e-4,
-    "moe-token-dispatcher-type": "alltoall",
-}
+MIXTRAL: dict[str, Any] = literals("""
+    use-distributed-optimizer: true, disable-bias-linear: true, untie-embeddings-and-output-weights: true,
+    position-embedding-type: rope, rotary-percent: 0.5, normalization: RMSNorm, swiglu: true, num-layers: 4,
+    hidden-size: 32, ffn-hidden-size: 64, num-attention-heads: 8, group-query-attention: true,
+    num-query-groups: 4, clip-grad: 1.0, weight-decay: 0.1, num-experts: 8,
+    moe-router-load-balancing-type: aux_loss, moe-router-topk: 2, moe-aux-loss-coeff: 0.01,
+    moe-token-dispatcher-type: alltoall, init-method-std: 0.01
+""")
+DEEPSEEK_V3: dict[str, Any] = literals("""
+    group-query-attention: false, num-query-groups: null, use-distributed-optimizer: true,
+    disable-bias-linear: true, untie-embeddings-and-output-weights: true, position-embedding-type: rope,
+    rotary-base: 10000, normalization: RMSNorm, norm-epsilon: 1.0e-06, swiglu: true, num-layers: 4,
+    hidden-size: 32, ffn-hidden-size: 64, num-attention-heads: 8, kv-channels: 4, multi-latent-attention: true,
+    qk-layernorm: true, q-lora-rank: 16, kv-lora-rank: 8, qk-head-dim: 4, qk-pos-emb-head-dim: 4, v-head-dim: 6,
+    rotary-scaling-factor: 40, mscale: 1.0, mscale-all-dim: 1.0, mtp-num-layers: 1, mtp-loss-scaling-factor: 0.1,
+    clip-grad: 1.0, weight-decay: 0.1, num-experts: 8, moe-layer-freq: '([0]*1+[1]*3)', moe-ffn-hidden-size: 32,
+    moe-shared-expert-intermediate-size: 32, moe-router-load-balancing-type: seq_aux_loss, moe-router-topk: 2,
+    moe-router-group-topk: 2, moe-router-num-groups: 4, moe-router-topk-scaling-factor: 2.5,
+    moe-router-score-function: sigmoid, moe-router-pre-softmax: true, moe-router-enable-expert-bias: true,
+    moe-router-bias-update-rate: 0.001, moe-router-dtype: fp32, moe-aux-loss-coeff: 0.0001,
+    moe-token-dispatcher-type: alltoall
+""")
 PARALLEL = {"tensor-model-parallel-size": 2, "context-parallel-size": 2, "sequence-parallel": True}
 SHARDED = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 
@@ -199,27 +144,13 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 # Of Megatron's examples/gptoss/02_train.sh, smaller, with the experts' losses of its 20B
 # configuration, which are zero: alone, Megatron takes them document by document.
-GPT_OSS: dict[str, Any] = {
-    "num-layers": 4,
-    "num-query-groups": 1,
-    "kv-channels": 8,
-    "attention-softmax-in-fp32": True,
-    "window-size": "23,0",
-    "window-attn-skip-freq": 2,
-    "softmax-type": "learnable",
-    "swiglu": None,
-    "quick-geglu": True,
-    "glu-linear-offset": 1.0,
-    "activation-func-clamp-value": 7.0,
-    "num-experts": 4,
-    "moe-router-topk": 2,
-    "moe-ffn-hidden-size": 32,
-    "moe-router-dtype": "fp32",
-    "moe-router-load-balancing-type": "aux_loss",
-    "moe-aux-loss-coeff": 0.0,
-    "moe-token-dispatcher-type": "alltoall",
-    "train-iters": 2,
-}
+GPT_OSS: dict[str, Any] = literals("""
+    num-layers: 4, num-query-groups: 1, kv-channels: 8, attention-softmax-in-fp32: true, window-size: '23,0',
+    window-attn-skip-freq: 2, softmax-type: learnable, swiglu: null, quick-geglu: true, glu-linear-offset: 1.0,
+    activation-func-clamp-value: 7.0, num-experts: 4, moe-router-topk: 2, moe-ffn-hidden-size: 32,
+    moe-router-dtype: fp32, moe-router-load-balancing-type: aux_loss, moe-aux-loss-coeff: 0.0,
+    moe-token-dispatcher-type: alltoall, train-iters: 2
+""")
 MODELS: dict[str, dict[str, Any]] = {**SMALL, "GPT-OSS": GPT_OSS}
 # Others have sinks in tests/distributed/test_executor.py, and windows are one comm pattern.
 IN_THE_SUITE = {
@@ -285,22 +216,12 @@ def test_gpt_oss_trains_like_megatron_alone(train: Train, alone: Alone) -> None:
 # Multi-latent attention: keys wider than values, rotary embeddings inside attention.
 
 
-FLAGS: dict[str, Any] = {
-    "multi-latent-attention": True,
-    "num-attention-heads": 6,  # a number that four ranks do not divide, nor two those of each of two
-    "kv-channels": 8,
-    "group-query-attention": False,
-    "num-query-groups": None,
-    "q-lora-rank": 16,
-    "kv-lora-rank": 8,
-    "qk-head-dim": 4,
-    "qk-pos-emb-head-dim": 4,
-    "v-head-dim": 6,
-    "qk-layernorm": True,
-    "rope-type": "yarn",
-    "rotary-scaling-factor": 4,
-    "train-iters": 2,
-}
+# a number that four ranks do not divide, nor two those of each of two
+FLAGS: dict[str, Any] = literals("""
+    multi-latent-attention: true, num-attention-heads: 6, kv-channels: 8, group-query-attention: false,
+    num-query-groups: null, q-lora-rank: 16, kv-lora-rank: 8, qk-head-dim: 4, qk-pos-emb-head-dim: 4,
+    v-head-dim: 6, qk-layernorm: true, rope-type: yarn, rotary-scaling-factor: 4, train-iters: 2
+""")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from megatron_balance.megatron import flags
 from megatron_balance.megatron.ways import runs_pipelines
 from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, write_corpus
 from tests.megatron.test_parity import SLOW
+from tests.support.literals import literals
 from tests.support.pipeline_runs import gradients, worst_gradient
 
 STEPS = 3
@@ -86,15 +87,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": 8, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn balances over all replicas"),
     ({"mtp_num_layers": 1}, "--mtp-num-layers weights its loss by counts over all replicas"),
 ]
-GIVEN: dict[str, Any] = {
-    "virtual_pipeline_model_parallel_size": None,
-    "num_experts": None,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "tensor_model_parallel_size": 1,
-    "context_parallel_size": 2,
-    "moe_router_load_balancing_type": "aux_loss",
-}
+GIVEN: dict[str, Any] = literals("""
+    virtual_pipeline_model_parallel_size: null, num_experts: null, expert_model_parallel_size: 1,
+    expert_tensor_parallel_size: null, tensor_model_parallel_size: 1, context_parallel_size: 2,
+    moe_router_load_balancing_type: aux_loss
+""")
 
 
 def runs(**given: Any) -> bool:

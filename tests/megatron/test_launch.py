@@ -35,6 +35,7 @@ from tests.megatron.conftest import (
     train_with,
     validation_losses,
 )
+from tests.support.literals import literals
 from tests.support.loop_runs import LENGTHS, SKIPPED_TO
 from tests.support.megatron_run import Job, Result, Trainer
 from tests.support.pipeline_runs import worst_gradient
@@ -514,14 +515,11 @@ def test_a_planner_of_microbatches_is_refused(trainer: Trainer, tmp_path: Path) 
     assert "planner wlb_llm: a loop of its own needs a planner that keeps the microbatches it is given" in log
 
 
-BUILT = {
-    "num_moe_experts": 4,  # with the allgather dispatcher, Megatron's default
-    "cuda_graph_impl": "local",
-    "tp_comm_overlap": True,
-    "delay_wgrad_compute": True,
-    "attention_dropout": 0.1,
-    "use_inference_optimized_layers": True,
-}
+# with the allgather dispatcher, Megatron's default
+BUILT = literals("""
+    num_moe_experts: 4, cuda_graph_impl: local, tp_comm_overlap: true, delay_wgrad_compute: true,
+    attention_dropout: 0.1, use_inference_optimized_layers: true
+""")
 
 
 def test_what_a_built_model_cannot_change_is_refused_all_at_once(

@@ -19,6 +19,7 @@ from tests.megatron.conftest import (
     loaded_run,
     started,
 )
+from tests.support.literals import literals
 from tests.support.pipeline_runs import worst_gradient
 
 STEPS = 20
@@ -29,14 +30,10 @@ RANKS_PER_NODE = {8: 4, 4: 2, 2: 1}
 
 # Ranks so slow that arithmetic is what a placement is judged by, as it is for real models; with
 # those of a GPU latency would be.
-SLOW = {
-    "flops_per_s": 1e9,
-    "attention_efficiency": 1.0,
-    "intra_bytes_per_s": 1e8,
-    "nic_bytes_per_s": 5e6,
-    "intra_alpha_s": 1e-6,
-    "inter_alpha_s": 1e-5,
-}
+SLOW = literals("""
+    flops_per_s: 1.0e+9, attention_efficiency: 1.0, intra_bytes_per_s: 1.0e+8,
+    nic_bytes_per_s: 5.0e+6, intra_alpha_s: 1.0e-06, inter_alpha_s: 1.0e-05
+""")
 
 
 def two_nodes(num_ranks: int) -> dict[str, Any]:

@@ -13,19 +13,16 @@ from megatron_balance.errors import PatchError
 from megatron_balance.patches import Patch, Role, applied, fault_of, report, source_digest
 from megatron_balance.patches.selection import every, for_job
 from tests.support import upstream
+from tests.support.literals import literals
 from tools import megatron_versions
 
 FOLDER = Path(__file__).resolve().parents[2] / "patches"
 INSTALLED = Path(str(megatron.core.__file__)).parents[2]
 NO_PATCHES = ("__init__", "report", "selection")
-DENSE = {
-    "moe_router_load_balancing_type": "aux_loss",
-    "num_experts": None,
-    "mtp_num_layers": None,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "sequence_parallel": False,
-}
+DENSE = literals("""
+    moe_router_load_balancing_type: aux_loss, num_experts: null, mtp_num_layers: null,
+    pipeline_model_parallel_size: 1, virtual_pipeline_model_parallel_size: null, sequence_parallel: false
+""")
 
 
 def victim(value: int) -> int:

@@ -40,6 +40,7 @@ from megatron_balance.training.figures import tick_figures
 from megatron_balance.training.ledger import DataIdentity
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths
+from tests.support.literals import literals
 
 SAMPLES = ((30, 20), (40,), (10, 10, 10), (50,), (25, 25), (5,), (60,), (33, 1))
 
@@ -61,25 +62,13 @@ class Data:
 
 def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
     config = SimpleNamespace(planner=choose_planner(planner, {}), plan_costs=None, prove_every=1, backward="auto")
-    usual = {
-        "rank": 0,
-        "seq_length": 64,
-        "micro_batch_size": 2,
-        "context_parallel_size": 1,
-        "consumed_train_samples": 0,
-        "tensor_model_parallel_size": 1,
-        "sequence_parallel": False,
-        "pipeline_model_parallel_size": 1,
-        "data_parallel_size": 64,
-        "num_layers": 32,
-        "mtp_num_layers": None,
-        "virtual_pipeline_model_parallel_size": None,
-        "use_distributed_optimizer": True,
-        "grad_reduce_in_bf16": False,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": None,
-        "recompute_granularity": None,
-    }
+    usual = literals("""
+        rank: 0, seq_length: 64, micro_batch_size: 2, context_parallel_size: 1, consumed_train_samples: 0,
+        tensor_model_parallel_size: 1, sequence_parallel: false, pipeline_model_parallel_size: 1,
+        data_parallel_size: 64, num_layers: 32, mtp_num_layers: null, virtual_pipeline_model_parallel_size: null,
+        use_distributed_optimizer: true, grad_reduce_in_bf16: false, expert_model_parallel_size: 1,
+        expert_tensor_parallel_size: null, recompute_granularity: null
+    """)
     return SimpleNamespace(
         config=config,
         row_multiple=1,

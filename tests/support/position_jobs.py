@@ -18,6 +18,7 @@ from megatron_balance import Model
 from megatron_balance.errors import BalanceError
 from megatron_balance.model_config import unproved
 from megatron_balance.torch import SequenceBalancer, Settings, hf
+from tests.support.literals import literals
 from tests.support.pool import World
 from tests.support.torch_jobs import compiling
 
@@ -97,12 +98,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_DECODER,
             "head_dim": HEAD_DIM,
             "intermediate_size_mlp": WIDTH,
-            "num_local_experts": 2,
-            "no_rope_layers": [0, 1],
-            "layer_types": ["full_attention", "full_attention"],
-            "floor_scale": 4,
-            "attn_scale": 0.5,
-            "max_position_embeddings": 64,
+            **literals("""
+                num_local_experts: 2, no_rope_layers: [0, 1], layer_types: [full_attention, full_attention],
+                floor_scale: 4, attn_scale: 0.5, max_position_embeddings: 64
+            """),
         },
     ),
     "opt": (

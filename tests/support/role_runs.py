@@ -16,6 +16,7 @@ from typing import Any
 from megatron_balance.analysis.change import Layouts, role_bytes
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
+from tests.support.literals import literals
 from tests.support.megatron_run import Job, Trainer
 from tests.support.role_traps import no_parallel_state, no_world_group
 from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
@@ -23,25 +24,18 @@ from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
 # Sizes that TP 2, 3 and 4 divide.
 MODEL: dict[str, Any] = {
     **GPT,
-    "num-layers": 4,
-    "hidden-size": 48,
-    "ffn-hidden-size": 96,
-    "num-attention-heads": 12,
-    "seq-length": 64,
-    "max-position-embeddings": 64,
+    **literals("""
+        num-layers: 4, hidden-size: 48, ffn-hidden-size: 96, num-attention-heads: 12, seq-length: 64,
+        max-position-embeddings: 64
+    """),
 }
 RUN: dict[str, Any] = {
     **LOOP,
     **LOCAL_LAYERS,
-    "global-batch-size": 8,
-    "train-iters": 1,
-    "lr": 1e-3,
-    "vocab-size": 90,
-    "make-vocab-size-divisible-by": 48,
-    "seed": 11,
-    "mock-data": True,
-    "use-distributed-optimizer": True,
-    "balance-device": "cpu",
+    **literals("""
+        global-batch-size: 8, train-iters: 1, lr: 0.001, vocab-size: 90, make-vocab-size-divisible-by: 48, seed: 11,
+        mock-data: true, use-distributed-optimizer: true, balance-device: cpu
+    """),
 }
 # On four ranks, in turn; the fourth leaves a rank over.
 STRATEGIES = (

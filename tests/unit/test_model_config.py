@@ -14,19 +14,13 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
 from tests.support.deepseek import DEEPSEEK_V3
+from tests.support.literals import literals
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 96,
-    "intermediate_size": 200,
-    "num_attention_heads": 6,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "rope_theta": 5e5,
-}
+LLAMA = literals("""
+    architectures: [LlamaForCausalLM], model_type: llama, hidden_act: silu, hidden_size: 96,
+    intermediate_size: 200, num_attention_heads: 6, num_hidden_layers: 3, num_key_value_heads: 2,
+    vocab_size: 1000, rope_theta: 500000.0
+""")
 EXPECTED = Model(6, 2, 16, num_layers=3, hidden_size=96, ffn_size=200, gated_ffn=True, name="llama", vocab_size=1000)
 
 
@@ -134,60 +128,29 @@ def test_what_cannot_be_planned_for_is_a_sentence(tmp_path: Path, keys: Any, sen
         load_model(written(tmp_path, keys))
 
 
-GEMMA = {
-    "model_type": "gemma3_text",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "head_dim": 256,
-    "hidden_size": 3840,
-    "intermediate_size": 15360,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 8,
-    "sliding_window": 1024,
-    "vocab_size": 262208,
-}
+GEMMA = literals("""
+    model_type: gemma3_text, hidden_activation: gelu_pytorch_tanh, head_dim: 256, hidden_size: 3840,
+    intermediate_size: 15360, num_attention_heads: 16, num_hidden_layers: 48, num_key_value_heads: 8,
+    sliding_window: 1024, vocab_size: 262208
+""")
 GPT_OSS = {
-    "model_type": "gpt_oss",
-    "hidden_act": "silu",
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
+    **literals("""
+        model_type: gpt_oss, hidden_act: silu, head_dim: 64, hidden_size: 2880, intermediate_size: 2880,
+        num_attention_heads: 64, num_experts_per_tok: 4, num_hidden_layers: 24, num_key_value_heads: 8,
+        num_local_experts: 32, sliding_window: 128, tie_word_embeddings: false, vocab_size: 201088
+    """),
     "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "sliding_window": 128,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
 }
-LLAMA_3_2_1B = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "head_dim": 64,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
-    "vocab_size": 128256,
-}
-QWEN_MOE = {
-    "model_type": "qwen2_moe",
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "moe_intermediate_size": 1408,
-    "num_attention_heads": 16,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 16,
-    "shared_expert_intermediate_size": 5632,
-    "vocab_size": 151936,
-}
+LLAMA_3_2_1B = literals("""
+    model_type: llama, hidden_act: silu, head_dim: 64, hidden_size: 2048, intermediate_size: 8192,
+    num_attention_heads: 32, num_hidden_layers: 16, num_key_value_heads: 8, tie_word_embeddings: true,
+    vocab_size: 128256
+""")
+QWEN_MOE = literals("""
+    model_type: qwen2_moe, hidden_act: silu, hidden_size: 2048, intermediate_size: 5632,
+    moe_intermediate_size: 1408, num_attention_heads: 16, num_experts: 60, num_experts_per_tok: 4,
+    num_hidden_layers: 24, num_key_value_heads: 16, shared_expert_intermediate_size: 5632, vocab_size: 151936
+""")
 
 
 @pytest.mark.parametrize(

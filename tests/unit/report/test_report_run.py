@@ -11,6 +11,7 @@ from megatron_balance.cli import main
 from megatron_balance.errors import ConfigError
 from megatron_balance.lab.report import run
 from scripts.demo import write_page
+from tests.support.literals import literals
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -18,21 +19,12 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step,
         "loss": 6.0 - 0.1 * step,
-        "grad_norm": 1.0,
-        "planner": "zeppelin",
-        "num_sequences": 5,
-        "num_tokens": 4000,
-        "num_microbatches": 2,
-        "imbalance_before": {"tokens": 1.5, "attention": 2.5},
-        "imbalance_after": {"tokens": 1.0, "attention": 1.02},
-        "kv_tokens_received": 1000.0,
-        "kv_tokens_received_inter_node": 100.0,
-        "predicted_ms": 80.0,
-        "plan_ms": 5.0,
-        "plan_wait_ms": 0.5,
-        "step_ms": 100.0,
-        "kernel_calls": 8.0,
-        "counters": {"kernel_calls": [8, 8, 8, 8]},
+        **literals("""
+            grad_norm: 1.0, planner: zeppelin, num_sequences: 5, num_tokens: 4000, num_microbatches: 2,
+            imbalance_before: {tokens: 1.5, attention: 2.5}, imbalance_after: {tokens: 1.0, attention: 1.02},
+            kv_tokens_received: 1000.0, kv_tokens_received_inter_node: 100.0, predicted_ms: 80.0, plan_ms: 5.0,
+            plan_wait_ms: 0.5, step_ms: 100.0, kernel_calls: 8.0, counters: {kernel_calls: [8, 8, 8, 8]}
+        """),
         "fingerprint": "0" * 16,
         **changes,
     }

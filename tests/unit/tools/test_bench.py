@@ -14,6 +14,7 @@ import torch
 from megatron_balance.cost.table import LinkTable, load_table, save_table
 from megatron_balance.ir.plan import to_json
 from tests.support.cost_table import made
+from tests.support.literals import literals
 from tools.bench import host
 from tools.bench.emulated import __main__ as command
 from tools.bench.emulated import report
@@ -46,18 +47,13 @@ KERNELS = Kernels(0.05, 0.125, 20e9, 0.2)
 
 def experiment(**changes: Any) -> Ablation:
     keys: dict[str, Any] = {
-        "out": "out",
+        **literals("""
+            out: out, repeats: 2, seed: 0, layers: 1, backward: replay, nic_mbit: null, calibration_s: 1.0,
+            core_share: 0.2, shape: 2x4
+        """),
         "nics": (4, 2),
         "batches": (2, 1),
-        "repeats": 2,
-        "seed": 0,
-        "layers": 1,
-        "backward": "replay",
         "chosen": (0, 1, 4),
-        "nic_mbit": None,
-        "calibration_s": 1.0,
-        "core_share": 0.2,
-        "shape": "2x4",
     }
     return Ablation(**{**keys, **changes})
 
@@ -105,30 +101,22 @@ def record(variant: int, batch: int, repeat: int, seconds: float, **changes: Any
         "forward_calls": [(10.0, 10.0 + seconds / 6), (20.0, 20.0 + seconds / 6)],
         "backward_calls": [(30.0, 30.0 + 2 * seconds / 3)],
         "step_s": seconds + 1.5,
-        "all_reduce_s": 0.5,
-        "hidden_share": 0.25,
-        "cpu_s": 0.4,
-        "model_s": 4.0,
-        "waited_s": 2.0,
+        **literals("all_reduce_s: 0.5, hidden_share: 0.25, cpu_s: 0.4, model_s: 4.0, waited_s: 2.0"),
         "used": [(1.0, 100.0), (2.5, 103.2)],
     }
     # it waits for the other to come
     prefetchable = [(start - 1.0, stop - 0.01) for start, stop in rank["backward_calls"]]
     idle = {**rank, "backward_calls": prefetchable, "hidden_share": 0.75}
     body: report.Record = {
-        "nics": 4,
-        "dataset": "arxiv",
+        **literals("""
+            nics: 4, dataset: arxiv, share: 0.2, cores: 2, loss: 5.0, grad_norm: 0.25, nic_sent: [1000000, 0],
+            nic_received: [0, 3000000]
+        """),
         "batch": batch,
         "repeat": repeat,
         "variant_id": variant,
         "variant": ABLATION[variant].name,
-        "share": 0.2,
-        "cores": 2,
-        "loss": 5.0,
-        "grad_norm": 0.25,
         "ranks": [rank, idle],
-        "nic_sent": [1_000_000, 0],
-        "nic_received": [0, 3_000_000],
         "plan_nic_sent": [1_000_000 * report.GOODPUT, 0],
         "plan_nic_received": [0, 2_900_000 * report.GOODPUT],
     }

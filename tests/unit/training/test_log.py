@@ -30,6 +30,7 @@ from megatron_balance.training.log import LineFile, LogTarget, StepLog
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool, TensorParallel
 from megatron_balance.training.tokens import PoolLengths, share_lengths
+from tests.support.literals import literals
 
 pytest.importorskip("torch")
 
@@ -37,14 +38,10 @@ LENGTHS = (30, 20, 40)
 CLUSTER, MODEL = Cluster(num_ranks=1, ranks_per_node=1), Model(8, 8, 16)
 
 
-CHANGE = {
-    "pull_bytes": 2_500_000,
-    "pull_s": 0.0125,
-    "predicted_pull_s": 0.01,
-    "push_bytes": 5_000_000,
-    "push_s": 0.025,
-    "predicted_push_s": 0.02,
-}
+CHANGE = literals("""
+    pull_bytes: 2500000, pull_s: 0.0125, predicted_pull_s: 0.01, push_bytes: 5000000, push_s: 0.025,
+    predicted_push_s: 0.02
+""")
 
 
 def finished(
@@ -274,5 +271,5 @@ def test_an_error_of_a_data_set_is_told_with_all_its_causes() -> None:
     message = str(told.value)
     assert message.startswith("rank 0 could not read its microbatches: OSError: no such object (")
     assert "caused by KeyError: 'shard 7' (" in message
-    assert message.count("test_lengths.py:") == 2
+    assert message.count("test_log.py:") == 2
     assert told.value.__cause__ is failure

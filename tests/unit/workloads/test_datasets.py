@@ -20,6 +20,7 @@ from megatron_balance.workloads.corpus import INSTALLED, build, find_files, stan
 from megatron_balance.workloads.datasets import document_lengths, is_path
 from megatron_balance.workloads.idx import CorpusWriter, bin_path, idx_path, read_index
 from tests.support.cli import CommandLine
+from tests.support.literals import literals
 
 
 def lines(path: Path, *rows: Any) -> str:
@@ -153,13 +154,8 @@ def test_arrow_and_parquet_count_by_number_list_or_text(tmp_path: Path, caplog: 
 def folder(tmp_path: Path) -> Path:
     """Seven files: three documents, an empty one, a long one, another suffix, a hidden one."""
     texts = {
-        "b.py": "bb",
-        "a.py": "a",
-        "sub/c.py": "ccc",
-        "sub/empty.py": "",
+        **literals("b.py: bb, a.py: a, sub/c.py: ccc, sub/empty.py: '', read.me: 'no', .hidden.py: 'no'"),
         "sub/long.py": "l" * 100,
-        "read.me": "no",
-        ".hidden.py": "no",
     }
     for name, text in texts.items():
         path = tmp_path / "in" / name
