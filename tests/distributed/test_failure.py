@@ -4,7 +4,6 @@ import itertools
 import json
 import logging
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import SEVERAL, single
 from megatron_balance.runtime.kernels.base import PlainKernel
-from tests.support import jobs, routed, training_jobs
+from tests.support import jobs, processes, routed, training_jobs
 from tests.support.pool import NUM_RANKS, WORLDS, Pool, RankError
 from tests.support.strategies import Case, plan
 
@@ -40,11 +39,9 @@ def test_a_failing_step_is_logged_with_its_place_in_the_plan(caplog, monkeypatch
 @pytest.fixture(scope="module")
 def ended() -> dict[str, list[tuple[int, str]]]:
     """By job of `failing_ranks`: exit code and output of each rank."""
-    ran = subprocess.run(
+    ran = processes.ended(
         [sys.executable, "-m", "tests.support.failing_ranks"],
         cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
         timeout=280,
         check=True,
     )

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -39,6 +38,7 @@ from tests.support.literals import literals
 from tests.support.loop_runs import LENGTHS, SKIPPED_TO
 from tests.support.megatron_run import Job, Result, Trainer
 from tests.support.pipeline_runs import worst_gradient
+from tests.support.processes import ended
 from tools.megatron_flags import LOCAL_LAYERS
 
 SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_pretrain_gpt.py")
@@ -278,13 +278,7 @@ assert attention.linear_proj.__name__ == "TERowParallelLinear", attention.linear
 
 def test_the_layer_spec_of_transformer_engine_keeps_its_layers_and_gets_our_attention() -> None:
     path = os.pathsep.join([str(SUPPORT / "stand_in_te"), str(SUPPORT.parents[1])])
-    built = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SPEC],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    built = ended([sys.executable, "-W", "ignore", "-c", SPEC], env={**os.environ, "PYTHONPATH": path})
     assert built.returncode == 0, built.stderr
 
 

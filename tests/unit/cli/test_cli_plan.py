@@ -16,6 +16,7 @@ from megatron_balance.cli.inputs import tokens
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import PLANNERS
 from tests.support.cli import CommandLine
+from tests.support.processes import ended
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -274,7 +275,7 @@ def test_help_lists_planners_clusters_and_models(capsys):
 
 def test_module_and_script_are_the_same_program():
     command = [sys.executable, "-m", "megatron_balance", "plan", "--planner", "te_ring", "--lengths", "8", "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = ended(command)
     assert result.returncode == 0
     assert json.loads(result.stdout)["planner"] == "te_ring"
     assert result.stderr == ""

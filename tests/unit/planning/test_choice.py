@@ -2,7 +2,6 @@
 are fields of its entry."""
 
 import ast
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from megatron_balance.planning.choice import StepMode, choose_planner, load_conf
 from megatron_balance.planning.step_planner import PlanSpec
 from megatron_balance.planning.strategies import PredictedCosts, TableCosts
 from tests.support.cli import CommandLine
+from tests.support.processes import ended
 
 CLUSTER, MODEL = Cluster(4, 2), Model(8, 2, 16)
 CONTEXT = StepContext(CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL))
@@ -177,12 +177,8 @@ for name in PLANNERS:
 
 
 def printed_by(code: str, hash_seed: str = "0") -> str:
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)},
+    process = ended(
+        [sys.executable, "-c", code], check=True, env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)}
     )
     return process.stdout
 

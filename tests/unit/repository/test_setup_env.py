@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ended
+
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "setup_env.sh"
 # The answer of an interpreter that is too old, or of a pyenv shim without a version, to any check.
 OLD = "#!/bin/sh\nexit 1\n"
@@ -22,14 +24,7 @@ def find_python(home: Path, path: Path) -> subprocess.CompletedProcess[str]:
     bash = shutil.which("bash")
     assert bash
     environment = {"HOME": str(home), "PATH": str(path)}
-    return subprocess.run(
-        [bash, "-c", f"source {SCRIPT}; find_python"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return ended([bash, "-c", f"source {SCRIPT}; find_python"], env=environment)
 
 
 def program(path: Path, text: str) -> None:
@@ -53,17 +48,13 @@ def test_a_wheel_that_cannot_be_had_is_said_and_leaves_the_others(tmp_path):
     with zipfile.ZipFile(tmp_path / "megatron_core-0.18.2-cp312-cp312-manylinux.whl", "w") as wheel:
         wheel.writestr("megatron/helpers.so", "binary")
         wheel.writestr("megatron/helpers.cpp", "text")
-    done = subprocess.run(
+    done = ended(
         [
             shutil.which("bash") or "bash",
             "-c",
             f"source {SCRIPT}; PYTHON={tmp_path}/python; unpack_upstream {tmp_path}/up",
         ],
         env={"PATH": os.environ["PATH"], "WHEELS": str(tmp_path), "REAL": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
     assert done.returncode == 1
     assert "The wheel of flash-attn-4==4.0.0b11 could not be had; the tests that need it will skip." in done.stderr

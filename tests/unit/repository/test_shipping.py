@@ -25,6 +25,7 @@ from megatron_balance.config import CONFIGS, load_cluster, load_model
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner, load_config
 from scripts.sbom import bill, packages
+from tests.support.processes import ended
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCKS = ROOT / "scripts" / "locks"
@@ -48,15 +49,13 @@ def tool(name: str) -> str:
 
 
 def test_the_dockerfile_is_clean():
-    checked = subprocess.run([tool("hadolint"), str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False)
+    checked = ended([tool("hadolint"), str(ROOT / "Dockerfile")])
     assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
 
 
 def test_scripts_are_clean():
     assert len(SHELL) > len(list(SLURM.glob("*.sh")))
-    checked = subprocess.run(
-        [tool("shellcheck"), "-x", *map(str, SHELL)], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    checked = ended([tool("shellcheck"), "-x", *map(str, SHELL)], cwd=ROOT)
     assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
 
 
@@ -221,9 +220,7 @@ def shipped(tmp_path_factory) -> dict[str, set[str]]:
     for name in ("megatron_balance", "patches", "configs"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     program = "import setuptools.build_meta as b; print(b.build_wheel('dist')); print(b.build_sdist('dist'))"
-    built = subprocess.run(
-        [sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, timeout=120, check=False
-    )
+    built = ended([sys.executable, "-c", program], cwd=tree)
     assert built.returncode == 0, built.stderr
     (wheel,), (sdist,) = (tree / "dist").glob("*.whl"), (tree / "dist").glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
@@ -337,14 +334,7 @@ class Cluster:
 
     def run(self, script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**self.environment, **variables}
-        return subprocess.run(
-            ["bash", str(SLURM / script), *options],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return ended(["bash", str(SLURM / script), *options], env=environment)
 
     def printed(self, script: str, *options: str, **variables: str) -> list[str]:
         """The words of the command that a dry run prints."""
@@ -659,12 +649,9 @@ def test_the_image_has_no_proprietary_package_unless_asked():
     assert re.search(r"^ARG GUROBI=$", DOCKERFILE, re.MULTILINE)
     step = next(line for line in DOCKERFILE.splitlines() if line.startswith("RUN if") and "gurobi.txt" in line)
     for given, installs in (("", 0), ("1", 1)):
-        done = subprocess.run(
+        done = ended(
             ["bash", "-c", "pip() { echo installs; }; " + step.removeprefix("RUN ")],
             env={"PATH": os.environ["PATH"], "GUROBI": given},
-            capture_output=True,
-            text=True,
-            timeout=60,
             check=True,
         )
         assert done.stdout.count("installs") == installs
@@ -689,9 +676,7 @@ def test_the_bill_of_materials_names_every_package_of_a_lock_and_what_needs_it()
 def test_continuous_integration_says_what_it_installs():
     text = (ROOT / ".ci" / "run").read_text()
     line = next(line for line in text.splitlines() if line.startswith('echo "== packages'))
-    done = subprocess.run(
-        ["bash", "-c", f"browser() {{ echo chromium; }}; {line}"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = ended(["bash", "-c", f"browser() {{ echo chromium; }}; {line}"], cwd=ROOT, check=True)
     count, beside = (len(packages((LOCKS / name).read_text())) for name in ("dev.txt", "upstream.txt"))
     assert done.stderr == (
         f"== packages: {count} of scripts/locks/dev.txt, and {beside} wheels of upstream.txt beside them, by hash, "

@@ -2,13 +2,13 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+from tests.support.processes import ended
 from tools.size_report import PARTS, budgets, figures, over, shape_of, table, twice, working_tree
 
 # Share of a budget that may be unused.
@@ -89,13 +89,7 @@ def test_pytest_passes_over_no_folder_of_tests(request: pytest.FixtureRequest) -
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout")
 def test_the_linter_reads_every_source() -> None:
-    read = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--show-files", "."],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
+    read = ended([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=ROOT, check=True).stdout.splitlines()
     assert sorted({ROOT / file for file in PYTHON_FILES} - set(map(Path, read))) == []
 
 
@@ -127,7 +121,7 @@ def test_forbidden_imports_are_caught(tmp_path):
         with (tmp_path / "megatron_balance" / module).open("a") as file:
             file.write(f"\nimport {name}\n")
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    result = ended(command, cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     broken = result.stdout.partition("Broken contracts")[2]
     _, *headed = re.split(r"^(?=.+\n-{9,}$)", broken, flags=re.MULTILINE)
@@ -156,7 +150,5 @@ assert not loaded("torch", "megatron."), "a table, bytes on the wire, lengths"
 
 
 def test_planning_imports_late_what_it_may_not_need():
-    done = subprocess.run(
-        [sys.executable, "-c", LATE], cwd=TOP, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = ended([sys.executable, "-c", LATE], cwd=TOP)
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 import ast
 import gc
 import importlib
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from megatron_balance.runtime.lower.regions import RegionIndex, RowRange
 from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch
 from megatron_balance.runtime.pool import ALIGN, SLAB, BufferPool
 from tests.support import by_hand
+from tests.support.processes import ended
 from tests.support.silent import ShapeKernel
 from tests.support.strategies import EVERY_PATTERN
 from tests.unit.compile.test_streams import Written
@@ -284,9 +284,7 @@ def test_a_protocol_knows_no_implementation_and_no_implementation_the_choice(she
 
 def test_optional_libraries_are_imported_by_choosing_them_only() -> None:
     code = "import sys, megatron_balance.runtime.attention; print(*sys.modules)"
-    out = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT.parents[1]
-    ).stdout.split()
+    out = ended([sys.executable, "-c", code], check=True, cwd=ROOT.parents[1]).stdout.split()
     assert "megatron_balance.runtime.movers" in out
     assert not set(OPTIONAL) & set(out)
 

@@ -4,12 +4,13 @@ them for Hopper, without one; and that it makes all of it before the first step.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.processes import ended
 
 pytest.importorskip("triton")
 pytest.importorskip("torch")
@@ -24,15 +25,7 @@ def in_child(code: str, *, interpreted: bool) -> list[Any]:
     interprets, so what needs one or the other runs in a process of its own.
     """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    ran = ended([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, timeout=240)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
 
