@@ -27,14 +27,21 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.program import Attend, Exchange, Program
 from megatron_balance.runtime import phase_run
 from megatron_balance.runtime.kernels.latent import check_latent
-from tests.support import by_hand, dense, jobs, latent_jobs, routed
-from tests.support.jobs import Ran, Run, Widths
-from tests.support.latent_jobs import DIM, HEADS, LATENT, VALUES
+from tests.support import by_hand, dense, jobs, routed
+from tests.support.jobs import DIM, HEADS, LATENT, VALUES, Ran, Run, Widths
 from tests.support.masks import NAMES, visible
 from tests.support.pool import WORLDS, Pool, RankError
 from tests.support.routed import PhaseTrace
-from tests.support.strategies import ALL_PLANNERS, EVERY_PATTERN, Case, bare_plan, cases, plan, random_moves
-from tests.support.task_tables import random_task_table
+from tests.support.strategies import (
+    ALL_PLANNERS,
+    EVERY_PATTERN,
+    Case,
+    bare_plan,
+    cases,
+    plan,
+    random_moves,
+    random_task_table,
+)
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 SOME = Case(Batch((70, 9, 1, 33)), Cluster(4, 2), Model(4, 2, 8), 40, seed=5)
@@ -277,7 +284,7 @@ def case(num_kv_heads: int) -> Case:
 @pytest.mark.parametrize("planner", ["te_ring", "llama_all_gather", "distca", "random_task_table"])
 def test_latents_give_what_their_keys_and_values_give(pool: Pool, planner: str, policy: Policy) -> None:
     planned = plan(planner, case(1))
-    runs = pool.run(latent_jobs.both, 4, planned, plan(planner, case(HEADS)), policy)
+    runs = pool.run(jobs.both, 4, planned, plan(planner, case(HEADS)), policy)
     for found, _ in runs:
         for name, ours, theirs in zip(("out", "dq", "dlatent", "dweight"), *found, strict=True):
             assert np.allclose(ours, theirs, atol=1e-10), name

@@ -17,7 +17,7 @@ from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import SEVERAL, single
 from megatron_balance.runtime.kernels.base import PlainKernel
-from tests.support import jobs, processes, routed, training_jobs
+from tests.support import jobs, processes, routed
 from tests.support.pool import NUM_RANKS, WORLDS, Pool, RankError
 from tests.support.strategies import Case, plan
 
@@ -152,7 +152,7 @@ A, B = "00000000fffffffe", "0123456789abcdef"
 )
 def test_a_plan_made_before_reading_is_compared_with_the_lengths(pool: Pool, announced: list[str], heard: str) -> None:
     """In two pools of every other rank; neighbours are tensor-parallel peers."""
-    answers = pool.run(training_jobs.announce, NUM_RANKS, announced, 2)
+    answers = pool.run(jobs.announce, NUM_RANKS, announced, 2)
     (answer,) = set(map(_of_first_pool, answers))
     assert heard in answer
     assert bool(answer) == bool(heard)

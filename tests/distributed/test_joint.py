@@ -33,11 +33,10 @@ from megatron_balance.runtime.attention import BackwardSlot, Server, balanced_at
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import single
 from megatron_balance.simulator.timeline import layer_trace
-from tests.support import by_hand, dense, nano_batches, routed, trace_processor, trace_reader, training_jobs
-from tests.support.nano_batches import NanoBatches
+from tests.support import by_hand, dense, jobs, nano_batches, routed, trace_reader
+from tests.support.nano_batches import LAYERS, NanoBatches, NanoBatchStep, Way, alone, attend_in_ticks, seed_of
 from tests.support.pool import NUM_RANKS, Pool
 from tests.support.strategies import Case, bare_plan, random_moves
-from tests.support.tick_jobs import LAYERS, NanoBatchStep, Way, alone, attend_in_ticks, seed_of
 
 HEADS, KV_HEADS, DIM, RANKS = 4, 2, 8, 8
 FIRST = ((37, 20, 3), (60,), (11, 12, 13, 14), (1,))
@@ -264,7 +263,7 @@ LENGTHS = (((700, 3), (5,)), ((), (90, 1, 33)), ((40,), (200, 7)), ((1, 1, 60), 
 
 @pytest.mark.parametrize(("planner", "ping_pong"), [("zeppelin", False), ("distca", True), ("te_ring", False)])
 def test_rows_arrive_in_the_order_of_the_plan_and_results_come_back(pool: Pool, planner: str, ping_pong: bool) -> None:
-    ranks = pool.run(training_jobs.step, len(LENGTHS), LENGTHS, planner, ping_pong)
+    ranks = pool.run(jobs.step, len(LENGTHS), LENGTHS, planner, ping_pong)
     assert len(ranks[0].rows) == (4 if ping_pong else 2)
     for received in ranks:
         assert received.rows == received.planned
@@ -275,13 +274,13 @@ def test_rows_arrive_in_the_order_of_the_plan_and_results_come_back(pool: Pool, 
 
 
 def test_a_pool_of_one_rank_exchanges_nothing(pool: Pool) -> None:
-    (received,) = pool.run(training_jobs.step, 1, LENGTHS[1:2], "zeppelin", False)
+    (received,) = pool.run(jobs.step, 1, LENGTHS[1:2], "zeppelin", False)
     assert received.rows == received.planned
     assert received.back == received.read
 
 
 def test_every_rank_hears_of_one_that_cannot_read(pool: Pool) -> None:
-    heard = pool.run(training_jobs.read_with_failure, 4, 2)
+    heard = pool.run(jobs.read_with_failure, 4, 2)
     assert heard.pop(2) == "this rank was asked to fail"
     assert set(heard) == {"ranks [2] could not read their microbatches; the error of each of them says why"}
 
@@ -298,21 +297,21 @@ def test_ranks_that_run_other_numbers_of_microbatches_are_named(
     pool: Pool, tensor_parallel: int, odd: int | None, heard: str
 ) -> None:
     numbers = [2 + (rank == odd) for rank in range(NUM_RANKS)]
-    answers = pool.run(training_jobs.read_other_numbers, NUM_RANKS, numbers, tensor_parallel)
+    answers = pool.run(jobs.read_other_numbers, NUM_RANKS, numbers, tensor_parallel)
     for rank, answer in enumerate(answers):
         peer = rank % tensor_parallel  # each tensor-parallel coordinate has a pool of its own, and names that one's
         assert (answer if not peer else answer.replace("[1, 3, 5]", "[0, 2, 4]").replace("[7]", "[6]")).find(heard) >= 0
 
 
 def test_every_group_of_a_pool_has_the_timeout_it_was_given(pool: Pool) -> None:
-    timeouts = pool.run(training_jobs.timeouts_of_pools, NUM_RANKS, 7)
+    timeouts = pool.run(jobs.timeouts_of_pools, NUM_RANKS, 7)
     assert [set(of_rank) for of_rank in timeouts] == [{7.0}] * NUM_RANKS
     assert all(len(of_rank) == 3 for of_rank in timeouts), "pool, node, joint pool"
 
 
 def test_a_plain_process_group_is_a_pool(pool: Pool) -> None:
     everyone = tuple(range(NUM_RANKS))
-    assert pool.run(training_jobs.pool_of_group, NUM_RANKS) == [(rank, NUM_RANKS, 4, everyone) for rank in everyone]
+    assert pool.run(jobs.pool_of_group, NUM_RANKS) == [(rank, NUM_RANKS, 4, everyone) for rank in everyone]
 
 
 # Traces of real attention calls beside those of the simulated ones: the same spans, zones, peers
@@ -376,5 +375,5 @@ def test_a_real_call_moves_what_the_simulated_one_moves_under_the_same_names(
     file = tmp_path / "step.json"
     file.write_text(json.dumps(trace.document(), allow_nan=False))
     found = trace_reader.read(file.read_text())
-    trace_processor.check(file, found, tmp_path)
+    trace_reader.check(file, found, tmp_path)
     assert len(found.arrows) == 2 * sum(len(s.sent) for s in simulated)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_balance import cli
 from megatron_balance.model_config import proved
 from megatron_balance.planners import PLANNERS
-from tests.support import dit_jobs, torch_jobs, trace_processor, trace_reader
+from tests.support import dit_jobs, torch_jobs, trace_reader
 from tests.support.pool import Pool
 from tests.support.torch_jobs import Trained, Way
 from tools.zoo import Case, judged
@@ -206,7 +206,7 @@ def test_a_step_is_traced_as_a_simulated_one(world: Pool, tmp_path: Path) -> Non
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [f"step-2-rank-{r}.json" for r in range(4)]
     assert cli.main(["trace", str(tmp_path), "--out", str(tmp_path / "joined.json")]) == 0
     found = trace_reader.read((tmp_path / "joined.json").read_text())
-    trace_processor.check(tmp_path / "joined.json", found, tmp_path)
+    trace_reader.check(tmp_path / "joined.json", found, tmp_path)
     assert found.processes == {rank: f"rank {rank}, node {rank // 2}" for rank in range(4)}
     names = {e["name"] for e in found.spans if found.track(e) == "step"}
     assert names >= {"plan", "forward 0", "backward 0", "forward 1", "backward 1", "gradient sync", "optimizer"}

@@ -17,7 +17,7 @@ from megatron_balance.training.pool import Pool, TensorParallel
 from megatron_balance.training.tokens import Sequences
 from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, validation_losses, write_corpus
 from tests.megatron.test_planning import job
-from tests.support import counted_transfers
+from tests.support import pipeline_runs
 
 LAYERS, MICROBATCHES, STEPS = 4, 4, 2
 DEEP: dict[str, Any] = {
@@ -145,7 +145,7 @@ def test_microbatches_of_different_lengths_train_and_evaluate_like_one_rank(
     assert len(losses) == 2
 
     chunks = flags.get("num-virtual-stages-per-pipeline-rank", 1)
-    counts = [counted_transfers.read(run.result.log(rank)) for rank in range(4)]
+    counts = [pipeline_runs.read(run.result.log(rank)) for rank in range(4)]
     assert [(each.shape_exchanges, each.synchronisations) for each in counts] == [(0, 0)] * 4
     per_step = {m * chunks for m in run.column("num_microbatches")}
     assert len(per_step) == 1

@@ -29,7 +29,7 @@ from tests.megatron.conftest import (
 )
 from tests.megatron.test_families import FLAGS as MLA
 from tests.megatron.test_parity import two_nodes
-from tests.support import trace_processor, trace_reader
+from tests.support import trace_reader
 from tests.support.megatron_run import Result
 
 TWO_NODES = {"cluster": {"ranks_per_node": 2}}
@@ -109,7 +109,7 @@ def assert_the_trace_of_step_3_is_whole(run: Run, out: Path) -> None:
     assert sorted(path.name for path in (folder / "traces").iterdir()) == [f"step-3-rank-{r}.json" for r in range(4)]
     assert cli.main(["trace", str(folder), "--out", str(out)]) == 0
     found = trace_reader.read(out.read_text())
-    trace_processor.check(out, found, out.parent)
+    trace_reader.check(out, found, out.parent)
     assert found.processes == {rank: f"rank {rank}, node {rank // 2}" for rank in range(4)}
     names = {e["name"] for e in found.spans if found.track(e) == "step"}
     assert names >= {"plan", "forward 0", "backward 0", "gradient sync", "optimizer"}

@@ -350,9 +350,9 @@ def _enter(job: Job) -> int:
         return 0
     sys.argv = [job.entry, *job.argv]
     if job.entry == "counted":
-        from tests.support import counted_transfers
+        from tests.support import pipeline_runs
 
-        counts = counted_transfers.install()
+        counts = pipeline_runs.install_counts()
         code = entry.run(pretrain_gpt.main)
         sys.stdout.write(f"{counts.line()}\n")
         return code

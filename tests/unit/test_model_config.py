@@ -13,8 +13,7 @@ from megatron_balance.cost.modules import num_parameters
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
-from tests.support.deepseek import DEEPSEEK_V3
-from tests.support.literals import literals
+from tests.support.literals import DEEPSEEK_V3, literals
 
 LLAMA = literals("""
     architectures: [LlamaForCausalLM], model_type: llama, hidden_act: silu, hidden_size: 96,

@@ -46,7 +46,7 @@ from megatron_balance.planners.zeppelin import InWaves, Search
 from megatron_balance.planning.choice import PlannerChoice, capacity, choose_planner, planning_cost
 from megatron_balance.simulator.setup import Setup, StageSetup, step_memory
 from megatron_balance.simulator.step import simulate_step
-from tests.support.deepseek import DEEPSEEK_V3
+from tests.support.literals import DEEPSEEK_V3
 
 MODEL = Model(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size=1000)
 LAYER = 512 * (2 * 512 + 2 * 128) + 3 * 512 * 1024

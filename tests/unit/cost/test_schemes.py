@@ -15,7 +15,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme
 from megatron_balance.model_config import pretrained
-from tests.support.deepseek import DEEPSEEK_V3
+from tests.support.literals import DEEPSEEK_V3
 
 MODEL = load_model("llama-7b")
 CLUSTER = load_cluster("a800-ib").build()

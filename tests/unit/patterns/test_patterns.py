@@ -42,7 +42,7 @@ from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator.attention import EngineName, attention_call
 from tests.support import by_hand, dense
 from tests.support.by_hand import plan, pool
-from tests.support.task_tables import random_once_per_node, random_shares, random_zones
+from tests.support.strategies import random_once_per_node, random_shares, random_zones
 from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops
 
 PATTERNS = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_exchange_once", "head_ring")

@@ -188,9 +188,14 @@ def test_auto_is_as_fast_as_any_of_the_papers_topologies(codes: str) -> None:
         assert seconds("auto", lengths) <= best * (1 + 1e-9)
 
 
+# Not the paper's: images of 512 x 512 pixels on 31 GPUs and a clip of five seconds on one, a quarter
+# of the work. Fixed before the search for topologies was written, to judge it by.
+IMAGES_AND_A_LONG_CLIP = "g1b1i1024f85s1,g31b28i512f1s0"
+
+
 def test_auto_is_five_percent_faster_on_the_workload_fixed_before() -> None:
     for seed in range(2):
-        lengths = drawn(distributions.IMAGES_AND_A_LONG_CLIP, seed)
+        lengths = drawn(IMAGES_AND_A_LONG_CLIP, seed)
         best = min(seconds(topology, lengths) for topology in ("g1n32", "g2n16", "g4n8", "g8n4"))
         assert seconds("auto", lengths) <= 0.95 * best
 

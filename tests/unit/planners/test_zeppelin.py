@@ -29,7 +29,7 @@ from megatron_balance.planners.zeppelin.shares import aligned
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.simulator.setup import Setup, StageSetup, step_memory
 from megatron_balance.simulator.step import simulate_step
-from tests.support.deepseek import DEEPSEEK_V3
+from tests.support.literals import DEEPSEEK_V3
 
 MODEL = Model(32, 32, 128)
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.lab.report import page
-from tests.support import browser, report_pages
-from tests.support.report_pages import HOSTILE, PICTURE, embedded
+from tests.support import browser
+from tests.support.browser import HOSTILE, PICTURE, embedded
 
 pytest.importorskip("plotly", reason="needs plotly, of the extra 'report'")
 
@@ -48,7 +48,7 @@ class Document(HTMLParser):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
-    return report_pages.make(tmp_path_factory.mktemp("pages"))
+    return browser.make(tmp_path_factory.mktemp("pages"))
 
 
 @pytest.fixture(params=["simulated", "trained"])

@@ -214,7 +214,7 @@ EACH += [(name, *WAYS[at % 2]) for at, name in enumerate(ALL_PLANNERS) if name n
 @pytest.mark.parametrize(("planner", "policy", "wire"), EACH)
 def test_all_tables_of_a_microbatch_are_one_copy_at_bind(planner, policy, wire):
     pytest.importorskip("triton")
-    from tests.support.counted_copies import count
+    from tests.support.silent import count
 
     launches = set()
     for name, case in VARIED.items():
@@ -230,7 +230,7 @@ def test_every_table_that_a_step_holds_is_shipped(planner, monkeypatch):
     """Those that only the plain mover asks for, too: it may be named on a GPU."""
     pytest.importorskip("triton")
     from megatron_balance.runtime import bind as binding
-    from tests.support.counted_copies import count
+    from tests.support.silent import count
 
     real, held, kinds = binding.tables_of, [], set()
 
