@@ -1,5 +1,5 @@
-"""A GPU where only calls are looked at: streams that carry nothing, a kernel that computes nothing, and
-one rank's attention call on them with its copies of tables counted (`count`): all else of it is
+"""A GPU where only calls are looked at: streams that carry nothing, a kernel that computes nothing,
+and one rank's attention call on them with its copies of tables counted (`count`): all else is
 training's, and since stand-ins do nothing no other rank is needed.
 """
 
