@@ -385,36 +385,28 @@ def test_what_plans_need_is_the_default() -> None:
     assert (args.attention_dropout, args.moe_token_dispatcher_type) == (0, "alltoall")
 
 
-def test_a_loss_that_is_not_per_token_is_refused() -> None:
-    args = parse()
-    args.calculate_per_token_loss = False
-    with pytest.raises(ConfigError, match="calculate_per_token_loss was switched off"):
-        check_arguments(args)
+# Arguments that no flag of this Megatron sets so: a YAML or a script may, and other versions have
+# flags for them (Megatron's own script adds those of distillation).
+SET: list[tuple[str, Any, str]] = [
+    ("calculate_per_token_loss", False, "calculate_per_token_loss was switched off"),
+    ("fused_single_qkv_rope", True, "--fused-single-qkv-rope"),
+    ("fp8_dot_product_attention", True, "planned attention computes in bf16"),
+    ("balance_config", None, "--balance-config is missing"),
+    *(
+        (name, True, f"--{name.replace('_', '-')}")
+        for name in (
+            *("varlen_sbhd_validation", "dynamic_context_parallel", "export_kd_teacher_load", "linear_attention_type"),
+            *("enable_mhc_connections", "enable_hyper_connections", "rotary_base_per_layer", "mtp_hsm"),
+        )
+    ),
+]
 
 
-def test_fused_qkv_rope_is_refused() -> None:
-    args = parse()
-    args.fused_single_qkv_rope = True  # has no flag of its own in this Megatron; a YAML or a script may set it
-    with pytest.raises(ConfigError, match="--fused-single-qkv-rope"):
-        check_arguments(args)
-
-
-def test_what_other_versions_ask_for_is_refused() -> None:
-    """Flags that the parser here does not know; Megatron's own script adds those of distillation."""
-    for flag in (
-        *("varlen_sbhd_validation", "dynamic_context_parallel", "export_kd_teacher_load", "linear_attention_type"),
-        *("enable_mhc_connections", "enable_hyper_connections", "rotary_base_per_layer", "mtp_hsm"),
-    ):
-        args = parse()
-        setattr(args, flag, True)
-        with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}"):
-            check_arguments(args)
-
-
-def test_fp8_attention_is_refused() -> None:
-    args = parse("--fp8-format", "hybrid")
-    args.fp8_dot_product_attention = True
-    with pytest.raises(ConfigError, match="planned attention computes in bf16"):
+@pytest.mark.parametrize(("name", "value", "sentence"), SET)
+def test_an_argument_that_is_set_to_what_no_plan_takes_is_refused(name: str, value: Any, sentence: str) -> None:
+    args = parse(*(("--fp8-format", "hybrid") if "fp8" in name else ()))
+    setattr(args, name, value)
+    with pytest.raises(ConfigError, match=sentence):
         check_arguments(args)
 
 
@@ -435,13 +427,6 @@ def test_rows_are_padded_to_what_their_layers_need(words: tuple[str, ...], multi
     args = parse(*words)
     check_arguments(args)
     assert row_multiple(args, args.tensor_model_parallel_size) == multiple
-
-
-def test_the_configuration_must_be_named() -> None:
-    args = parse()
-    args.balance_config = None
-    with pytest.raises(ConfigError, match="--balance-config is missing"):
-        check_arguments(args)
 
 
 def test_all_reasons_come_at_once() -> None:

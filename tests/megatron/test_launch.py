@@ -27,6 +27,7 @@ from megatron_balance.megatron.gpt import check_model
 from tests.megatron.conftest import (
     EXPERTS,
     SEQ_LENGTH,
+    Run,
     Train,
     assert_same_training,
     one_process,
@@ -177,25 +178,20 @@ FP8_STEPS = {"train-iters": 2}
 PARALLEL = {"context-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True}
 
 
+def fp8(train: Train, flags: dict[str, Any], per_node: int = 2, **more: Any) -> Run:
+    config = {"cluster": {"ranks_per_node": per_node}}
+    return train(4, "zeppelin", {**FP8_STEPS, **flags}, config=config, entry="launch", before=(FP8_SCRIPT,), **more)
+
+
 def test_every_layer_gets_the_rows_that_its_recipe_needs(train: Train) -> None:
-    aligned = train(
-        4,
-        "zeppelin",
-        {**FP8_STEPS, "stand-in-recipe": "blockwise"},
-        config=TWO_NODES,
-        entry="launch",
-        before=(FP8_SCRIPT,),
-    )
+    aligned = fp8(train, {"stand-in-recipe": "blockwise"})
     assert "> layers refuse rows that are no multiple of 128" in aligned.result.log(0)
     assert_same_training(aligned, train(4, "zeppelin", FP8_STEPS, config=TWO_NODES))
 
 
 def test_also_where_sequence_parallelism_cuts_the_rows(train: Train) -> None:
-    both = {**FP8_STEPS, **PARALLEL}
-    aligned = train(
-        4, "zeppelin", both, config={"cluster": {"ranks_per_node": 4}}, entry="launch", before=(FP8_SCRIPT,)
-    )
-    assert_same_training(aligned, train(4, "zeppelin", both, config={"cluster": {"ranks_per_node": 4}}))
+    plain = train(4, "zeppelin", {**FP8_STEPS, **PARALLEL}, config={"cluster": {"ranks_per_node": 4}})
+    assert_same_training(fp8(train, PARALLEL, per_node=4), plain)
 
 
 def test_without_alignment_a_layer_refuses(train: Train) -> None:
@@ -206,15 +202,7 @@ def test_without_alignment_a_layer_refuses(train: Train) -> None:
         assert failed is not None
         assert "no multiple of 16" in result.log(failed), result.tail(failed)
 
-    train(
-        4,
-        "zeppelin",
-        {**FP8_STEPS, "stand-in-unaligned": True},
-        config=TWO_NODES,
-        entry="launch",
-        before=(FP8_SCRIPT,),
-        expect=refused,
-    )
+    fp8(train, {"stand-in-unaligned": True}, expect=refused)
 
 
 # Transformer Engine's attention under the launcher, in a script that builds its model itself;

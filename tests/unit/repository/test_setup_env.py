@@ -63,17 +63,12 @@ def test_a_wheel_that_cannot_be_had_is_said_and_leaves_the_others(tmp_path):
     assert unpacked == {Path("transformer_engine-2.17.1/transformer_engine/a.py"), Path(compiled)}
 
 
-def test_python_on_path_is_found(tmp_path):
-    program(tmp_path / "bin" / "python3.12", forwarding())
-    found = find_python(tmp_path, tmp_path / "bin")
-    assert found.returncode == 0, found.stderr
-    assert os.path.samefile(found.stdout.strip(), sys.executable)
-
-
-def test_python_of_pyenv_is_found_behind_shims_that_do_not_work(tmp_path):
-    for name in ("python3.12", "python3"):
+@pytest.mark.parametrize("pyenv", [False, True], ids=["on PATH", "of pyenv, behind shims that do not work"])
+def test_python_is_found(tmp_path, pyenv):
+    for name in ("python3.12", "python3") if pyenv else ():
         program(tmp_path / "bin" / name, OLD)
-    program(tmp_path / ".pyenv" / "versions" / "3.12.1" / "bin" / "python", forwarding())
+    where = tmp_path / ".pyenv" / "versions" / "3.12.1" / "bin" / "python" if pyenv else tmp_path / "bin" / "python3.12"
+    program(where, forwarding())
     found = find_python(tmp_path, tmp_path / "bin")
     assert found.returncode == 0, found.stderr
     assert os.path.samefile(found.stdout.strip(), sys.executable)

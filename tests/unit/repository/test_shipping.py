@@ -48,14 +48,10 @@ def tool(name: str) -> str:
     return found
 
 
-def test_the_dockerfile_is_clean():
-    checked = ended([tool("hadolint"), str(ROOT / "Dockerfile")])
-    assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
-
-
-def test_scripts_are_clean():
+@pytest.mark.parametrize("words", [("hadolint", str(ROOT / "Dockerfile")), ("shellcheck", "-x", *map(str, SHELL))])
+def test_the_dockerfile_and_scripts_are_clean(words):
     assert len(SHELL) > len(list(SLURM.glob("*.sh")))
-    checked = ended([tool("shellcheck"), "-x", *map(str, SHELL)], cwd=ROOT)
+    checked = ended([tool(words[0]), *words[1:]], cwd=ROOT)
     assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
 
 
@@ -295,18 +291,12 @@ def test_the_flags_are_megatrons_and_the_sizes_are_those_of_the_preset(model):
     )
     check_arguments(args)
     preset = load_model(model)
-    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size) == (
-        preset.num_layers,
-        preset.hidden_size,
-        preset.ffn_size,
-    )
-    assert (args.num_attention_heads, args.kv_channels, args.vocab_size) == (
-        preset.num_heads,
-        preset.head_dim,
-        preset.vocab_size,
-    )
+    alike = {"ffn_hidden_size": "ffn_size", "num_attention_heads": "num_heads", "kv_channels": "head_dim"}
+    alike |= {name: name for name in ("num_layers", "hidden_size", "vocab_size")} | {"swiglu": "gated_ffn"}
+    assert {ours: getattr(args, theirs) for theirs, ours in alike.items()} == {
+        ours: getattr(preset, ours) for ours in alike.values()
+    }
     assert (args.num_experts or 0, args.tensor_model_parallel_size) == (preset.num_experts, MODELS[model])
-    assert args.swiglu == preset.gated_ffn
     assert preset.num_kv_heads == preset.num_heads  # or --num-query-groups would be missing
 
 
