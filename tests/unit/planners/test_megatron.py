@@ -126,38 +126,35 @@ def zones_of(plan: MicrobatchPlan) -> list[tuple[tuple[int, ...], tuple[int, ...
     return [(zone.ranks, zone.seqs) for zone in plan.zones if isinstance(zone, Zone)]
 
 
-def test_dynamic_packs_sequences_into_groups_where_the_largest_work_stays_lowest() -> None:
+# Rules, lengths, ranks (of 100 tokens each) and the microbatches of groups: (ranks, sequences).
+BY_HAND: list[tuple[str, list[int], int, list[Microbatch]]] = [
     # 100 takes a rank, work 10000 of at most 10500, and fills it. 60 on one rank or two leaves the
     # largest work as it is: one wins. 40 has room beside 60 and leaves it, too: the older group
     # wins. The two ranks left over double one group, then the other.
-    assert RULES["dynamic"]([100, 60, 40], 100, 4) == [((2, (0,)), (2, (1, 2)))]
-
-
-def test_dynamic_leaves_for_the_next_microbatch_what_fits_nowhere() -> None:
-    # Two of 100 fill two ranks; the third and 50 have no tokens' room.
-    assert RULES["dynamic"]([100, 100, 100, 50], 100, 2) == [((1, (0,)), (1, (1,))), ((1, (2,)), (1, (3,)))]
-
-
-def test_dynamic_gives_a_microbatch_to_all_ranks_where_powers_of_two_do_not_come_out() -> None:
-    # On 7 ranks: 4 for 400, 2 for 190; one is left, which neither 2 -> 4 nor 4 -> 7 can use.
-    assert RULES["dynamic"]([400, 190], 100, 7) == [((7, (0, 1)),)]
-
-
-def test_hybrid_takes_the_fewest_ranks_and_ends_when_work_is_even() -> None:
+    ("dynamic", [100, 60, 40], 4, [((2, (0,)), (2, (1, 2)))]),
+    # Two of 100 fill two ranks; the third and 50 have no tokens' room, and wait.
+    ("dynamic", [100, 100, 100, 50], 2, [((1, (0,)), (1, (1,))), ((1, (2,)), (1, (3,)))]),
+    # On 7 ranks, where powers of two do not come out: 4 for 400, 2 for 190; one is left, which
+    # neither 2 -> 4 nor 4 -> 7 can use.
+    ("dynamic", [400, 190], 7, [((7, (0, 1)),)]),
     # A rank of a 200 has work 20000, of a 100 work 10000. The first four 100 make all six ranks
     # even, so the fifth is left.
-    first = ((2, (0,)), (2, (1,)), (1, (2, 4)), (1, (3, 5)))
-    assert RULES["hybrid"]([200, 200, 100, 100, 100, 100, 100], 100, 6) == [first, ((6, (6,)),)]
+    (
+        *("hybrid", [200, 200, *[100] * 5], 6),
+        [((2, (0,)), (2, (1,)), (1, (2, 4)), (1, (3, 5))), ((6, (6,)),)],
+    ),
+    # No size comes down, so all are taken, also 60 beside 100: 10000, 10000 + 3600. Without the last
+    # of the most loaded group work is even: it is put back.
+    ("hybrid", [100, 100, 60], 2, [((1, (0,)), (1, (1,))), ((2, (2,)),)]),
+    *((rules, [300], 8, [((8, (0,)),)]) for rules in RULES),  # ranks left over double the smallest group
+]
 
 
-def test_hybrid_puts_back_the_last_sequence_of_the_most_loaded_group() -> None:
-    # No size comes down, so all are taken, also 60 beside 100: 10000, 10000 + 3600. Without it work
-    # is even.
-    assert RULES["hybrid"]([100, 100, 60], 100, 2) == [((1, (0,)), (1, (1,))), ((2, (2,)),)]
-
-
-def test_ranks_left_over_double_the_smallest_group() -> None:
-    assert [rules([300], 100, 8) for rules in RULES.values()] == [[((8, (0,)),)]] * 2
+@pytest.mark.parametrize(("rules", "lengths", "num_ranks", "microbatches"), BY_HAND)
+def test_a_schedule_is_what_the_rules_make_by_hand(
+    rules: str, lengths: list[int], num_ranks: int, microbatches: list[Microbatch]
+) -> None:
+    assert RULES[rules](lengths, 100, num_ranks) == microbatches
 
 
 @given(

@@ -58,42 +58,35 @@ def held_of(plan: MicrobatchPlan) -> list[int]:
 # Rule: paper, by hand
 
 
-def test_paper_rule_puts_a_sequence_longer_than_a_node_on_all_nodes_it_asks_for() -> None:
-    # Node capacity 2 x 10; s_avg = 40 / 3, so ceil(30 / s_avg) = 3 nodes of 10 tokens; 10 is the
-    # threshold s0: split on one node.
-    plan = plan_of([30, 10], Cluster(6, 2), rule="paper", tokens_per_rank=10)
-    assert zones_of(plan) == [("inter_node", (0, 1, 2, 3, 4, 5), [30]), ("intra_node", (0, 1), [10])]
+# Lengths, ranks and ranks a node, tokens a rank holds, and the zones of rule paper.
+PAPERS_RULE: list[tuple[list[int], tuple[int, int], int, list[tuple[str, tuple[int, ...], list[int]]]]] = [
+    # A sequence longer than a node goes to all nodes it asks for. Node capacity 2 x 10; s_avg =
+    # 40 / 3, so ceil(30 / s_avg) = 3 nodes of 10 tokens; 10 is the threshold s0: split on one node.
+    ([30, 10], (6, 2), 10, [("inter_node", (0, 1, 2, 3, 4, 5), [30]), ("intra_node", (0, 1), [10])]),
+    # The least loaded node gets the next sequence, and the least loaded rank. No sequence reaches a
+    # node's 24 tokens. 11 -> node 0, 9 -> node 1, 8 -> node 1 (9 < 11), 5 -> node 0; then each to
+    # the emptier rank.
+    ([11, 9, 8, 5], (4, 2), 12, [("local", (rank,), [n]) for rank, n in enumerate((11, 5, 9, 8))]),
+    # The node threshold falls until the rest fits. 9 + 8 fill node 0 and 1 of 10 tokens; 3 fits
+    # nowhere: s1 falls to 9, and 9 goes over ceil(9 / 10) = 1 empty node as a split sequence; 3 still
+    # fits nowhere (9, 8): s1 falls to 8, then to 3: all are above the threshold, and 3 only fits over
+    # both nodes.
+    ([9, 8, 3], (4, 2), 5, [("inter_node", (0, 1, 2, 3), [9, 8, 3])]),
+    # The rank threshold falls until the local ones fit. One node, ranks of 10. 7, 6, 5: 5 fits on
+    # neither rank, so s0 falls to 7. 7 alone has the budget c_avg = 49 / 2: 2 fragments of 4. Then 6
+    # -> rank 0 (10), 5 -> rank 1 (9).
+    ([7, 6, 5], (2, 2), 10, [("intra_node", (0, 1), [7]), ("local", (0,), [6]), ("local", (1,), [5])]),
+    # Fragments are dealt round robin by squared length. s0 = 12: 40 and 20 are split. c_avg = (1600
+    # + 400) / 4 = 500: ceil(3.2) = 4 and ceil(0.8) = 1 fragments, but 20 whole passes the capacity of
+    # its rank (10 + 20 > 16), so it is split over all four.
+    ([40, 20], (4, 4), 16, [("intra_node", (0, 1, 2, 3), [40, 20])]),
+]
 
 
-def test_paper_rule_gives_the_least_loaded_node_the_next_sequence_and_the_least_loaded_rank() -> None:
-    # No sequence reaches a node's 24 tokens. 11 -> node 0, 9 -> node 1, 8 -> node 1 (9 < 11), 5 ->
-    # node 0; then each to the emptier rank.
-    plan = plan_of([11, 9, 8, 5], Cluster(4, 2), rule="paper", tokens_per_rank=12)
-    assert zones_of(plan) == [("local", (0,), [11]), ("local", (1,), [5]), ("local", (2,), [9]), ("local", (3,), [8])]
-
-
-def test_paper_rule_lowers_the_node_threshold_until_the_rest_fits() -> None:
-    # 9 + 8 fill node 0 and 1 of 10 tokens; 3 fits nowhere: s1 falls to 9, and 9 goes over ceil(9 /
-    # 10) = 1 empty node as a split sequence; 3 still fits nowhere (9, 8): s1 falls to 8, then to 3:
-    # all are above the threshold, and 3 only fits over both nodes.
-    plan = plan_of([9, 8, 3], Cluster(4, 2), rule="paper", tokens_per_rank=5)
-    assert {name for name, _, _ in zones_of(plan)} == {"inter_node"}
-    assert zones_of(plan) == [("inter_node", (0, 1, 2, 3), [9, 8, 3])]
-
-
-def test_paper_rule_lowers_the_rank_threshold_until_the_local_ones_fit() -> None:
-    # One node, ranks of 10. 7, 6, 5: 5 fits on neither rank, so s0 falls to 7. 7 alone has the
-    # budget c_avg = 49 / 2: 2 fragments of 4. Then 6 -> rank 0 (10), 5 -> rank 1 (9).
-    plan = plan_of([7, 6, 5], Cluster(2, 2), rule="paper", tokens_per_rank=10)
-    assert zones_of(plan) == [("intra_node", (0, 1), [7]), ("local", (0,), [6]), ("local", (1,), [5])]
-
-
-def test_paper_rule_deals_fragments_round_robin_by_squared_length() -> None:
-    # s0 = 12: 40 and 20 are split. c_avg = (1600 + 400) / 4 = 500: ceil(3.2) = 4 and ceil(0.8) = 1
-    # fragments, but 20 whole passes the capacity of its rank (10 + 20 > 16), so it is split over
-    # all four.
-    plan = plan_of([40, 20], Cluster(4, 4), rule="paper", tokens_per_rank=16)
-    assert zones_of(plan) == [("intra_node", (0, 1, 2, 3), [40, 20])]
+@pytest.mark.parametrize(("lengths", "ranks", "tokens", "zones"), PAPERS_RULE)
+def test_paper_rule_by_hand(lengths, ranks, tokens, zones) -> None:
+    plan = plan_of(lengths, Cluster(*ranks), rule="paper", tokens_per_rank=tokens)
+    assert zones_of(plan) == zones
 
 
 def test_paper_rule_without_slack_sends_everything_across_nodes() -> None:
