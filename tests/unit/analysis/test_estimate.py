@@ -26,13 +26,13 @@ ALIKE: dict[str, Range] = dict.fromkeys(("causal", "full", "window"), (0.99, 1.0
 # mask that is not there: none of the planner, or no case of its own.
 NEAR: list[tuple[str, dict[str, Any], dict[str, Range]]] = [
     # Layers keep or replay by the same memory on both sides (policy auto).
-    *(
-        (name, {}, ALIKE)
-        for name in ("te_ring", "hydraulis", "megatron", "hybrid_dp", "ulysses", "flexsp", "knapformer", "auto")
-    ),
+    *((name, {}, ALIKE) for name in ("te_ring", "hydraulis", "megatron", "hybrid_dp", "ulysses", "knapformer", "auto")),
     *((name, {}, ALIKE) for name in ("llama_all_gather", "wlb_sharding", "wlb_llm", "packing")),
     ("distca", {}, {mask: ALIKE[mask] for mask in ("causal", "window")}),
     ("megatron_dynamic", {}, ALIKE),
+    # Its integer program takes seconds for each plan: for one mask.
+    ("flexsp", {}, {"causal": ALIKE["causal"]}),
+    ("flexsp", {"solver": "greedy"}, {mask: ALIKE[mask] for mask in ("full", "window")}),
     ("knapformer", {"slack": 2.0}, ALIKE),
     # Rings whose first hops owners make in the remap; here the holder makes them.
     ("zeppelin", {"rule": "paper"}, {**ALIKE, "causal": (0.98, 1.01), "full": (0.98, 1.01)}),
@@ -128,7 +128,9 @@ def test_an_estimate_is_near_what_the_simulator_says(
 
 
 def test_every_planner_has_its_tolerances() -> None:
-    there = {(name, mask) for name, options, masks in NEAR for mask in masks if not options or name == "zeppelin"}
+    there = {
+        (name, mask) for name, options, masks in NEAR for mask in masks if not options or name in ("zeppelin", "flexsp")
+    }
     assert there >= {(name, mask) for name, planner in PLANNERS.items() for mask in planner.masks}
 
 
