@@ -36,7 +36,7 @@ from megatron_balance.training.plans import check_agreement, check_announced
 from megatron_balance.training.pool import Membership, Pool, TensorParallel, make_pool
 from megatron_balance.training.tokens import Sequences, TokenExchange, assemble, by_nano_batch, share_lengths
 from tests.support import dense
-from tests.support.pool import World
+from tests.support.pool import World, said
 
 
 def add_ranks(world: World) -> int:
@@ -214,11 +214,7 @@ def attend_again(world: World, plan: MicrobatchPlan, other: MicrobatchPlan, segm
         torch.autograd.grad(forward(between, leaves[0], leaves[1], leaves[2]), leaves, grad)
         second = torch.autograd.grad(out, (q, k, v), 2 * dout)
         grads = [(a + b).numpy() for a, b in zip(first, second, strict=True)]
-        told = ""
-        try:
-            torch.autograd.grad(out, (q, k, v), dout)
-        except RuntimeError as error:
-            told = str(error)
+        told = said(torch.autograd.grad, out, (q, k, v), dout)
         node = out.grad_fn
         del out, first, second  # the caller's, and of the pool too
         until = time.monotonic() + 5  # gloo's threads let a tensor go shortly after its wait has returned
@@ -268,13 +264,9 @@ def compare_plans(world: World, plans: Sequence[MicrobatchPlan]) -> str:
     """The error on this rank when every rank checks its own plan; then that the ranks can still
     talk to one another.
     """
-    try:
-        check_agreement(plans[world.rank].fingerprint(), world.groups)
-        said = "agreed"
-    except PlanMismatchError as error:
-        said = str(error)
+    heard = said(check_agreement, plans[world.rank].fingerprint(), world.groups, otherwise="agreed")
     assert add_ranks(world) == world.size * (world.size - 1) // 2
-    return said
+    return heard
 
 
 def compare_with_peers(world: World, plans: Sequence[MicrobatchPlan]) -> str:
@@ -287,11 +279,8 @@ def compare_with_peers(world: World, plans: Sequence[MicrobatchPlan]) -> str:
         return "not asked"
     first, own = world.rank // 2 * 2, world.rank % 2
     groups = Groups(own, 2, (first, first + 1), made[first, first + 1])
-    try:
-        check_agreement(plans[world.rank].fingerprint(), groups, tensor_parallel=made[own, own + 2])
-    except PlanMismatchError as error:
-        return str(error)
-    return "agreed"
+    peers, mine = made[own, own + 2], plans[world.rank].fingerprint()
+    return said(check_agreement, mine, groups, tensor_parallel=peers, otherwise="agreed")
 
 
 def tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> list[torch.Tensor]:
@@ -439,11 +428,7 @@ def read_with_failure(world: World, failing: int) -> str:
     pool = Pool(world.groups, world.size, tuple(range(world.size)), tuple(range(world.size)))
     failure = DataError("this rank was asked to fail") if world.rank == failing else None
     mine = [] if failure else [documents(world.rank, 0, (3,))]
-    try:
-        share_lengths(mine, failure, 1, pool, ALONE, CPU)
-    except DataError as error:
-        return str(error)
-    return "read"
+    return said(share_lengths, mine, failure, 1, pool, ALONE, CPU, otherwise="read")
 
 
 def read_other_numbers(world: World, numbers: Sequence[int], tensor_parallel: int) -> str:

@@ -1,7 +1,7 @@
 """Transformers' models whose positions are no mere look-up: balanced, and each document alone."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.model_config import unproved
 from megatron_balance.torch import SequenceBalancer, Settings, hf
 from tests.support.literals import literals
-from tests.support.pool import World
+from tests.support.pool import World, said
 from tests.support.torch_jobs import compiling
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 64, 32, 4, 2, 8
@@ -293,12 +293,4 @@ def on_one_batch(world: World, model: str) -> list[str]:
     with balancer_of(case) as balancer:
         batch = balancer.evaluate(documents(case)[world.rank :: world.size])
         models = [balanced(case), balanced(Case(model, untreated=True))]
-        return [_said(lambda each=each: each(**hf.inputs(batch))) for each in models]
-
-
-def _said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except BalanceError as error:
-        return str(error)
-    return ""
+        return [said(each, **hf.inputs(batch)) for each in models]

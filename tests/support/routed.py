@@ -32,7 +32,7 @@ from megatron_balance.training.stragglers import Link, link_rates
 from tests.support import jobs
 from tests.support.foreseen import Issue, streams
 from tests.support.jobs import Ran, Run
-from tests.support.pool import World
+from tests.support.pool import World, said
 from tests.support.stream_threads import HangError, with_streams
 
 HEAD_DIM = 8
@@ -142,11 +142,7 @@ def fail_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> str:
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank == rank:
         bound = replace(bound, kernel=_Failing())
-    try:
-        _attend(bound)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return said(_attend, bound)
 
 
 def forward_seconds(world: World, plan: MicrobatchPlan, slow: tuple[int, ...], seconds: float) -> float:
