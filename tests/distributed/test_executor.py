@@ -508,11 +508,7 @@ def test_a_profiler_sees_every_exchange_and_launch_by_name(pool: Pool) -> None:
 
 def test_ranges_are_named_for_nsight_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's --profile asks torch for NVTX so, which then needs a GPU."""
-    for owner, name in (
-        (profiler, "_enable_profiler"),
-        (profiler, "_disable_profiler"),
-        (torch.cuda, "synchronize"),
-    ):
+    for owner, name in ((profiler, "_enable_profiler"), (profiler, "_disable_profiler"), (torch.cuda, "synchronize")):
         monkeypatch.setattr(owner, name, lambda *_: None)
     assert not phase_run.recorded()
     with profiler.emit_nvtx():

@@ -21,15 +21,7 @@ from megatron_balance.ir.program import Program
 from megatron_balance.planning.layers import Layers
 from tests.emulated import attention_jobs, routed_calls
 from tests.emulated.conftest import Emulate
-from tests.emulated.routed_calls import (
-    MEGABYTE,
-    NODES,
-    NUM_RANKS,
-    RANKS_PER_NODE,
-    Case,
-    Measured,
-    Repeats,
-)
+from tests.emulated.routed_calls import MEGABYTE, NODES, NUM_RANKS, RANKS_PER_NODE, Case, Measured, Repeats
 from tests.emulated.test_run import ENDED_S, assert_no_namespace_but, network_namespaces
 from tools.emulated_cluster import NicBytes, RankError, Topology
 

@@ -21,14 +21,7 @@ from megatron_balance.megatron.flags import add_balance_arguments, check_argumen
 from megatron_balance.megatron.groups import Reading, cluster_of
 from megatron_balance.megatron.planning import masks_of
 
-WORKS = (
-    "--balance-config",
-    "x.yaml",
-    "--attention-dropout",
-    "0",
-    "--position-embedding-type",
-    "rope",
-)
+WORKS = ("--balance-config", "x.yaml", "--attention-dropout", "0", "--position-embedding-type", "rope")
 EXPERTS = ("--num-experts", "8", "--moe-token-dispatcher-type", "alltoall")
 
 

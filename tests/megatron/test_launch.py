@@ -46,11 +46,7 @@ SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_pretrai
 STEPS = {"train-iters": 3}
 TWO_NODES = {"cluster": {"ranks_per_node": 2}}
 # What --balance-device cpu would set; the script alone does not know it.
-ON_CPU: dict[str, Any] = {
-    **LOCAL_LAYERS,
-    "distributed-backend": "gloo",
-    "balance-device": False,
-}
+ON_CPU: dict[str, Any] = {**LOCAL_LAYERS, "distributed-backend": "gloo", "balance-device": False}
 
 
 def printed_losses(result: Result, rank: int) -> list[float]:

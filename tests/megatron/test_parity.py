@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.planners import PLANNERS
-from tests.megatron.conftest import (
-    EXPERTS,
-    MODEL,
-    SEQ_LENGTH,
-    Run,
-    Train,
-    assert_same_training,
-    loaded_run,
-    started,
-)
+from tests.megatron.conftest import EXPERTS, MODEL, SEQ_LENGTH, Run, Train, assert_same_training, loaded_run, started
 from tests.support.literals import literals
 from tests.support.pipeline_runs import worst_gradient
 

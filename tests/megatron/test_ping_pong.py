@@ -156,8 +156,7 @@ def ran_as_two(run: Run, layers: int, again: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "sharing",
-    [pytest.param({}, id="each its own"), pytest.param(SHARED, id="two share", marks=pytest.mark.product)],
+    "sharing", [pytest.param({}, id="each its own"), pytest.param(SHARED, id="two share", marks=pytest.mark.product)]
 )
 def test_the_losses_of_a_router_are_those_of_whole_microbatches(
     train: Train, loaded: tuple[dict[str, Any], Run], sharing: dict[str, Any]

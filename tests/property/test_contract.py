@@ -66,11 +66,7 @@ def test_issue_order_is_one_and_no_rendezvous_hangs(
 
 
 @examples(30)
-@given(
-    case=cases(num_ranks=(4, 6, 8), max_length=12, min_sequences=3),
-    other=lengths(max_length=12),
-    policy=policies,
-)
+@given(case=cases(num_ranks=(4, 6, 8), max_length=12, min_sequences=3), other=lengths(max_length=12), policy=policies)
 def test_issue_order_of_several_zones_is_one(policy: Policy, case: Case, other: tuple[int, ...]) -> None:
     """Few tokens: ranks of a group then often have nothing to send or receive in its collectives."""
     assert_one_issue_order("random_shares", policy, replace(case, remapped=False, routing=None), other)

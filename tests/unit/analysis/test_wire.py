@@ -138,10 +138,7 @@ def test_pieces_are_near_equal_aligned_and_tile_the_parcel(num_bytes: int, count
 
 
 @given(
-    carried=messages,
-    element=st.sampled_from([2, 4, 8]),
-    dim=st.integers(1, 9),
-    value_dim=st.none() | st.integers(1, 9),
+    carried=messages, element=st.sampled_from([2, 4, 8]), dim=st.integers(1, 9), value_dim=st.none() | st.integers(1, 9)
 )
 def test_arrays_of_messages_have_the_sizes_of_each(
     carried: list[tuple[Kind, int, int]], element: int, dim: int, value_dim: int | None

@@ -158,9 +158,7 @@ WRONG = {
             "forward: rank 0 never completes OUT of s0[2:4)",
         ),
     ],
-    GATHER_OF_THREE: [
-        ("  r0 <- r1 kv s0[1:2)\n", "", "all_gather, but rank 1 does not send the same to all"),
-    ],
+    GATHER_OF_THREE: [("  r0 <- r1 kv s0[1:2)\n", "", "all_gather, but rank 1 does not send the same to all")],
     GATHER_OF_THREE_BACK: [
         ("  r1 <- r0 dkv s0[1:2)\n", "", "reduce_scatter, but rank 1 is not sent the same by all"),
         (
@@ -174,7 +172,7 @@ WRONG = {
             "h[2:3) over s0[0:2) h[1:2)",
             "h[2:3) over s0[0:2) h[0:1)",
             "its query heads do not map evenly onto its key-value heads",
-        ),
+        )
     ],
     TWO_LAUNCHES: [
         (
@@ -190,11 +188,9 @@ WRONG = {
             "merge r1\n  dkv s0[0:4)\n",
             "",
             "from rank 1 to rank 0: the source holds several partials of it that are not merged",
-        ),
+        )
     ],
-    DISPATCH_BACK: [
-        ("  r0 <- r1 dq s0[2:4)\n", "", "there are not two partials to merge"),
-    ],
+    DISPATCH_BACK: [("  r0 <- r1 dq s0[2:4)\n", "", "there are not two partials to merge")],
 }
 
 

@@ -289,10 +289,7 @@ def test_what_planners_count_of_the_way_to_experts_is_told_by_every_cost() -> No
         (AnalyticCost(CLUSTER, model), AnalyticCost(CLUSTER, model, exchanges=True)),
     ):
         factors = Factors(linear=1.5)
-        for plain, cost in (
-            (without, counted),
-            (PerturbedCost(without, factors), PerturbedCost(counted, factors)),
-        ):
+        for plain, cost in ((without, counted), (PerturbedCost(without, factors), PerturbedCost(counted, factors))):
             way_s = cost.experts_s(3000.0) - cost.experts_s(1000.0)  # without the fixed part
             assert way_s == pytest.approx(cost.linear_s(2000.0) - plain.linear_s(2000.0))
             assert (way_s > 0, plain.experts_s(1000.0)) == (True, 0.0)

@@ -52,12 +52,7 @@ def test_a_head_crosses_once_to_ranks_in_turns_and_is_passed_on_inside() -> None
         return [[line[2], line[0], line[4]] for line in lines if {line[0], line[2]} & set(ends)]
 
     keys = [row for row in moved(forward, "kv", "r2", "r3") if row[2] in ("s0[0:2)", "s0[2:4)")]
-    assert keys == [
-        ["r0", "r2", "s0[0:2)"],
-        ["r1", "r3", "s0[2:4)"],
-        ["r2", "r3", "s0[0:2)"],
-        ["r3", "r2", "s0[2:4)"],
-    ]
+    assert keys == [["r0", "r2", "s0[0:2)"], ["r1", "r3", "s0[2:4)"], ["r2", "r3", "s0[0:2)"], ["r3", "r2", "s0[2:4)"]]
     gradients = [row for row in moved(backward, "dkv", "r2", "r3") if row[2] in ("s0[0:2)", "s0[2:4)")]
     assert gradients == [
         ["r2", "r3", "s0[2:4)"],

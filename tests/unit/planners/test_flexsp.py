@@ -28,14 +28,7 @@ from megatron_balance.planners.pipelines import pipelines_of
 from megatron_balance.solvers import sized_groups
 from megatron_balance.solvers.milp import NoAnswerError
 from megatron_balance.solvers.packing import best_fit
-from megatron_balance.solvers.sized_groups import (
-    Groups,
-    GroupsProblem,
-    Limits,
-    bucket,
-    greedy,
-    improve,
-)
+from megatron_balance.solvers.sized_groups import Groups, GroupsProblem, Limits, bucket, greedy, improve
 
 MODEL = Model(32, 8, 128)
 LENGTHS = [24957, 8593, 25756, 17251, 28869, 6177, 5610, 592, 9331, 15506]

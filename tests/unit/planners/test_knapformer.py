@@ -215,11 +215,7 @@ def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() 
 
 @pytest.mark.parametrize(
     ("model", "lengths"),
-    [
-        (FLUX, drawn(distributions.IMAGES_AND_VIDEOS, 0)),
-        (load_model("llama3-8b"), CAUSAL),
-        (EXPERTS, CAUSAL),
-    ],
+    [(FLUX, drawn(distributions.IMAGES_AND_VIDEOS, 0)), (load_model("llama3-8b"), CAUSAL), (EXPERTS, CAUSAL)],
 )
 def test_topologies_that_are_not_filled_are_no_better(
     model: Model, lengths: list[int], monkeypatch: pytest.MonkeyPatch

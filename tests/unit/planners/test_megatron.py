@@ -139,10 +139,7 @@ BY_HAND: list[tuple[str, list[int], int, list[Microbatch]]] = [
     ("dynamic", [400, 190], 7, [((7, (0, 1)),)]),
     # A rank of a 200 has work 20000, of a 100 work 10000. The first four 100 make all six ranks
     # even, so the fifth is left.
-    (
-        *("hybrid", [200, 200, *[100] * 5], 6),
-        [((2, (0,)), (2, (1,)), (1, (2, 4)), (1, (3, 5))), ((6, (6,)),)],
-    ),
+    (*("hybrid", [200, 200, *[100] * 5], 6), [((2, (0,)), (2, (1,)), (1, (2, 4)), (1, (3, 5))), ((6, (6,)),)]),
     # No size comes down, so all are taken, also 60 beside 100: 10000, 10000 + 3600. Without the last
     # of the most loaded group work is even: it is put back.
     ("hybrid", [100, 100, 60], 2, [((1, (0,)), (1, (1,))), ((2, (2,)),)]),

@@ -287,9 +287,7 @@ def test_no_rank_owns_or_receives_more_than_the_bound(lengths: list[int], name: 
         assert getattr(held, what).max() <= getattr(most.received, what), what
 
 
-def test_without_waves_that_leave_room_the_faster_of_both_searches_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_waves_that_leave_room_the_faster_of_both_searches_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that fit, the one of the shorter layer."""
     (kept, prices, _), (replayed, *_) = planned(LONG), planned(LONG, num_waves=2)
     context = StepContext(prices.cluster, prices.model, prices.cost, memory=prices.memory, options=ZeppelinOptions())

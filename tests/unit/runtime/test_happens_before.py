@@ -74,8 +74,7 @@ def test_happens_before_orders_every_access_of_every_planner_layer_and_policy(pl
 
 
 @pytest.mark.parametrize(
-    ("planner", "policy"),
-    [("zeppelin", "replay"), ("distca", "keep"), ("ulysses", "replay"), ("random_zones", "keep")],
+    ("planner", "policy"), [("zeppelin", "replay"), ("distca", "keep"), ("ulysses", "replay"), ("random_zones", "keep")]
 )
 def test_happens_before_orders_interleaved_nano_batches(planner: str, policy) -> None:
     plans = [plan(planner, CASE), plan(planner, replace(CASE, batch=Batch((64, 21))))]

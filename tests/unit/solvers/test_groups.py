@@ -14,15 +14,7 @@ from megatron_balance.patterns import zigzag
 from megatron_balance.planners.pipelines import deal, packed
 from megatron_balance.simulator.pipeline import ChunkPass, run
 from megatron_balance.solvers import makespan
-from megatron_balance.solvers.dispatch import (
-    Assigned,
-    PipelineCost,
-    dispatch,
-    exact,
-    greedy,
-    problem_of,
-    slowest_s,
-)
+from megatron_balance.solvers.dispatch import Assigned, PipelineCost, dispatch, exact, greedy, problem_of, slowest_s
 from megatron_balance.solvers.groups import arrange, blocks, needed, rank_tokens, sizes
 from megatron_balance.solvers.makespan_bound import MachinesProblem, Stairs, by_weights
 from megatron_balance.solvers.microbatches import clock_s, microbatch_s, pack, util_tokens

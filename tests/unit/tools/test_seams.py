@@ -13,11 +13,7 @@ from tools.reach import pretrains, words_of
 
 pytest.importorskip("mkdocs", reason="the extra 'docs' brings it")
 
-DOCUMENT = {
-    "gpus": {"64k": 4},
-    "gpus_per_node": 2,
-    "batches": {"mixed/64k": [[9000, 4000, 300, 20], [8000, 8000]]},
-}
+DOCUMENT = {"gpus": {"64k": 4}, "gpus_per_node": 2, "batches": {"mixed/64k": [[9000, 4000, 300, 20], [8000, 8000]]}}
 
 
 @pytest.fixture

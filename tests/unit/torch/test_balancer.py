@@ -212,11 +212,7 @@ def test_attention_without_a_batch_is_refused() -> None:
         (lambda: balancer()(DOCUMENTS).mean_loss(torch.ones(6)), ConfigError, r"a scalar tensor .*, got \[6\]"),
         (lambda: balancer()(DOCUMENTS).global_loss(wrong(1.0)), ConfigError, "a scalar tensor .*, got float"),
         (lambda: balancer(cluster=Cluster(8, 4)), ConfigError, "custom has 8 ranks, 4 on a node; the balancer's ranks"),
-        (
-            lambda: SequenceBalancer("zeppelin", MODEL, tokens_per_rank=4)(DOCUMENTS),
-            InfeasibleError,
-            "tokens_per_rank",
-        ),
+        (lambda: SequenceBalancer("zeppelin", MODEL, tokens_per_rank=4)(DOCUMENTS), InfeasibleError, "tokens_per_rank"),
         (lambda: balancer()(DOCUMENTS).gather(torch.zeros(5)), ConfigError, r"one entry for each of 6 rows, got \[5\]"),
         (lambda: balancer().gather(torch.zeros(5)), ConfigError, "expected a batch before gather, got none"),
         (lambda: next(balancer().steps([], microbatches=0)), ConfigError, f"microbatches: {WHOLE}, got 0"),
