@@ -27,35 +27,29 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.program import Attend, Exchange, Program
 from megatron_balance.runtime import phase_run
 from megatron_balance.runtime.kernels.latent import check_latent
-from tests.support import by_hand, dense, jobs, routed
+from tests.support import by_hand, dense, jobs, routed, strategies
 from tests.support.jobs import DIM, HEADS, LATENT, VALUES, Ran, Run, Widths
 from tests.support.masks import NAMES, visible
 from tests.support.pool import WORLDS, Pool, RankError
 from tests.support.routed import PhaseTrace
-from tests.support.strategies import (
-    ALL_PLANNERS,
-    EVERY_PATTERN,
-    Case,
-    bare_plan,
-    cases,
-    plan,
-    random_moves,
-    random_task_table,
-)
+from tests.support.strategies import plan
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
-SOME = Case(Batch((70, 9, 1, 33)), Cluster(4, 2), Model(4, 2, 8), 40, seed=5)
+SOME = strategies.Case(Batch((70, 9, 1, 33)), Cluster(4, 2), Model(4, 2, 8), 40, seed=5)
 RUNS = tuple(Run(policy, dtype) for policy in POLICIES for dtype in TOLERANCE)
 EITHER_WAY = (Run("replay", "float32"), Run("keep", "float64"))
 
 
 LARGEST = max(WORLDS)
-EACH = [pytest.param(name, marks=() if name in EVERY_PATTERN else (pytest.mark.product,)) for name in ALL_PLANNERS]
+EACH = [
+    pytest.param(name, marks=() if name in strategies.EVERY_PATTERN else (pytest.mark.product,))
+    for name in strategies.ALL_PLANNERS
+]
 
 
 @pytest.mark.parametrize(
     ("planner", "num_ranks"),
-    [(name, n) for name in ALL_PLANNERS for n in WORLDS if n < LARGEST or name in EVERY_PATTERN],
+    [(name, n) for name in strategies.ALL_PLANNERS for n in WORLDS if n < LARGEST or name in strategies.EVERY_PATTERN],
 )
 @settings(
     max_examples=2, phases=(Phase.explicit, Phase.generate)
@@ -64,7 +58,7 @@ EACH = [pytest.param(name, marks=() if name in EVERY_PATTERN else (pytest.mark.p
 def test_the_executor_equals_the_reference(
     pool: Pool, planner: str, num_ranks: int, data: st.DataObject, head_dim: Widths
 ) -> None:
-    case: Case = data.draw(cases([num_ranks], max_sequences=5, masks=NAMES))
+    case: strategies.Case = data.draw(strategies.cases([num_ranks], max_sequences=5, masks=NAMES))
     planned = plan(planner, case)
     per_rank = pool.run(jobs.attend, num_ranks, planned, head_dim, EITHER_WAY)
     for index, run in enumerate(EITHER_WAY):
@@ -228,7 +222,7 @@ def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
 
 def test_half_precision_comes_close(pool: Pool) -> None:
     """bf16 keeps 8 bits: a hundredth of the largest value, with partials merged in fp32."""
-    planned = random_task_table(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
+    planned = strategies.random_task_table(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
     per_rank = pool.run(jobs.attend, 4, planned, 8, (Run("keep", "bfloat16"), Run("keep", "float64")))
     for name in ("out", "q_grad", "k_grad", "v_grad"):
         ours, theirs = ([getattr(results[i], name) for results in per_rank] for i in (0, 1))
@@ -238,7 +232,7 @@ def test_half_precision_comes_close(pool: Pool) -> None:
 
 def test_a_rank_without_tokens_still_serves_the_others(pool: Pool) -> None:
     """Ranks 1 and 2 hold nothing, yet rank 2 attends a tile for rank 0."""
-    whole = random_task_table(Batch((40,)), Cluster(3, 3), Model(2, 1, 8), seed=0)
+    whole = strategies.random_task_table(Batch((40,)), Cluster(3, 3), Model(2, 1, 8), seed=0)
     task_table = replace(
         whole.zones[0],
         fragments=Rows.of(4, [(0, 0, 0, 40)]),
@@ -276,8 +270,8 @@ def test_a_sink_is_one_more_key_of_every_query(pool: Pool, planner: str, mask: s
 LENGTHS = (70, 9, 1, 33)
 
 
-def case(num_kv_heads: int) -> Case:
-    return Case(Batch(LENGTHS), Cluster(4, 2), Model(HEADS, num_kv_heads, DIM), 40, seed=5)
+def case(num_kv_heads: int) -> strategies.Case:
+    return strategies.Case(Batch(LENGTHS), Cluster(4, 2), Model(HEADS, num_kv_heads, DIM), 40, seed=5)
 
 
 @pytest.mark.parametrize("policy", ["keep", "replay"])
@@ -308,7 +302,7 @@ def test_a_plan_that_parts_heads_is_refused() -> None:
 # themselves; errors that reach everyone.
 
 
-CASE = Case(Batch((400, 90, 64, 33, 250)), Cluster(8, 4), Model(4, 2, 8), 130, seed=5)
+CASE = strategies.Case(Batch((400, 90, 64, 33, 250)), Cluster(8, 4), Model(4, 2, 8), 130, seed=5)
 # One of each comm pattern; tests/distributed/test_executor.py runs all planners, remapped and
 # routed, against the reference.
 PLANNERS = ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "random_task_table", "random_zones"]
@@ -333,9 +327,9 @@ def everything_routed(planned: MicrobatchPlan, ranks_per_nic: int = 1) -> Microb
 @pytest.mark.parametrize("remapped", [False, True])
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_routing_changes_the_links_and_not_a_bit(pool: Pool, planner: str, remapped: bool) -> None:
-    direct = bare_plan(planner, CASE)
+    direct = strategies.bare_plan(planner, CASE)
     if remapped:
-        direct = replace(direct, moves=random_moves(direct, CASE.seed))
+        direct = replace(direct, moves=strategies.random_moves(direct, CASE.seed))
     ways = [Run("keep", "float32"), Run("replay", "bfloat16")]
     # A collective sums in another order than its point-to-point transfers; a program that is routed
     # in part has none.

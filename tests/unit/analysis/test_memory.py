@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Model
-from megatron_balance.analysis.backward import (
-    USABLE,
-    MicrobatchBytes,
-    ReceivedBytes,
-    Recomputed,
-    Stage,
-    decide,
-    microbatch_bytes,
-    step_bytes,
-)
+from megatron_balance.analysis import backward
 from megatron_balance.analysis.estimate import Estimate, estimate
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import (
@@ -254,27 +245,27 @@ def test_auto_takes_the_fastest_where_it_took_what_needs_the_least() -> None:
     st.integers(1, 4),
     st.integers(1, 9),
     st.integers(1, 2),
-    st.sampled_from([Recomputed(), Recomputed("uniform")]),
+    st.sampled_from([backward.Recomputed(), backward.Recomputed("uniform")]),
     st.integers(0, 3_000_000),
     st.floats(0.2e9, 4e9),
 )
 def test_stages_that_are_left_out_change_no_decision(
-    pipeline: int, number: int, chunks: int, recompute: Recomputed, kept: int, memory_bytes: float
+    pipeline: int, number: int, chunks: int, recompute: backward.Recomputed, kept: int, memory_bytes: float
 ) -> None:
     stages = tuple(
-        Stage(
+        backward.Stage(
             12 // pipeline + (at == pipeline - 1), Sharding(pipeline=pipeline, stage=at, optimizer=2), recompute, chunks
         )
         for at in range(pipeline)
     )
-    received = ReceivedBytes(*(np.array([kept, kept // part]) for part in (2, 3, 4)))
-    own = MicrobatchBytes(np.array([900, 1100]), received)
+    received = backward.ReceivedBytes(*(np.array([kept, kept // part]) for part in (2, 3, 4)))
+    own = backward.MicrobatchBytes(np.array([900, 1100]), received)
     memory = StepMemory(SMALL, stages)
-    every = [step_bytes([own] * number, SMALL, stage) for stage in stages]
+    every = [backward.step_bytes([own] * number, SMALL, stage) for stage in stages]
     found = memory.of_microbatches(number)
     decision = found.decide(own, memory_bytes)
     assert len(found.stages) <= 2
-    expected = decide(every, "auto", memory_bytes)
+    expected = backward.decide(every, "auto", memory_bytes)
     assert replace(decision, peak_bytes=0.0, keep_bytes=0.0, replay_bytes=0.0) == replace(
         expected, peak_bytes=0.0, keep_bytes=0.0, replay_bytes=0.0
     )
@@ -352,9 +343,9 @@ def test_a_ring_as_full_as_the_capacity_says_fills_what_is_usable(num_ranks: int
         Batch((tokens * num_ranks,)), cluster, FOUR_LAYERS, AnalyticCost(cluster, FOUR_LAYERS)
     )
     (stage,) = stages_of(FOUR_LAYERS, num_ranks)
-    found = step_bytes([microbatch_bytes([plan], FOUR_LAYERS)], FOUR_LAYERS, stage)
-    assert decide([found], "auto", cluster.memory_bytes).fits
-    assert float(found.peak(0).max()) == pytest.approx(USABLE * cluster.memory_bytes, rel=2e-3)
+    found = backward.step_bytes([backward.microbatch_bytes([plan], FOUR_LAYERS)], FOUR_LAYERS, stage)
+    assert backward.decide([found], "auto", cluster.memory_bytes).fits
+    assert float(found.peak(0).max()) == pytest.approx(backward.USABLE * cluster.memory_bytes, rel=2e-3)
 
 
 def test_recomputation_makes_room_and_microbatches_in_flight_take_it() -> None:

@@ -8,25 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model
+from megatron_balance.cost import fits, kernel
 from megatron_balance.cost.analytic import CALL_S, LAUNCH_S, AnalyticCost
 from megatron_balance.cost.base import Link, MachineCost, remap_s
-from megatron_balance.cost.fits import (
-    GAMMA_H100_FLUX,
-    Quadratic,
-    fit_gamma,
-    fit_link,
-    fit_quadratic,
-    gamma_work,
-    least_squares,
-)
-from megatron_balance.cost.kernel import (
-    BLOCK_TILES,
-    TILE_TOKENS,
-    backward_factor,
-    padded_head_dim,
-    padding_elements,
-    tiles,
-)
 from megatron_balance.cost.parallel import (
     CollectiveGroup,
     all_gather_s,
@@ -85,28 +69,30 @@ def test_head_dims_that_the_kernel_pads_cost_the_padded_size() -> None:
 
 
 def test_short_runs_of_queries_and_keys_fill_whole_tiles_and_cost_a_thread_block_each() -> None:
-    long, whole, nano_batch = (COST.attention_s(1e6, run) for run in (1 << 30, TILE_TOKENS, TILE_TOKENS / 2))
+    long, whole, nano_batch = (
+        COST.attention_s(1e6, run) for run in (1 << 30, kernel.TILE_TOKENS, kernel.TILE_TOKENS / 2)
+    )
     assert long == pytest.approx(COST.attention_s(1e6), rel=1e-6)
-    assert whole == pytest.approx((1 + BLOCK_TILES) * 128 / 129 * long)
-    assert nano_batch == pytest.approx(128**2 / (64 * 65) * (1 + BLOCK_TILES) * long)
+    assert whole == pytest.approx((1 + kernel.BLOCK_TILES) * 128 / 129 * long)
+    assert nano_batch == pytest.approx(128**2 / (64 * 65) * (1 + kernel.BLOCK_TILES) * long)
 
 
 def test_a_launch_takes_its_tiles_and_thread_blocks_over_the_whole_gpu() -> None:
     # 32 blocks of 128 queries see 1, 2, ... 32 tiles of keys.
-    assert attend(COST, causal(4096)) == pytest.approx(LAUNCH_S + 32 * (32 * 33 / 2 + 32 * BLOCK_TILES) * TILE_S)
+    assert attend(COST, causal(4096)) == pytest.approx(LAUNCH_S + 32 * (32 * 33 / 2 + 32 * kernel.BLOCK_TILES) * TILE_S)
 
 
 def test_one_block_of_queries_takes_as_long_as_its_own_sm_needs() -> None:
     alone = [0, 8192, 8320, 0, 1, 0, 8192, 0, 1]
-    assert attend(COST, alone) == pytest.approx(LAUNCH_S + (64 + BLOCK_TILES) * TILE_S * 100)
+    assert attend(COST, alone) == pytest.approx(LAUNCH_S + (64 + kernel.BLOCK_TILES) * TILE_S * 100)
     on_cpu = AnalyticCost(replace(CLUSTER, num_sms=0), MODEL)
-    assert attend(on_cpu, alone) == pytest.approx(LAUNCH_S + (64 + BLOCK_TILES) * TILE_S)
+    assert attend(on_cpu, alone) == pytest.approx(LAUNCH_S + (64 + kernel.BLOCK_TILES) * TILE_S)
 
 
 def test_backward_has_five_products_for_two_at_a_lower_rate() -> None:
     forward, backward = (attend(COST, causal(4096), backward=b) - LAUNCH_S for b in (False, True))
     assert backward / forward == pytest.approx(2.5 * 73 / 63)
-    assert backward_factor() == pytest.approx(2.5 * 73 / 63)
+    assert kernel.backward_factor() == pytest.approx(2.5 * 73 / 63)
 
 
 def test_launches_are_told_apart_and_empty_ones_are_free() -> None:
@@ -271,7 +257,7 @@ def test_tiles_are_those_that_one_by_one_counting_finds() -> None:
     pairs = np.array(rows)
     columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
     visible = num_pairs(Rectangles(*(pairs[:, column] for column in columns)), CAUSAL)
-    found = np.stack([*tiles(pairs), visible], axis=1)
+    found = np.stack([*kernel.tiles(pairs), visible], axis=1)
     assert found.tolist() == [list(counted(row)) for row in rows]
 
 
@@ -290,14 +276,14 @@ def test_tiles_that_a_window_hides_whole_are_left_out(size: int) -> None:
             for q in range(start, stop, 128)
         ]
         wanted.append([sum(blocks), len(blocks), max(blocks)])
-    found = np.stack(tiles(np.array(rows), SlidingWindow(size)), axis=1)
+    found = np.stack(kernel.tiles(np.array(rows), SlidingWindow(size)), axis=1)
     assert found[:, :2].tolist() == [row[:2] for row in wanted]
     assert (found[:, 2] >= [row[2] for row in wanted]).all()
     assert (found[:, 2] <= [row[2] + 1 for row in wanted]).all()
 
 
 def test_head_dims_are_padded_to_the_next_kernel() -> None:
-    assert [padded_head_dim(dim) for dim in (16, 64, 100, 128, 129)] == [32, 64, 128, 128, 160]
+    assert [kernel.padded_head_dim(dim) for dim in (16, 64, 100, 128, 129)] == [32, 64, 128, 128, 160]
 
 
 def test_padding_a_head_dim_copies_every_operand_and_result_once() -> None:
@@ -306,10 +292,12 @@ def test_padding_a_head_dim_copies_every_operand_and_result_once() -> None:
     pairs = np.array([pair, pair])
     launch = np.zeros(2, dtype=np.int64)
     rows = 2 * 2 + 3 * 1
-    assert padding_elements(pairs, launch, 1, (100, 100), backward=False).tolist() == [2 * (100 + 104) * rows]
-    assert padding_elements(pairs, launch, 1, (100, 100), backward=True).tolist() == [4 * (100 + 104) * rows]
-    assert padding_elements(pairs, launch, 1, (104, 104), backward=True).tolist() == [0]
-    assert padding_elements(pairs, launch, 1, (192, 128), backward=False).tolist() == [(192 + 128) * rows], "v and out"
+    assert kernel.padding_elements(pairs, launch, 1, (100, 100), backward=False).tolist() == [2 * (100 + 104) * rows]
+    assert kernel.padding_elements(pairs, launch, 1, (100, 100), backward=True).tolist() == [4 * (100 + 104) * rows]
+    assert kernel.padding_elements(pairs, launch, 1, (104, 104), backward=True).tolist() == [0]
+    assert kernel.padding_elements(pairs, launch, 1, (192, 128), backward=False).tolist() == [(192 + 128) * rows], (
+        "v and out"
+    )
     cluster, model = Cluster(1, 1, memory_bytes_per_s=1e9), Model(2, 1, 100)
     costs = [AnalyticCost(cluster, model, pads=pads).attend_s(pairs, launch, 1)[0] for pads in (True, False)]
     assert costs[0] - costs[1] == pytest.approx(2 * 204 * rows * 2 / 1e9)
@@ -319,18 +307,18 @@ def test_padding_a_head_dim_copies_every_operand_and_result_once() -> None:
 
 
 def test_a_quadratic_is_found_again() -> None:
-    truth = Quadratic(2e-9, 3e-6, 4e-3)
+    truth = fits.Quadratic(2e-9, 3e-6, 4e-3)
     lengths = [128, 512, 2048, 8192, 32768]
-    fitted = fit_quadratic(lengths, [truth.time_s(length) for length in lengths])
+    fitted = fits.fit_quadratic(lengths, [truth.time_s(length) for length in lengths])
     assert (fitted.a, fitted.b, fitted.c) == pytest.approx((truth.a, truth.b, truth.c), rel=1e-6)
 
 
 def test_columns_that_say_the_same_are_fitted_by_one_of_them() -> None:
-    assert least_squares([[2.0, 4.0], [3.0, 6.0]], [4.0, 6.0], what="twice") == (2.0, 0.0)
+    assert fits.least_squares([[2.0, 4.0], [3.0, 6.0]], [4.0, 6.0], what="twice") == (2.0, 0.0)
 
 
 def test_no_coefficient_is_negative_whatever_the_noise() -> None:
-    fitted = fit_quadratic([1, 2, 3, 4], [1.0, 3.9, 9.2, 15.8])
+    fitted = fits.fit_quadratic([1, 2, 3, 4], [1.0, 3.9, 9.2, 15.8])
     assert fitted.a > 0
     assert min(fitted.b, fitted.c) >= 0
     assert fitted.time_s(3) == pytest.approx(9, rel=0.05)
@@ -338,12 +326,12 @@ def test_no_coefficient_is_negative_whatever_the_noise() -> None:
 
 def test_a_links_alpha_and_rate_are_found_again() -> None:
     sizes = [1e3, 1e5, 1e7]
-    link = fit_link(sizes, [2e-5 + size / 25e9 for size in sizes])
+    link = fits.fit_link(sizes, [2e-5 + size / 25e9 for size in sizes])
     assert (link.alpha_s, link.bytes_per_s) == pytest.approx((2e-5, 25e9))
 
 
 def test_a_rate_is_found_even_where_noise_hides_it() -> None:
-    link = fit_link([1e3, 2e3], [2e-3, 1.9e-3])
+    link = fits.fit_link([1e3, 2e3], [2e-3, 1.9e-3])
     assert link.alpha_s >= 0
     assert 0 < link.bytes_per_s < float("inf")
 
@@ -351,9 +339,9 @@ def test_a_rate_is_found_even_where_noise_hides_it() -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: fit_quadratic([1, 1, 2], [1, 1, 2]), "at least 3 different lengths"),
-        (lambda: fit_link([5, 5], [1, 1]), "at least 2 different message sizes"),
-        (lambda: fit_link([1, 2], [0, 1]), "must be positive seconds"),
+        (lambda: fits.fit_quadratic([1, 1, 2], [1, 1, 2]), "at least 3 different lengths"),
+        (lambda: fits.fit_link([5, 5], [1, 1]), "at least 2 different message sizes"),
+        (lambda: fits.fit_link([1, 2], [0, 1]), "must be positive seconds"),
     ],
 )
 def test_too_little_to_fit_is_refused(call, sentence) -> None:
@@ -363,9 +351,11 @@ def test_too_little_to_fit_is_refused(call, sentence) -> None:
 
 def test_gamma_is_fitted_as_knapformer_does() -> None:
     lengths = [512, 2048, 8192, 32768]
-    gamma, k = fit_gamma(lengths, [1e-15 * gamma_work(length, 3072, GAMMA_H100_FLUX) for length in lengths], 3072)
+    gamma, k = fits.fit_gamma(
+        lengths, [1e-15 * fits.gamma_work(length, 3072, fits.GAMMA_H100_FLUX) for length in lengths], 3072
+    )
     assert (gamma, k) == pytest.approx((0.49, 1e-15))
-    assert gamma_work(2, 3, 0.5) == 24 * 2 * 9 + 0.5 * 4 * 4 * 3
+    assert fits.gamma_work(2, 3, 0.5) == 24 * 2 * 9 + 0.5 * 4 * 4 * 3
 
 
 # Collectives and what surrounds a plan, against formulas worked by hand.

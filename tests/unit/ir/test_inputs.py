@@ -6,23 +6,12 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir import intervals
 from megatron_balance.ir.arrays import as_array, as_rows, concat
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Fragment, Pair, Rows
-from megatron_balance.ir.intervals import (
-    Rectangles,
-    held_twice,
-    key,
-    key_position,
-    key_seq,
-    num_pairs,
-    overlap_bounds,
-    overlaps,
-    sees,
-    trim_pairs,
-    union,
-)
+from megatron_balance.ir.intervals import key
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow, kind_of, mask_named
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
@@ -192,7 +181,7 @@ def test_pairs_of_rectangles_are_counted(mask: Mask) -> None:
     spans = [(a, b) for a in range(LENGTH) for b in range(a, LENGTH + 1)]
     rows = np.array([(*q, *k) for q in spans for k in spans])
     counted = [int(shown[a:b, c:d].sum()) for a, b, c, d in rows.tolist()]
-    assert num_pairs(Rectangles(*rows.T), mask).tolist() == counted
+    assert intervals.num_pairs(intervals.Rectangles(*rows.T), mask).tolist() == counted
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
@@ -200,7 +189,9 @@ def test_a_rectangle_is_trimmed_to_what_the_mask_shows_of_it(mask: Mask) -> None
     shown = visible(mask)(LENGTH)
     spans = [(a, b) for a in range(LENGTH) for b in range(a + 1, LENGTH + 1)]
     rows = np.array([(0, q0, q1, 0, 1, k0, k1, 0, 1) for q0, q1 in spans for k0, k1 in spans])
-    for row, got, seen in zip(rows.tolist(), trim_pairs(rows, mask).tolist(), sees(rows, mask).tolist(), strict=True):
+    for row, got, seen in zip(
+        rows.tolist(), intervals.trim_pairs(rows, mask).tolist(), intervals.sees(rows, mask).tolist(), strict=True
+    ):
         (q0, q1), (k0, k1) = row[Pair.Q_SPAN], row[Pair.K_SPAN]
         block = shown[q0:q1, k0:k1]
         queries, keys = np.flatnonzero(block.any(axis=1)) + q0, np.flatnonzero(block.any(axis=0)) + k0
@@ -249,15 +240,15 @@ def tokens(row: np.ndarray) -> set[tuple[int, int]]:
 
 def test_a_key_is_taken_apart_again() -> None:
     seq, position = np.array([0, 3, 70_000]), np.array([5, 0, 1 << 39])
-    assert key_seq(key(seq, position)).tolist() == seq.tolist()
-    assert key_position(key(seq, position)).tolist() == position.tolist()
+    assert intervals.key_seq(key(seq, position)).tolist() == seq.tolist()
+    assert intervals.key_position(key(seq, position)).tolist() == position.tolist()
 
 
 def test_overlaps_are_all_pairs_that_share_a_token() -> None:
     for seed in range(30):
         wanted, held = draw(seed, seed % 7), draw(seed + 100, seed % 11)
         held = held[held[:, Fragment.START] < held[:, Fragment.STOP]]
-        row, found = overlaps(wanted, held)
+        row, found = intervals.overlaps(wanted, held)
         expected = [
             (i, j) for i, one in enumerate(wanted) for j, other in enumerate(held) if tokens(one) & tokens(other)
         ]
@@ -267,8 +258,8 @@ def test_overlaps_are_all_pairs_that_share_a_token() -> None:
 
 def test_of_disjoint_intervals_the_bounds_hold_those_that_overlap_and_no_others() -> None:
     for seed in range(30):
-        wanted, held = draw(seed, 5), union(draw(seed + 100, 6))
-        for one, first, last in zip(wanted, *overlap_bounds(wanted, held), strict=True):
+        wanted, held = draw(seed, 5), intervals.union(draw(seed + 100, 6))
+        for one, first, last in zip(wanted, *intervals.overlap_bounds(wanted, held), strict=True):
             expected = [j for j, other in enumerate(held) if tokens(one) & tokens(other)]
             assert list(range(first, last)) == expected
 
@@ -277,7 +268,10 @@ def test_a_union_is_disjoint_and_a_token_held_twice_is_found() -> None:
     for seed in range(30):
         rows = draw(seed, seed % 9)
         held = [token for row in rows for token in tokens(row)]
-        for joined, expected in ((union(rows), set(held)), (held_twice(rows), {t for t in held if held.count(t) > 1})):
+        for joined, expected in (
+            (intervals.union(rows), set(held)),
+            (intervals.held_twice(rows), {t for t in held if held.count(t) > 1}),
+        ):
             assert [t for row in joined for t in sorted(tokens(row))] == sorted(expected)  # in order, none twice
             assert not any(
                 a[0] == b[0] and a[2] == b[1] for a, b in zip(joined, joined[1:], strict=False)

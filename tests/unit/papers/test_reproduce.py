@@ -17,40 +17,8 @@ from megatron_balance.cost.fits import GAMMA_H100_FLUX, gamma_of
 from megatron_balance.errors import ConfigError
 from megatron_balance.lab.papers import PAPERS, distca, knapformer, paper_of, wlb_llm, zeppelin
 from megatron_balance.lab.papers.base import ITSELF, Effort, Paper, PaperTable, Published, Row
-from megatron_balance.lab.papers.distca import (
-    DistcaCase,
-    GroupQueries,
-    HeldTokens,
-    ReplicaConfig,
-    chunks,
-    deal,
-    distca_s,
-    layer_s,
-    megatron_by_config,
-    per_document,
-    per_sequence,
-    replica_s,
-    wlb_by_config,
-)
+from megatron_balance.lab.papers.distca import layer_s
 from megatron_balance.lab.papers.knapformer import MODEL, WITHOUT, batches, flops, machine, plan
-from megatron_balance.lab.papers.wlb_llm import (
-    ADAPTIVE,
-    FIXED_DOCUMENT,
-    FIXED_SEQUENCE,
-    MIXED,
-    PACKED,
-    PLAIN,
-    SKEW,
-    TABLE_1,
-    THRESHOLDS,
-    WLB,
-    WlbCase,
-    WlbSystem,
-    error_of,
-    fixed_blocks,
-    samples,
-    speedups,
-)
 from megatron_balance.lab.papers.zeppelin import (
     DATASETS,
     DEFAULT,
@@ -353,9 +321,11 @@ def test_clusters_are_compared_by_speedup_and_by_throughput(monkeypatch):
 DOCUMENTS = [700, 31, 1, 256, 1000]
 
 
-@pytest.mark.parametrize("share", [per_sequence, per_document])
+@pytest.mark.parametrize("share", [distca.per_sequence, distca.per_document])
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
-def test_a_group_attends_every_query_once(share: Callable[[list[int], int], GroupQueries], num_ranks: int) -> None:
+def test_a_group_attends_every_query_once(
+    share: Callable[[list[int], int], distca.GroupQueries], num_ranks: int
+) -> None:
     rows = share(DOCUMENTS, num_ranks).rows
     attended = sorted((int(seq), token) for seq, start, stop, _ in rows for token in range(start, stop))
     assert attended == [(seq, token) for seq, length in enumerate(DOCUMENTS) for token in range(length)]
@@ -364,7 +334,10 @@ def test_a_group_attends_every_query_once(share: Callable[[list[int], int], Grou
 def test_cutting_documents_evens_attention_out_and_cutting_the_sequence_does_not() -> None:
     documents = [6000, 1000, 1000]
     pairs = {}
-    for name, share in (("document", per_document(documents, 4)), ("sequence", per_sequence(documents, 4))):
+    for name, share in (
+        ("document", distca.per_document(documents, 4)),
+        ("sequence", distca.per_sequence(documents, 4)),
+    ):
         start, stop = share.rows[:, 1], share.rows[:, 2]
         loads = np.bincount(share.rows[:, 3], (stop * (stop + 1) - start * (start + 1)) / 2, 4)
         pairs[name] = loads.max() / loads.mean()
@@ -373,55 +346,55 @@ def test_cutting_documents_evens_attention_out_and_cutting_the_sequence_does_not
 
 
 def test_a_wider_group_computes_less_and_gathers_more() -> None:
-    case = DistcaCase("8B", 8, 256 * K, 128 * K)
-    alone, four = (sum(layer_s(case, per_document([128 * K], n))) for n in (1, 4))
+    case = distca.DistcaCase("8B", 8, 256 * K, 128 * K)
+    alone, four = (sum(layer_s(case, distca.per_document([128 * K], n))) for n in (1, 4))
     assert alone / 4 < four < alone
 
 
 def test_samples_hold_whole_documents_but_for_those_that_pass_their_end() -> None:
-    assert chunks([5, 3, 9], 6) == [[5, 1], [2, 4], [5]]
+    assert distca.chunks([5, 3, 9], 6) == [[5, 1], [2, 4], [5]]
     for dataset in ("pretrain", "prolong"):
-        for batch in DistcaCase("8B", 8, 1024 * K, 256 * K).batches(dataset, 2):
+        for batch in distca.DistcaCase("8B", 8, 1024 * K, 256 * K).batches(dataset, 2):
             assert sum(batch) == 1024 * K
             assert max(batch) <= 256 * K
             assert {256 * K * i for i in range(1, 5)} <= set(np.cumsum(batch).tolist())
 
 
 def test_items_go_to_the_bin_with_least_work_that_has_room() -> None:
-    assert deal([4, 3, 2, 1], [1, 1, 1, 1], 2, inf) == [[0, 3], [1, 2]]
-    assert deal([4, 3, 2, 1], [2, 2, 1, 1], 2, 3) == [[0, 3], [1, 2]]
-    assert deal([1, 1], [2, 2], 1, 3) is None
+    assert distca.deal([4, 3, 2, 1], [1, 1, 1, 1], 2, inf) == [[0, 3], [1, 2]]
+    assert distca.deal([4, 3, 2, 1], [2, 2, 1, 1], 2, 3) == [[0, 3], [1, 2]]
+    assert distca.deal([1, 1], [2, 2], 1, 3) is None
 
 
 def test_a_pipeline_of_alike_microbatches_takes_what_1f1b_takes() -> None:
-    case = DistcaCase("8B", 8, 1024 * K, 128 * K)
-    share = per_document([128 * K], 4)
-    one, two = (ReplicaConfig(stages, 4, "none") for stages in (1, 2))
+    case = distca.DistcaCase("8B", 8, 1024 * K, 128 * K)
+    share = distca.per_document([128 * K], 4)
+    one, two = (distca.ReplicaConfig(stages, 4, "none") for stages in (1, 2))
     head_s = case.cost.head_s(32 * K) + case.cost.head_s(32 * K, backward=True)
-    whole_s = replica_s(case, [share], one) - head_s
+    whole_s = distca.replica_s(case, [share], one) - head_s
     # Two stages, four microbatches: five times half the layers and the head on the last stage, and
     # what results take to the next stage.
-    assert replica_s(case, [share] * 4, two) == pytest.approx(5 * whole_s / 2 + 4 * head_s, rel=0.02)
+    assert distca.replica_s(case, [share] * 4, two) == pytest.approx(5 * whole_s / 2 + 4 * head_s, rel=0.02)
 
 
 def test_what_does_not_fit_the_memory_is_left_out() -> None:
-    case = DistcaCase("34B", 8, 1024 * K, 512 * K)
-    assert not case.fits(HeldTokens(512 * K, 0))
-    assert case.fits(HeldTokens(64 * K, 0))
+    case = distca.DistcaCase("34B", 8, 1024 * K, 512 * K)
+    assert not case.fits(distca.HeldTokens(512 * K, 0))
+    assert case.fits(distca.HeldTokens(64 * K, 0))
     [batch] = case.batches("pretrain", 1)
-    found = {(config.degree, config.recompute) for config in megatron_by_config(case, batch)}
+    found = {(config.degree, config.recompute) for config in distca.megatron_by_config(case, batch)}
     assert (4, "none") not in found
     assert (8, "full") in found
 
 
 def test_distca_is_ahead_of_megatron_and_not_behind_wlb_where_documents_differ() -> None:
-    case = DistcaCase("8B", 8, 1024 * K, 128 * K)
+    case = distca.DistcaCase("8B", 8, 1024 * K, 128 * K)
     [batch] = case.batches("pretrain", 1)
-    ours = distca_s(case, batch)
-    assert min(megatron_by_config(case, batch).values()) > 1.1 * ours
-    assert min(wlb_by_config(case, batch).values()) > 0.97 * ours
-    pipelines = DistcaCase("8B", 8, 1024 * K, 128 * K, (2,))
-    assert ours < distca_s(pipelines, batch) < inf
+    ours = distca.distca_s(case, batch)
+    assert min(distca.megatron_by_config(case, batch).values()) > 1.1 * ours
+    assert min(distca.wlb_by_config(case, batch).values()) > 0.97 * ours
+    pipelines = distca.DistcaCase("8B", 8, 1024 * K, 128 * K, (2,))
+    assert ours < distca.distca_s(pipelines, batch) < inf
 
 
 def test_the_grids_are_those_of_tables_4_and_5() -> None:
@@ -457,7 +430,7 @@ def test_attention_has_the_printed_gamma_over_a_whole_step() -> None:
 # documents.
 
 
-SMALL = WlbCase("llama-550m", 16 * K, 2, 2, 2)
+SMALL = wlb_llm.WlbCase("llama-550m", 16 * K, 2, 2, 2)
 
 
 def documents(steps: list[tuple[tuple[int, ...], ...]]) -> Counter[int]:
@@ -465,49 +438,56 @@ def documents(steps: list[tuple[tuple[int, ...], ...]]) -> Counter[int]:
 
 
 def test_configurations_have_the_gpus_of_table_1_and_memory_for_the_window() -> None:
-    gpus = [case.tensor * case.context * case.stages * case.replicas for case in TABLE_1]
+    gpus = [case.tensor * case.context * case.stages * case.replicas for case in wlb_llm.TABLE_1]
     assert gpus == [32, 32, 32, 64, 64, 128, 256, 256]
-    assert [case.name for case in TABLE_1 if case.recompute == "full"] == ["30B-64K", "30B-128K"]
-    assert all(case.most_tokens() >= 1.25 * case.window for case in TABLE_1)
-    assert all(case.model.num_layers % (case.stages * case.setup.interleave) == 0 for case in TABLE_1)
+    assert [case.name for case in wlb_llm.TABLE_1 if case.recompute == "full"] == ["30B-64K", "30B-128K"]
+    assert all(case.most_tokens() >= 1.25 * case.window for case in wlb_llm.TABLE_1)
+    assert all(case.model.num_layers % (case.stages * case.setup.interleave) == 0 for case in wlb_llm.TABLE_1)
 
 
 def test_samples_hold_whole_documents_in_their_order() -> None:
-    assert list(samples(iter([5, 4, 2, 10, 1, 9]), 10)) == [(5, 4), (2,), (10,)]
-    assert all(sum(sample) <= SMALL.window for batch in SMALL.batches(SKEW, 3) for sample in batch)
-    assert [len(batch) for batch in SMALL.batches(SKEW, 3)] == [2, 2, 2]
+    assert list(wlb_llm.samples(iter([5, 4, 2, 10, 1, 9]), 10)) == [(5, 4), (2,), (10,)]
+    assert all(sum(sample) <= SMALL.window for batch in SMALL.batches(wlb_llm.SKEW, 3) for sample in batch)
+    assert [len(batch) for batch in SMALL.batches(wlb_llm.SKEW, 3)] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("system", [FIXED_SEQUENCE, PACKED, WLB], ids=lambda system: system.name)
-def test_every_system_trains_each_document_of_a_run_once(system: WlbSystem) -> None:
-    batches = SMALL.batches(SKEW, 3)
-    steps = system.steps(SMALL, SKEW, batches)
+@pytest.mark.parametrize(
+    "system", [wlb_llm.FIXED_SEQUENCE, wlb_llm.PACKED, wlb_llm.WLB], ids=lambda system: system.name
+)
+def test_every_system_trains_each_document_of_a_run_once(system: wlb_llm.WlbSystem) -> None:
+    batches = SMALL.batches(wlb_llm.SKEW, 3)
+    steps = system.steps(SMALL, wlb_llm.SKEW, batches)
     assert documents(steps) == documents(batches)
     assert {len(step) for step in steps} == {SMALL.num_microbatches}
 
 
 def test_outliers_wait_for_one_another_and_nothing_else_does() -> None:
-    batches = SMALL.batches(SKEW, 3)
-    steps = PACKED.steps(SMALL, SKEW, batches)
+    batches = SMALL.batches(wlb_llm.SKEW, 3)
+    steps = wlb_llm.PACKED.steps(SMALL, wlb_llm.SKEW, batches)
     late = [documents([batch]) - documents([step]) for batch, step in zip(batches, steps, strict=False)]
-    threshold = THRESHOLDS[SKEW][2][0] * SMALL.window // (128 * K)
+    threshold = wlb_llm.THRESHOLDS[wlb_llm.SKEW][2][0] * SMALL.window // (128 * K)
     assert any(late)
     assert all(length >= threshold for each in late for length in each)
-    assert PLAIN.steps(SMALL, SKEW, batches) == batches
+    assert wlb_llm.PLAIN.steps(SMALL, wlb_llm.SKEW, batches) == batches
 
 
 def test_fixed_4d_is_the_better_of_its_shardings() -> None:
-    both = [wlb_llm.tokens_per_s(system.blocks(SMALL, SKEW, 2)) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT)]
-    assert wlb_llm.tokens_per_s(fixed_blocks(SMALL, SKEW, 2)) == max(both)
+    both = [
+        wlb_llm.tokens_per_s(system.blocks(SMALL, wlb_llm.SKEW, 2))
+        for system in (wlb_llm.FIXED_SEQUENCE, wlb_llm.FIXED_DOCUMENT)
+    ]
+    assert wlb_llm.tokens_per_s(wlb_llm.fixed_blocks(SMALL, wlb_llm.SKEW, 2)) == max(both)
 
 
 def test_a_standard_error_is_that_of_the_blocks() -> None:
-    blocks = PLAIN.blocks(SMALL, SKEW, 6)
+    blocks = wlb_llm.PLAIN.blocks(SMALL, wlb_llm.SKEW, 6)
     assert len(blocks) == 4
-    assert sum(tokens for tokens, _ in blocks) == sum(chain.from_iterable(chain.from_iterable(SMALL.batches(SKEW, 6))))
-    each = speedups([(10, 1.0), (10, 2.0)], [(10, 2.0), (10, 2.0)])
+    assert sum(tokens for tokens, _ in blocks) == sum(
+        chain.from_iterable(chain.from_iterable(SMALL.batches(wlb_llm.SKEW, 6)))
+    )
+    each = wlb_llm.speedups([(10, 1.0), (10, 2.0)], [(10, 2.0), (10, 2.0)])
     assert each == pytest.approx([4 / 3, 2.0, 1.0])
-    assert error_of(each) == "standard error 0.500"
+    assert wlb_llm.error_of(each) == "standard error 0.500"
 
 
 def test_every_row_of_table_2_is_on_the_same_global_batches(monkeypatch) -> None:
@@ -530,9 +510,9 @@ def test_every_row_of_table_2_is_on_the_same_global_batches(monkeypatch) -> None
 
 
 def test_replicas_of_a_step_run_side_by_side() -> None:
-    (batch,) = replace(SMALL, replicas=2).batches(SKEW, 1)
-    two = PLAIN.step_s(replace(SMALL, replicas=2), batch)
-    assert two == max(PLAIN.step_s(SMALL, batch[first::2]) for first in range(2))
+    (batch,) = replace(SMALL, replicas=2).batches(wlb_llm.SKEW, 1)
+    two = wlb_llm.PLAIN.step_s(replace(SMALL, replicas=2), batch)
+    assert two == max(wlb_llm.PLAIN.step_s(SMALL, batch[first::2]) for first in range(2))
 
 
 class TestTables:
@@ -548,7 +528,12 @@ class TestTables:
         rows = {row.name: row for row in wlb_llm.PAPER.tables["fig12"].rows(ONE)}
         ours = rows["WLB-LLM over Plain-4D, mean"]
         assert ours.published == 1.23
-        assert ours.ours == speedups(WLB.blocks(SMALL, SKEW, 1), PLAIN.blocks(SMALL, SKEW, 1))[0]
+        assert (
+            ours.ours
+            == wlb_llm.speedups(
+                wlb_llm.WLB.blocks(SMALL, wlb_llm.SKEW, 1), wlb_llm.PLAIN.blocks(SMALL, wlb_llm.SKEW, 1)
+            )[0]
+        )
         assert ours.ours == pytest.approx(
             rows["WLB-LLM over Fixed-4D, mean"].ours * rows["Fixed-4D over Plain-4D, mean"].ours
         )
@@ -558,8 +543,8 @@ class TestTables:
         rows = wlb_llm.PAPER.tables["fig13"].rows(ONE)
         assert [row.published for row in rows] == [1.02, 1.05, 1.28, 1.33, None]
         by_name = {row.name: row.ours for row in rows}
-        assert by_name[ADAPTIVE.name] >= 0.99 * max(1.0, by_name["per-document sharding"])
-        assert by_name[MIXED.name] >= 0.99 * by_name[WLB.name]
+        assert by_name[wlb_llm.ADAPTIVE.name] >= 0.99 * max(1.0, by_name["per-document sharding"])
+        assert by_name[wlb_llm.MIXED.name] >= 0.99 * by_name[wlb_llm.WLB.name]
 
     def test_figure_14_has_a_row_for_each_window(self) -> None:
         assert [row.name for row in wlb_llm.PAPER.tables["fig14"].rows(ONE)] == ["8K", "16K"]

@@ -10,16 +10,8 @@ import torch
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.training import tokens
 from megatron_balance.training.pool import StrategyRanks, node_size
-from megatron_balance.training.tokens import (
-    PoolLengths,
-    Sequences,
-    assemble,
-    by_nano_batch,
-    from_bits,
-    interleave,
-    to_bits,
-)
 from megatron_balance.training.weights import Lane, Moves, RoleMemory, Stopwatch
 
 pytest.importorskip("torch")
@@ -27,20 +19,20 @@ pytest.importorskip("torch")
 
 def test_weights_of_any_size_survive_the_exchange() -> None:
     mask = torch.tensor([0.0, 1.0, 0.3, -2.5])
-    rows = torch.stack([torch.zeros(4, dtype=torch.int64), to_bits(mask)], dim=1)
-    assert from_bits(rows[:, 1]).tolist() == mask.tolist()
+    rows = torch.stack([torch.zeros(4, dtype=torch.int64), tokens.to_bits(mask)], dim=1)
+    assert tokens.from_bits(rows[:, 1]).tolist() == mask.tolist()
 
 
 def test_documents_of_one_or_several_columns_become_rows() -> None:
-    pairs = Sequences.of([torch.tensor([[1, 5], [2, 6]]), torch.tensor([[3, 7]])], num_columns=2)
+    pairs = tokens.Sequences.of([torch.tensor([[1, 5], [2, 6]]), torch.tensor([[3, 7]])], num_columns=2)
     assert (pairs.rows.tolist(), pairs.lengths) == ([[1, 5], [2, 6], [3, 7]], (2, 1))
-    assert (Sequences.of([]).rows.shape, Sequences.of([]).lengths) == ((0, 1), ())
+    assert (tokens.Sequences.of([]).rows.shape, tokens.Sequences.of([]).lengths) == ((0, 1), ())
 
 
 def test_nano_batches_take_their_sequences_of_those_read_here() -> None:
-    mine = [Sequences.of([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])])]
-    shared = PoolLengths(((9, 2, 1, 2),), (np.array([0, 1, 1, 1]),))
-    read, apart = by_nano_batch(mine, shared, (((0, 2), (1, 3)),), rank=1)
+    mine = [tokens.Sequences.of([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])])]
+    shared = tokens.PoolLengths(((9, 2, 1, 2),), (np.array([0, 1, 1, 1]),))
+    read, apart = tokens.by_nano_batch(mine, shared, (((0, 2), (1, 3)),), rank=1)
     assert [each.rows.flatten().tolist() for each in read] == [[3], [1, 2, 4, 5]]
     assert [each.lengths for each in read] == [(1,), (2, 2)]
     assert apart.lengths == ((9, 1), (2, 2))
@@ -48,24 +40,24 @@ def test_nano_batches_take_their_sequences_of_those_read_here() -> None:
 
 
 def test_rows_are_padded_and_keep_their_positions() -> None:
-    local = assemble(torch.tensor([[7], [8], [9]]), np.array([[4, 5, 7], [2, 0, 1]]), multiple=2)
+    local = tokens.assemble(torch.tensor([[7], [8], [9]]), np.array([[4, 5, 7], [2, 0, 1]]), multiple=2)
     assert local.rows.flatten().tolist() == [7, 8, 9, 0]
     assert local.positions.tolist() == [5, 6, 0, 0]
     assert local.padding.tolist() == [False, False, False, True]
-    nobody = assemble(torch.empty(0, 1, dtype=torch.int64), np.empty((0, 3), dtype=np.int64), multiple=2)
+    nobody = tokens.assemble(torch.empty(0, 1, dtype=torch.int64), np.empty((0, 3), dtype=np.int64), multiple=2)
     assert nobody.padding.tolist() == [True, True], "a rank without tokens computes padding"
 
 
 def test_every_tensor_parallel_rank_has_its_share_of_each_nano_batch() -> None:
     first, second = (
-        assemble(torch.tensor(rows)[:, None], np.array([[0, 0, len(rows)]]), multiple=2)
+        tokens.assemble(torch.tensor(rows)[:, None], np.array([[0, 0, len(rows)]]), multiple=2)
         for rows in ([1, 2, 3, 4], [5, 6])
     )
-    both = interleave([first, second], shares=2)
+    both = tokens.interleave([first, second], shares=2)
     assert both.rows.flatten().tolist() == [1, 2, 5, 3, 4, 6]
     assert both.positions.tolist() == [0, 1, 0, 2, 3, 1]
     assert both.nano_batches == (first, second)
-    assert interleave([first], shares=2) is first
+    assert tokens.interleave([first], shares=2) is first
 
 
 # Pulls and pushes of slots beside a caller that computes: what is issued when, and waits for what.

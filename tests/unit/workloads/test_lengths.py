@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.workloads import distributions
 from megatron_balance.workloads.datasets import document_lengths
-from megatron_balance.workloads.distributions import (
-    DISTRIBUTIONS,
-    Bins,
-    DataCode,
-    LogNormal,
-    draw_by_gpu,
-    is_data_code,
-    parse_codes,
-)
 from megatron_balance.workloads.lengths import DATASETS, draw, histogram, quantiles, read_lengths
 
 
@@ -55,8 +47,8 @@ def documents_of(name: str, tokens: int = 1 << 24, batches: int = 4) -> np.ndarr
 
 @pytest.mark.parametrize("name", ["arxiv", "github", "prolong64k", "wlb", "pretrain"])
 def test_shares_of_the_bins_are_those_of_the_table(name: str) -> None:
-    bins, documents = DISTRIBUTIONS[name], documents_of(name, batches=8)
-    assert isinstance(bins, Bins)
+    bins, documents = distributions.DISTRIBUTIONS[name], documents_of(name, batches=8)
+    assert isinstance(bins, distributions.Bins)
     found = np.histogram(documents, bins=[edge + 1 for edge in bins.edges])[0] / len(documents)
     expected = np.array(bins.shares) / sum(bins.shares)
     assert np.abs(found - expected).max() < 0.02
@@ -69,8 +61,8 @@ def test_the_lognormal_has_its_median() -> None:
 
 @pytest.mark.parametrize(("name", "mean"), [("commoncrawl", 620), ("github-code", 2800)])
 def test_lognormals_have_the_mean_that_their_cards_give(name: str, mean: float) -> None:
-    distribution = DISTRIBUTIONS[name]
-    assert isinstance(distribution, LogNormal)
+    distribution = distributions.DISTRIBUTIONS[name]
+    assert isinstance(distribution, distributions.LogNormal)
     assert distribution.mean == pytest.approx(mean)
     assert documents_of(name).mean() == pytest.approx(mean, rel=0.05)
 
@@ -315,14 +307,14 @@ def test_quantiles_are_lengths_that_occur() -> None:
     ],
 )
 def test_tokens_of_a_gpu_are_those_of_figure_3(code: str, visual: int, total: int) -> None:
-    (parsed,) = parse_codes(code)
+    (parsed,) = distributions.parse_codes(code)
     assert parsed.visual_tokens == visual
-    drawn = [sum(gpu) for batch in draw_by_gpu(code, 400, seed=2) for gpu in batch]
+    drawn = [sum(gpu) for batch in distributions.draw_by_gpu(code, 400, seed=2) for gpu in batch]
     assert fmean(drawn) == pytest.approx(total, rel=0.01)
 
 
 def test_samples_of_a_gpu_share_their_aspect_and_have_text_of_their_own() -> None:
-    for batch in draw_by_gpu("g4b6i1024f1s0", 20, seed=2):
+    for batch in distributions.draw_by_gpu("g4b6i1024f1s0", 20, seed=2):
         assert len(batch) == 4
         for gpu in batch:
             assert len(gpu) == 6
@@ -332,8 +324,11 @@ def test_samples_of_a_gpu_share_their_aspect_and_have_text_of_their_own() -> Non
 
 
 def test_streams_take_their_gpus_in_order() -> None:
-    assert parse_codes("g2b3i256f1s0,g1b1i512f85s1") == (DataCode(2, 3, 256, 1, False), DataCode(1, 1, 512, 85, True))
-    (batch,) = draw_by_gpu("g2b3i256f1s0,g1b1i512f85s1", 1, seed=0)
+    assert distributions.parse_codes("g2b3i256f1s0,g1b1i512f85s1") == (
+        distributions.DataCode(2, 3, 256, 1, False),
+        distributions.DataCode(1, 1, 512, 85, True),
+    )
+    (batch,) = distributions.draw_by_gpu("g2b3i256f1s0,g1b1i512f85s1", 1, seed=0)
     assert [len(gpu) for gpu in batch] == [3, 3, 1]
 
 
@@ -350,10 +345,10 @@ def test_streams_take_their_gpus_in_order() -> None:
 )
 def test_codes_that_cannot_be_are_refused(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_codes(text)
+        distributions.parse_codes(text)
     assert sentence in str(caught.value)
 
 
 def test_codes_are_told_from_names() -> None:
-    assert is_data_code("g8b4i256")
-    assert not is_data_code("github")
+    assert distributions.is_data_code("g8b4i256")
+    assert not distributions.is_data_code("github")
