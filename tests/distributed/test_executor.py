@@ -39,7 +39,6 @@ SOME = strategies.Case(Batch((70, 9, 1, 33)), Cluster(4, 2), Model(4, 2, 8), 40,
 RUNS = tuple(Run(policy, dtype) for policy in POLICIES for dtype in TOLERANCE)
 EITHER_WAY = (Run("replay", "float32"), Run("keep", "float64"))
 
-
 LARGEST = max(WORLDS)
 EACH = [
     pytest.param(name, marks=() if name in strategies.EVERY_PATTERN else (pytest.mark.product,))
@@ -266,7 +265,6 @@ def test_a_sink_is_one_more_key_of_every_query(pool: Pool, planner: str, mask: s
 # The latent of multi-latent attention travels in place of keys and values: the same results, fewer
 # bytes.
 
-
 LENGTHS = (70, 9, 1, 33)
 
 
@@ -300,7 +298,6 @@ def test_a_plan_that_parts_heads_is_refused() -> None:
 
 # Routed exchanges on real gloo ranks: same bits, other links; proxies that do not wait for
 # themselves; errors that reach everyone.
-
 
 CASE = strategies.Case(Batch((400, 90, 64, 33, 250)), Cluster(8, 4), Model(4, 2, 8), 130, seed=5)
 # One of each comm pattern; tests/distributed/test_executor.py runs all planners, remapped and

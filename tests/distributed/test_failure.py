@@ -165,7 +165,6 @@ def _of_first_pool(answer: str) -> str:
 
 # For whom a rank's calls wait, and the rates of links, on gloo.
 
-
 LATE, LATE_S = 2, 0.5
 MODEL = Model(num_heads=4, num_kv_heads=4, head_dim=4)
 

@@ -165,7 +165,6 @@ def test_a_backward_without_its_plan_is_an_error() -> None:
 # Two nano-batches through layers of attention on real gloo ranks: interleaved, the bits of one
 # after the other; nothing is mixed up.
 
-
 NANO_LAYERS = 2
 CASES = tuple(
     Case(Batch(lengths), Cluster(8, 4), Model(4, 2, 8), None, seed=seed)
@@ -255,7 +254,6 @@ def test_segments_run_in_the_order_that_the_simulator_prices(pool: Pool, segment
 
 # Documents reach the ranks that compute them, and results come back; no Megatron.
 
-
 # Two microbatches; one rank reads no document of the first, and one a document that fills two
 # ranks.
 LENGTHS = (((700, 3), (5,)), ((), (90, 1, 33)), ((40,), (200, 7)), ((1, 1, 60), (12,)))
@@ -316,7 +314,6 @@ def test_a_plain_process_group_is_a_pool(pool: Pool) -> None:
 
 # Traces of real attention calls beside those of the simulated ones: the same spans, zones, peers
 # and bytes, whatever carries them.
-
 
 CLUSTER = Cluster(8, 4)
 RING = by_hand.plan(

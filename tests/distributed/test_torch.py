@@ -289,7 +289,6 @@ def test_models_of_transformers_are_equal_to_eager_attention_or_refused(world: P
 
 # KnapFormer's printed interface, and a diffusion transformer that trains as on one rank.
 
-
 # The last two repeat as replicas.
 TOPOLOGIES = ("g1n4", "g2n2", "g4n1", "g2n1+g1n2", "g1n1+g3n1", "g1n1", "g2n1")
 HEADS_DIVIDE = tuple(topology for topology in TOPOLOGIES if "g3" not in topology)

@@ -93,7 +93,6 @@ def test_no_interface_of_the_host_is_touched() -> None:
 
 # Counts, addresses and what is refused; no namespace is made.
 
-
 TWO_BY_FOUR = Topology(num_nodes=2, ranks_per_node=4, nics_per_node=2, nic_bits_per_s=50_000_000, intra_bits_per_s=None)
 
 

@@ -102,7 +102,6 @@ def assert_carried(measured: Measured, sent: dict[tuple[int, int], int], receive
 
 # A slow link and one that loses packets, among links of shaped NICs: found by measuring.
 
-
 SLOW_NIC = 80_000_000
 LINKS = tuple(itertools.permutations(range(4), 2))
 # (bit/s, bytes that may wait) of rank 1's NIC: as it was, slow, and with a queue of two packets.

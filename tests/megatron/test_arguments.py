@@ -472,7 +472,6 @@ def test_an_unknown_device_is_refused(argv: list[Any]) -> None:
 
 # The cluster from what the ranks read of their nodes.
 
-
 H200 = "base: h200\nname: machine\nnum_ranks: 8\nranks_per_node: 8\nranks_per_nic: 1\nnic_bytes_per_s: 50e9\n"
 
 

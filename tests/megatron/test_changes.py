@@ -33,7 +33,6 @@ LONG = {"seq-length": 1024, "max-position-embeddings": 1024}
 # No multiprocessors: else a short kernel takes as long as its longest block on one of many.
 CONFIG = {"cluster": {"ranks_per_node": 8, "num_sms": 0, **SLOW}}
 
-
 KILLED = 2
 FLAGS: dict[str, Any] = {
     **LONG,

@@ -127,7 +127,6 @@ def test_families_of_experts_train_like_one_rank(
 # Sliding windows in all layers or in some, and attention sinks, against Megatron alone: losses and
 # every gradient.
 
-
 PLANNERS = ("te_ring", "zeppelin", "distca", "ulysses", "llama_all_gather")
 ONE_STEP = {"train-iters": 1}
 MHA = {"group-query-attention": False, "num-query-groups": None}
@@ -214,7 +213,6 @@ def test_gpt_oss_trains_like_megatron_alone(train: Train, alone: Alone) -> None:
 
 
 # Multi-latent attention: keys wider than values, rotary embeddings inside attention.
-
 
 # a number that four ranks do not divide, nor two those of each of two
 FLAGS: dict[str, Any] = literals("""
@@ -304,7 +302,6 @@ def test_projections_are_priced_by_the_parameters_of_megatrons_layer(
 
 # Multi-token prediction: what lies ahead of a token, on whatever rank the plan put it.
 
-
 DEPTHS = 2
 MTP_FLAGS: dict[str, Any] = {"mtp-num-layers": DEPTHS, "mtp-loss-scaling-factor": 0.5, "train-iters": 2}
 
@@ -367,7 +364,6 @@ def test_further_tokens_are_predicted_as_on_one_rank(train: Train, tmp_path_fact
 
 
 # Routers that look at more than a token's own scores: the routes and losses of one rank.
-
 
 STEPS = 2
 SINKHORN: dict[str, Any] = {

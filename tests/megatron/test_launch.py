@@ -168,7 +168,6 @@ def test_the_launcher_passes_our_refusals_on(train: Train) -> None:
 # Rows of FP8 linear layers under the launcher: every layer of every rank gets the multiple that its
 # recipe needs, and the loss stays.
 
-
 FP8_SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_fp8_pretrain.py")
 FP8_STEPS = {"train-iters": 2}
 PARALLEL = {"context-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True}
@@ -203,7 +202,6 @@ def test_without_alignment_a_layer_refuses(train: Train) -> None:
 
 # Transformer Engine's attention under the launcher, in a script that builds its model itself;
 # Transformer Engine is a stand-in.
-
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TE_SCRIPT = str(SUPPORT / "stand_in_te_pretrain.py")
@@ -267,7 +265,6 @@ def test_the_layer_spec_of_transformer_engine_keeps_its_layers_and_gets_our_atte
 
 
 # Packed samples of a script's own data set, planned by their sub-sequences: Megatron's numbers.
-
 
 PACKED_SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_packed_pretrain.py")
 # Tokens of the conversations of each line: one is cut at --seq-length, some are mostly padding.

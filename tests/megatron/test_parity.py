@@ -18,7 +18,6 @@ STEPS = 20
 ONE_OF_EACH = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin")
 RANKS_PER_NODE = {8: 4, 4: 2, 2: 1}
 
-
 # Ranks so slow that arithmetic is what a placement is judged by, as it is for real models; with
 # those of a GPU latency would be.
 SLOW = literals("""
@@ -63,7 +62,6 @@ LAYERED += [
     pytest.param("zeppelin", "always", False, marks=pytest.mark.product),
     pytest.param("zeppelin", "never", True, marks=pytest.mark.product),
 ]
-
 
 # Trained until the loss falls; the others over a few steps, in which zeppelin has all its queues.
 LONG = ("zeppelin", "always", True)

@@ -204,7 +204,6 @@ def test_the_report_shows_what_an_unreviewed_source_changes(tmp_path: Path) -> N
 
 # The other Megatron-core that patches are reviewed for trains like one rank of the same.
 
-
 OTHER = "megatron_core-0.18.2"
 # Megatron's own pipeline; layers in two nano-batches; experts: each with sources of its own.
 CELLS = (("zeppelin", "pp"), ("distca", "cp"), ("te_ring", "ep"))

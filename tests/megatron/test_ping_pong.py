@@ -112,7 +112,6 @@ def test_what_cannot_be_taken_apart_is_refused_with_one_sentence(train: Train) -
 # Experts and two nano-batches interleaved: the losses of one rank that takes microbatches whole,
 # the router's own among them.
 
-
 EXPERT_STEPS = 4
 # Two microbatches a step, of two samples, so that none is one document; a router's losses are
 # averages over microbatches.

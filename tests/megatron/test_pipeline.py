@@ -88,7 +88,6 @@ def test_all_stages_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None
 
 # Microbatches of different lengths through Megatron's pipelines: shapes come from the plan.
 
-
 EIGHT_LAYERS, BATCH, TWO_STEPS = 8, 8, 2
 # Documents of samples that hold from 200 to 512 tokens.
 UNEVEN = (500, 300, 400, 90, 130, 33, 450, 60, 200, 512, 7, 410, 280, 1)

@@ -266,7 +266,6 @@ def test_steps_are_logged_with_their_keys_and_a_report_reads_them(train: Train, 
 # Documents that wait, in Megatron's loop: their tokens come back after a resume, also on another
 # number of ranks, and nothing is left at the end.
 
-
 STEPS, SAVED = 6, 3
 DELAY = {"name": "wlb_llm", "thresholds": [250]}
 FOUR = {"global-batch-size": 4}
@@ -304,7 +303,6 @@ def test_documents_wait_over_a_resume_and_other_ranks_and_none_is_left(train: Tr
 
 
 # Before training, a tiny batch has the same loss with a plan and without, or nothing is trained.
-
 
 CHECKED = {**two_nodes(2), "self_check": True}
 
@@ -361,7 +359,6 @@ def test_a_wrong_attention_ends_the_job_before_it_trains(train: Train) -> None:
 
 
 # Layers that keep beside layers that replay: the losses and gradients of keep.
-
 
 KEPT_STEPS, LAYERS = 3, 3
 FLAGS = {"train-iters": KEPT_STEPS, "lr-decay-iters": KEPT_STEPS, "num-layers": LAYERS}

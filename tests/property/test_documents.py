@@ -172,7 +172,6 @@ def test_epochs_differ_in_order_but_not_in_content(lengths: list[int], seq_lengt
 
 # The link against its meaning element by element, for any degrees beside one another.
 
-
 BF16, FP32 = 2, 4
 
 

@@ -103,7 +103,6 @@ def test_dropping_any_op_is_caught(pattern: str, policy: Any) -> None:
 # rounded, the integer program on the smaller ones, and on all of them what a target and its moves
 # must satisfy.
 
-
 optimize = pytest.importorskip("scipy.optimize", reason="SciPy brings the solver that these tests compare with")
 sparse = pytest.importorskip("scipy.sparse")
 

@@ -84,7 +84,6 @@ def _requests(log: Path) -> tuple[str, ...]:
 
 HOSTILE = "</script><script>document.title='pwned'</script>"
 
-
 PICTURE = "<img src=x onerror=document.title='pwned'>"
 
 

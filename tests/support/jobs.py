@@ -302,12 +302,9 @@ def tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> l
 
 HEADS, DIM, VALUES, LATENT = 4, 6, 3, (5, 2)
 
-
 SHAPE = AttentionShape(HEADS, 1, DIM, VALUES, LATENT)
 
-
 DTYPE = torch.float64
-
 
 Arrays = list[np.ndarray]
 
@@ -353,7 +350,6 @@ def both(
 
 
 CPU, ALONE = torch.device("cpu"), TensorParallel()
-
 
 # By rank and microbatch: lengths of the documents that it reads.
 Lengths = Sequence[Sequence[Sequence[int]]]

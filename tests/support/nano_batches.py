@@ -161,7 +161,6 @@ def _array(x: Tensor) -> Floats:
 
 LAYERS = 2
 
-
 # Output and gradients of q, k and v, this rank's rows.
 Values = tuple[Floats, Floats, Floats, Floats]
 

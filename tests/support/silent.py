@@ -74,7 +74,6 @@ class ShapeKernel(PlainKernel):
 # The GPU here: a name for the host's memory under which copies to it are told from others.
 DEVICE = torch.device("cpu", 0)
 
-
 HEAD_DIM = 8
 
 

@@ -39,7 +39,6 @@ PATTERNS = (
     "head_ring",
 )
 
-
 Rectangle = tuple[int, int, int, int]  # q_start, q_stop, k_start, k_stop
 
 

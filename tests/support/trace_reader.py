@@ -147,15 +147,12 @@ def _put(span: Event, stack: list[Event], found: Read) -> None:
 
 NAMES = ("trace_processor_shell", "trace_processor")
 
-
 NOT_FOUND = (
     f"no trace processor of Perfetto on PATH ({', '.join(NAMES)}); CONTRIBUTING.md says where it is downloaded from"
 )
 
-
 # Process, thread, beginning and duration in nanoseconds, name.
 Slice = tuple[int, int, int, int, str]
-
 
 _ALL = """
 WITH spans AS (

@@ -354,7 +354,6 @@ def test_kernels_that_the_configuration_allows_are_those_of_the_runtime():
 
 # Files that are not what they should be: one sentence each, and little is read of them.
 
-
 ALIASES = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join(8 * [f'*{before}'])}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )

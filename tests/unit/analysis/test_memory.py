@@ -149,7 +149,6 @@ def test_experts_are_shared_out() -> None:
 # The memory of a step by the layout that runs: what a rank of a job like DeepSeek-V3's holds, and
 # what planners decide by it.
 
-
 STAGES, LAYERS = 16, 4
 DEEPSEEK = replace(Model(**pretrained({**DEEPSEEK_V3, "num_nextn_predict_layers": 1})), num_layers=STAGES * LAYERS)
 SMALL = Model(8, 8, 64, num_layers=12, hidden_size=512, ffn_size=1024, vocab_size=1000)
@@ -328,7 +327,6 @@ def test_it_is_told_to_the_planning_process_as_it_is() -> None:
 
 # The capacity of a rank is the inverse of the memory model
 
-
 FOUR_LAYERS = Model(
     num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size=1000
 )
@@ -363,7 +361,6 @@ def test_what_a_preset_holds_by_default_is_what_its_memory_model_says() -> None:
 
 
 # MaxLen of a scheme: what the first and the last stage hold
-
 
 LLAMA_32B = replace(load_model("llama2-32b"), num_heads=64, num_kv_heads=64, head_dim=104)
 GPU_BYTES, ALL_RANKS = 80e9, 64

@@ -186,7 +186,6 @@ def test_an_unknown_comm_pattern_is_an_error() -> None:
 
 # Keep or replay by layer: the prediction, the decision and its sentence.
 
-
 LLAMA = load_model("llama-7b")
 MODEL = Model(8, 8, 64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size=1)
 GB = 1e9
@@ -312,7 +311,6 @@ def test_a_step_that_fits_in_no_way_is_an_error_that_says_what_would_fit():
 
 
 # Pull and push of a change, on links.
-
 
 EIGHT_LAYERS = Model(
     num_heads=8, num_kv_heads=8, head_dim=16, num_layers=4, hidden_size=128, ffn_size=256, vocab_size=512

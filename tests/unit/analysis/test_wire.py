@@ -23,7 +23,6 @@ from tests.support import by_hand
 
 torch = pytest.importorskip("torch")
 
-
 FORMS = [
     CallForm.of(AttentionShape(1, 1, 5), torch.bfloat16, "fp32"),
     CallForm.of(AttentionShape(1, 1, 8, 3), torch.float32, "fp32"),
@@ -159,7 +158,6 @@ def test_arrays_of_messages_have_the_sizes_of_each(
 
 # Bytes on every link of a whole program: by hand for small ones, and in the sizes that the executor
 # packs.
-
 
 MODEL = Model(num_heads=2, num_kv_heads=1, head_dim=8, bytes_per_element=2)
 TOKEN = 2 * 8 * 2  # bytes of the keys and values of a token

@@ -283,7 +283,6 @@ def test_module_and_script_are_the_same_program():
 
 # The verb `strategies`: its table, its JSON, the file for training, and mistakes.
 
-
 COMMAND = "strategies --dataset commoncrawl --tokens 20000 --seq-length 4096 --ranks 4 --batches 1 --schemes a800-7b"
 
 
@@ -322,7 +321,6 @@ def test_a_mistake_is_one_line(run, more, message):
 
 
 # The verb `tune`: the trade-off as a table and as JSON, and mistakes in one line
-
 
 SAMPLE = "--dataset wlb-skew --tokens 16384 --batches 60 --ranks 2 --model llama-7b --tokens-per-rank 16384 --queues 1"
 
@@ -402,7 +400,6 @@ def test_a_table_may_stand_behind_the_options(run: CommandLine) -> None:
 
 
 FULL = Path("/dev/full")
-
 
 EACH = """
 import os, runpy, sys

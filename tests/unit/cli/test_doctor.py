@@ -157,7 +157,6 @@ def test_what_differs_is_asked_of_a_folder_with_a_reviewed_megatron(run, tmp_pat
 # `doctor --write-cluster`: what nvidia-smi and /sys say of a node, as a cluster file that loads; on
 # made-up nodes of known kinds.
 
-
 TODAY = datetime.date(2026, 1, 31)
 AFFINITY = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 

@@ -179,7 +179,6 @@ def test_an_empty_batch_has_no_steps() -> None:
 # The order in which all ranks issue their exchanges: what passes what, and the proof that ranks
 # cannot wait for one another.
 
-
 # Two nodes of two; ranks 0 and 2 share a sequence, and 1 and 3 another. Rank 3 keeps its tokens
 # outside attention where rank 0 has them in it.
 PLAN = by_hand.plan(

@@ -121,7 +121,6 @@ def test_the_simulator_sees_the_keys_that_do_not_travel() -> None:
 # Programs under a mask that is not causal: `verify` and `reference` ask the mask, and nothing else
 # in them knows it.
 
-
 FULL = """program lengths 8 3 heads 2 kv_heads 1 policy none mask full
 owner r0 s0[0:4) s1[0:3)
 owner r1 s0[4:8)
@@ -246,7 +245,6 @@ def test_the_reference_refuses_what_the_mask_does_not_show() -> None:
 # The remap as a pass: what small programs look like with one, and that they still compute
 # attention.
 
-
 LAYOUT = np.array([[0, 0, 4], [1, 2, 5], [0, 8, 9]])
 
 
@@ -328,7 +326,6 @@ def test_a_token_at_home_where_it_hops_to_takes_the_long_way() -> None:
 
 
 # Routing as a pass: which proxies, which pieces, what a rank must know of its neighbours.
-
 
 FOUR_NICS = Nics(4, 1)
 TWO_NICS = Nics(4, 2)

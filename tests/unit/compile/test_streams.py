@@ -37,7 +37,6 @@ from tests.support.silent import SilentStream, SilentStreams
 
 torch = pytest.importorskip("torch")
 
-
 RING = by_hand.pool("ring", (64,), 4, ranks_per_node=2)
 PAIR = by_hand.plan((64,), 4, by_hand.ring((0, 2), 0), ranks_per_node=2, routing=Routing(1, (0,)))
 
@@ -242,7 +241,6 @@ def test_calls_and_waits_happen_inside_the_stream(monkeypatch: pytest.MonkeyPatc
 # Turns of two nano-batches, and where a phase is cut. That interleaved programs meet in one order
 # on all ranks, the contract suite proves.
 
-
 # A document of 8 tokens on each of two ranks; rank 1 attends for the later half of rank 0's.
 DISPATCH = by_hand.plan(
     (8, 4),
@@ -351,7 +349,6 @@ def test_a_batch_of_no_sequences_has_nothing_to_start() -> None:
 
 
 # The pass list: every pass can be watched, and all readers passes by it.
-
 
 PLAN = MicrobatchPlan(
     planner="test",

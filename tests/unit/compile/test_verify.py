@@ -236,7 +236,6 @@ def test_a_program_without_sequences_or_without_ranks_is_right() -> None:
 
 # The structure of plans: what cannot be is refused before a program is made of it.
 
-
 RING = MicrobatchPlan("by hand", (40, 9), 4, 2, 4, 2, (Zone("pool", "ring", (0, 1, 2, 3), (0, 1)),))
 FRAGMENTS = ((0, 0, 0, 20), (1, 0, 20, 40))
 TASKS = ((0, 0, 0, 20, 0, 20), (1, 0, 20, 40, 0, 20), (0, 0, 20, 40, 20, 40))

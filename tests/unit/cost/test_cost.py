@@ -215,7 +215,6 @@ def test_an_extra_token_never_takes_less_time(length: int, start: int, backward:
 
 # The seconds of a remap
 
-
 EVEN_HEADS = Model(32, 32, 128)
 SHARED_NICS = Cluster(
     16, 8, intra_bytes_per_s=400e9, nic_bytes_per_s=50e9, ranks_per_nic=2, intra_alpha_s=2e-6, inter_alpha_s=9e-6
@@ -359,7 +358,6 @@ def test_gamma_is_fitted_as_knapformer_does() -> None:
 
 
 # Collectives and what surrounds a plan, against formulas worked by hand.
-
 
 INTRA, INTER = Link(1e-6, 100e9), Link(10e-6, 25e9)
 NODE, NODES = CollectiveGroup(8, 8, INTRA, INTER), CollectiveGroup(16, 8, INTRA, Link(10e-6, 100e9))

@@ -34,7 +34,6 @@ MODEL = Model(
 )
 CLUSTER = Cluster(8, 4, num_sms=0)
 
-
 TABLE = made()
 COST = MeasuredCost(TABLE, CLUSTER, MODEL)
 
@@ -296,7 +295,6 @@ def test_what_planners_count_of_the_way_to_experts_is_told_by_every_cost() -> No
 
 
 # Every shipped cluster and model can be priced, and says where its constants come from.
-
 
 STRUCTURE = (
     "name",

@@ -95,7 +95,6 @@ def test_a_scheme_says_its_name_and_size() -> None:
 
 # Uneven routing of tokens to experts: shares of documents, and the busiest rank of a group.
 
-
 MOE = Model(8, 8, 64, hidden_size=512, ffn_size=1024, num_experts=8, experts_per_token=2)
 
 

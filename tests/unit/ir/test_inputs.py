@@ -153,7 +153,6 @@ def test_a_rank_has_one_seat_in_megatrons_order_tp_cp_pp() -> None:
 
 # Masks: the run of keys of each query, and everything that follows from it.
 
-
 MASKS = (CAUSAL, FULL, SlidingWindow(3))
 LENGTH = 9
 

@@ -75,7 +75,6 @@ def test_a_file_that_is_no_plan_is_refused_with_the_reason(source: str, complain
 
 # The plan of a step: JSON and text, a fingerprint of every decision; a carry is plain data.
 
-
 STAGE, ALL, MODEL = Cluster(2, 2), Cluster(4, 2), Model(4, 2, 16)
 STEP = ((300, 140, 72), (512,))
 

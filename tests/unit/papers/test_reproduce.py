@@ -157,7 +157,6 @@ def test_a_paper_that_is_not_there_is_refused():
 # `reproduce zeppelin`: closed forms, and small simulations that must come out in the order that the
 # paper describes.
 
-
 ONE = Effort(1)
 
 
@@ -317,7 +316,6 @@ def test_clusters_are_compared_by_speedup_and_by_throughput(monkeypatch):
 # Reproduction of DistCA: the baselines' groups, what all systems are given, and what the closed
 # forms say.
 
-
 DOCUMENTS = [700, 31, 1, 256, 1000]
 
 
@@ -428,7 +426,6 @@ def test_attention_has_the_printed_gamma_over_a_whole_step() -> None:
 
 # `reproduce wlb_llm`, Figures 12 to 15: cases as Table 1 prints them; all systems on the same
 # documents.
-
 
 SMALL = wlb_llm.WlbCase("llama-550m", 16 * K, 2, 2, 2)
 

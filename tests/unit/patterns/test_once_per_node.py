@@ -142,7 +142,6 @@ def test_planners_that_exchange_heads_come_with_it(name: str, options: dict[str,
 
 # Rows that several ranks of a node need cross once, and are passed on inside.
 
-
 CLUSTER, MODEL = Cluster(8, 4, nic_bytes_per_s=1e9), Model(num_heads=4, num_kv_heads=2, head_dim=16)
 LENGTHS = [7000, 2000, 900, 333, 120, 50]
 

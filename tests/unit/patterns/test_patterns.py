@@ -316,7 +316,6 @@ def test_pairs_and_shared_tokens_of_a_rank_are_those_of_its_fragments() -> None:
 
 # A pattern that says no more than it must: its sends and work answer all other questions.
 
-
 MODEL = Model(4, 2, 16)
 ENGINES: tuple[EngineName, ...] = ("events", "rounds")
 
@@ -422,7 +421,6 @@ def test_the_rest_is_answered_too(broadcast_plan: MicrobatchPlan) -> None:
 
 # The table of what all ranks send, against that of each rank and against closed forms.
 
-
 CLUSTER = Cluster(12, 4)
 
 
@@ -495,7 +493,6 @@ def test_an_all_gather_brings_each_rank_the_blocks_of_all_others() -> None:
 
 
 # A stored plan of every comm pattern is read, proved and run, whichever class its name stands for.
-
 
 # By comm pattern: a plan with a remap and routing as `to_json` wrote it, and its fingerprint.
 STORED = json.loads((Path(__file__).parent / "stored_plans.json").read_text())

@@ -158,7 +158,6 @@ def test_a_lead_is_refused_under_a_full_mask() -> None:
 
 # Even chunks: equal tokens without padding, whatever the lengths; the patterns over them.
 
-
 CUTS = {"documents": zigzag.of_documents, "sequence": zigzag.of_sequence}
 each_cut = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 each_pattern = pytest.mark.parametrize("pattern", ["gather_documents", "gather_sequence"])

@@ -345,7 +345,6 @@ def test_a_part_that_moves_for_no_bytes_is_no_division_by_zero() -> None:
 # distca moves few bytes: what a shard costs, which keys are free, who is joined. Layouts by hand,
 # brute force over blocks and tokens.
 
-
 # Layouts are whole blocks, and whole tiles of the kernel.
 BLOCK = 128
 LONG = 128 * BLOCK

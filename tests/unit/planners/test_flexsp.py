@@ -246,7 +246,6 @@ def test_buckets_round_up_by_as_little_as_can_be(tokens: list[int], num_buckets:
 # packing: packs of one size, what is cut attends to its own beginning only, redundant attention
 # counted apart.
 
-
 PACKED = Model(8, 2, 16)
 
 
@@ -299,7 +298,6 @@ def test_best_fit_takes_the_bin_with_the_least_room_and_the_lower_of_two() -> No
 
 
 # The memory that a planner inside a pipeline is told: that of its scheme.
-
 
 LLAMA = load_model("llama-7b")
 CLUSTER = load_cluster("h100").build(num_ranks=16, ranks_per_node=8)

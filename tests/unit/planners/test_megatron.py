@@ -114,7 +114,6 @@ def test_first_fit_into_bins_of_one_size_keeps_every_item_and_some_of_its_bins_f
 # megatron_dynamic: both of Megatron's rules on cases worked by hand, and what one microbatch makes
 # of them.
 
-
 each_rules = pytest.mark.parametrize("rules", RULES)
 
 
@@ -231,7 +230,6 @@ def test_options_out_of_range_are_errors(option: str, value: object) -> None:
 
 # hybrid_dp: short sequences alone, long ones in rings, FLOPs within the tolerance, memory by
 # microbatches.
-
 
 HYBRID = Model(8, 2, 16, hidden_size=128, ffn_size=256)
 

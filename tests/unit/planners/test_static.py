@@ -94,7 +94,6 @@ def test_an_unknown_option_is_an_error_with_a_suggestion() -> None:
 
 # auto chooses among the other planners: the fastest that fits.
 
-
 LLAMA = load_model("llama-7b")
 CLUSTER = load_cluster("h200").build(num_ranks=16, ranks_per_node=8)
 LONG = [40000, 9000, 7000, 5000, 3000, 1500]
@@ -212,7 +211,6 @@ def test_steps_nano_batches_and_waiting_sequences_are_those_of_any_planner() -> 
 
 
 # Planners where the latent of multi-latent attention travels: none that may goes by heads.
-
 
 H100S = load_cluster("h100").build(num_ranks=16, ranks_per_node=8)
 LATENT = Model(

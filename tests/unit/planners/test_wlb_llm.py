@@ -236,7 +236,6 @@ def test_table_2_counts_and_ours_reaches_it() -> None:
 
 # wlb_sharding: equal tokens, even attention, and the choice by kernel time.
 
-
 LLAMA, H100 = load_model("llama-7b"), load_cluster("h200").build(num_ranks=4)
 COST = AnalyticCost(H100, LLAMA)
 SHORT, ONE_LONG = (300,) * 64, (16_000, *(200,) * 200)

@@ -57,7 +57,6 @@ def held_of(plan: MicrobatchPlan) -> list[int]:
 
 # Rule: paper, by hand
 
-
 # Lengths, ranks and ranks a node, tokens a rank holds, and the zones of rule paper.
 PAPERS_RULE: list[tuple[list[int], tuple[int, int], int, list[tuple[str, tuple[int, ...], list[int]]]]] = [
     # A sequence longer than a node goes to all nodes it asks for. Node capacity 2 x 10; s_avg =
@@ -192,7 +191,6 @@ def test_options_out_of_range_are_errors(option: str, value: object) -> None:
 
 
 # Whether layers keep what they receive under a placement in waves, and what is taken where not.
-
 
 EXPERTS, STAGES = 32, 16
 DEEPSEEK = replace(

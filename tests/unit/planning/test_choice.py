@@ -163,7 +163,6 @@ def test_no_file_outside_planners_and_papers_decides_by_a_planners_name() -> Non
 
 # Plans that agree between processes
 
-
 FINGERPRINTS = """
 from megatron_balance import Cluster, Model, make_planner
 from megatron_balance.planners import PLANNERS
@@ -195,7 +194,6 @@ def test_every_planner_has_options_with_a_capacity_that_defaults_to_none() -> No
 
 # Planning by a measured cost table: in Python, on the command line, in a configuration and in the
 # process that plans ahead.
-
 
 TWO_NODES, SMALL = Cluster(8, 4), Model(8, 8, 16)
 LENGTHS = (4000, 300, 300, 300, 300, 300, 300, 300)
@@ -304,7 +302,6 @@ def test_a_table_of_another_head_dim_or_none_at_all_is_refused(slow: Path, tmp_p
 
 
 # Costs of pipelines: the authors' tables, predictions, and a sentence for each mistake.
-
 
 A800 = load_cluster("a800-ib").build()
 LLAMA = load_model("llama-7b")

@@ -176,7 +176,6 @@ def test_a_sequence_that_nothing_holds_is_refused() -> None:
 
 # The remapping and the routing layer as they are laid around a planner's decision.
 
-
 MODEL = Model(2, 2, 64, hidden_size=128, ffn_size=256)
 TWO_NODES = Cluster(8, 4, intra_bytes_per_s=400e9, nic_bytes_per_s=25e9)
 

@@ -89,7 +89,6 @@ def test_cuda_is_refused_where_there_is_none(run: CommandLine) -> None:
 
 # Links are measured as training uses them: its communicators, both directions in one group call.
 
-
 torch = pytest.importorskip("torch")
 
 

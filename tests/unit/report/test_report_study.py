@@ -328,7 +328,6 @@ def test_a_runs_own_batches_are_simulated_by_every_planner_asked(study, run, tmp
 
 # Words about planners that a job can run or cannot, and what they save; rows by hand
 
-
 TRIED: dict[str, Any] = {"tries": [], "fits": True, "planner": "zeppelin", "step_s": 1.0}
 
 

@@ -158,7 +158,6 @@ def test_every_comm_pattern_has_a_drawing_its_bytes_and_when_it_wins():
 
 # docs/cluster.md names flags, files and keys that exist
 
-
 CLUSTER_PAGE = (ROOT / "docs" / "cluster.md").read_text()
 
 
@@ -196,7 +195,6 @@ def test_its_step_figures_are_written():
 
 
 # Prose: how a docstring may begin, and how wide a page is.
-
 
 ROOMS = ("megatron_balance", "patches", "tests", "tools", "scripts")
 # First words of a docstring that name neither what is done nor what is returned.
@@ -287,7 +285,6 @@ def test_prose_fits_the_width():
 # Every shell command of README, CONTRIBUTING and docs/ runs here, or stands in `ELSEWHERE` with the
 # reason why not; what is not run names verbs, tools, files and flags that are there. `megatron-
 # balance` commands that take longer than some seconds are `product` cases.
-
 
 TOUR = ROOT / "docs" / "tour.md"
 
@@ -480,7 +477,6 @@ def test_tools_and_scripts_that_pages_call_are_there_with_their_options():
 
 # Commands of the tour print what the page says, times aside; the README's table holds what
 # `compare` simulates.
-
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TOUR_TEXT = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")

@@ -70,7 +70,6 @@ def test_an_underscore_before_an_imported_name_is_not_private_and_names_are_told
 # No test lies where pytest does not look, and no source where the linter does not: both pass over
 # folders of some names (dist, build, venv) without a word.
 
-
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON_FILES = [file for file in working_tree() if file.suffix == ".py"] if (ROOT / ".git").exists() else []
 
@@ -95,9 +94,7 @@ def test_the_linter_reads_every_source() -> None:
 
 # The contracts of the layers, which scripts/test.sh holds, can fail; heavy libraries come late.
 
-
 TOP = Path(__file__).resolve().parents[3]
-
 
 # By contract, a file and an import in it that breaks it.
 FORBIDDEN = {

@@ -20,7 +20,6 @@ from megatron_balance.runtime.transport.streams import Streamed
 
 torch = pytest.importorskip("torch")
 
-
 LINKS = ("inter_node", "intra_node", "dispatch", "combine")
 
 

@@ -39,7 +39,6 @@ pytest.importorskip("torch")
 
 torch = pytest.importorskip("torch")
 
-
 CASE = Case(Batch((90, 40, 33, 7)), Cluster(4, 2), Model(4, 2, 4, 32, 64), 50, seed=5, remapped=True, routing=(1, 1))
 LAYERS = {
     "bare": replace(CASE, remapped=False, routing=None),
@@ -253,7 +252,6 @@ def test_legs_that_others_need_for_their_first_launch_do_not_wait_for_a_backward
 
 # Hosts that stand in a group call until their peers have come: the model against the real
 # transport, and connecting before the step.
-
 
 SMALL = Case(Batch((400, 90, 64, 33, 250)), Cluster(8, 4), Model(4, 2, 8), None, seed=5, remapped=True, routing=(1, 1))
 

@@ -111,7 +111,6 @@ def test_a_replayed_call_never_holds_more_inputs_than_a_kept_one(counted):
 # Memory that calls share: when it is taken back, what is waited for first, and that the same calls
 # need it only once.
 
-
 CPU = torch.device("cpu")
 
 
@@ -262,7 +261,6 @@ def test_what_lies_in_one_piece_is_sent_without_a_copy() -> None:
 
 # The runtime's shelves: a protocol below, implementations on it, the choice above them.
 
-
 ROOT = Path(str(runtime.__file__)).parent
 OPTIONAL = ("megatron_balance.runtime.movers.triton.mover", "flash_attn", "flash_attn_interface", "transformer_engine")
 
@@ -310,7 +308,6 @@ def test_a_region_lies_in_row_ranges_of_the_buffers_that_hold_it() -> None:
 
 # Sums of gradients: what a round of a ring moves through memory, counted; and what is kept as it
 # comes.
-
 
 EIGHT_RANKS, TOKENS, FOUR_HEADS, TWO_HEADS, EIGHT = 8, 64, 4, 2, 8
 # Of one rank's keys and values, and of its queries, in bf16.

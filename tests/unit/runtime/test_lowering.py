@@ -67,9 +67,7 @@ def test_received_inputs_become_buffers_of_their_own_and_meet_nothing() -> None:
 # A proxy's thread on a transport that only writes down: order, look-ahead, what it counts, and what
 # it says when a piece is lost.
 
-
 torch = pytest.importorskip("torch")
-
 
 FORM = CallForm.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
 ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)
@@ -151,7 +149,6 @@ def test_a_lost_piece_is_named_and_everything_else_broken_off(monkeypatch: pytes
 
 # Tables of a bound plan: one block, one copy, views where the tables were; all of them at bind.
 
-
 CPU = torch.device("cpu")
 
 
@@ -204,7 +201,6 @@ VARIED = {
     "remapped": replace(CASE, remapped=True),
     "routed": replace(CASE, remapped=True, routing=(1, 1)),
 }
-
 
 WAYS = (("keep", "fp32"), ("replay", "bf16"))
 EACH = [(planner, *way) for planner in EVERY_PATTERN for way in WAYS]

@@ -222,7 +222,6 @@ def test_a_zone_that_meets_another_on_a_nic_has_less_of_it():
 
 # Steps of pipelines side by side on clocks.
 
-
 LENGTHS = ((6000, 3000, 900), (4000, 2000, 100))
 
 

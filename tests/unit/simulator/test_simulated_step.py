@@ -276,7 +276,6 @@ def test_a_mix_by_layer_takes_between_keep_and_replay():
 
 # The bound: a lone rank reaches it, and no planner goes below it
 
-
 WIDE = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=4, hidden_size=1024, ffn_size=4096)
 SHORT_AND_LONG = (9000, 700, 4000, 2500, 128)
 
@@ -312,7 +311,6 @@ def test_stages_share_the_work_and_microbatches_add_up():
 
 
 # Seconds that experts add to a simulated layer: the busiest rank of a group, by its tokens.
-
 
 LAYER_S = 0.01
 MOE = replace(MODEL, num_experts=4, experts_per_token=1)
@@ -378,7 +376,6 @@ def test_a_step_takes_as_much_longer():
 # Gradients that a ring's backward adds up, in all three places that price it: each of a block that
 # a hop brought is added once, as the runtime does (`tests/unit/runtime/test_kept_bytes.py`).
 
-
 TOKENS, RANKS, HEADS = 64, 4, 2
 
 
@@ -435,7 +432,6 @@ def test_the_estimate_adds_as_the_simulator_does() -> None:
 
 # Steps as training runs them: which way, what is planned, and what a step in ticks takes with all
 # that is around it.
-
 
 TRAINED = Model(
     num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_size=1024, ffn_size=4096, vocab_size=32000

@@ -142,7 +142,6 @@ def test_what_cannot_be_is_said() -> None:
 # Nano-batches on clocks: closed forms of what hides behind what, and that the two engines, and the
 # step around them, agree.
 
-
 TOKENS, RANKS = 64, 4
 LINEAR, LAUNCH, CALL = 0.5, 1.0, 0.0005
 ENGINES: tuple[EngineName, ...] = ("events", "rounds")

@@ -205,7 +205,6 @@ def test_faster_nics_are_never_slower_by_much(case: Case, name: str) -> None:
 
 # Bytes on TCP connections through token buckets, against times worked out by hand.
 
-
 NIC, LINK = flat_cost.INTER.bytes_per_s, flat_cost.INTRA.bytes_per_s
 FAST_BURST, NIC_BURST = tcp.BURST_BYTES
 

@@ -65,7 +65,6 @@ def test_no_rank_of_a_zigzag_holds_more_than_its_counted_tokens(length: int, siz
 
 # Dispatch to unequal pipelines, and packing into microbatches.
 
-
 # Published 32B times of an A800 (Hetu, generate_strategy_32b.py), in seconds.
 TP16 = PipelineCost(1.378e-9, 1.0244e-4, 0.1457, 1, 52000)
 TP8 = PipelineCost(2.125e-9, 1.4141e-4, 0.1229, 1, 28000)

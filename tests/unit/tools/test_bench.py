@@ -212,7 +212,6 @@ def test_where_namespaces_are_not_permitted_it_says_so_and_runs_nothing(
 # Simulated against measured: the paced kernel, the costs' arithmetic, cases, the folder of a run,
 # and what is said of close planners.
 
-
 GRID = Grid((25.0,), ("keep",), ("arxiv",), 1, 2048, 0, ("te_ring", "hybrid_dp", "packing", "ulysses"))
 
 
@@ -368,7 +367,6 @@ def test_wrong_options_are_one_line(wrong: list[str], capsys: pytest.CaptureFixt
 
 
 # Host time of real plans: exact counts against budgets, and what counting rests on.
-
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "measurements" / "host-time.md").read_text(encoding="utf-8")
 

@@ -73,7 +73,6 @@ def test_a_link_leads_to_a_page_of_the_site_or_is_text(page: str, link: str, wan
 
 # The choice of Megatron's configurations that are counted, and the command lines made of them.
 
-
 ITERATIONS: dict[str, Any] = {"MODEL_ARGS": {"--train-iters": 100}}
 SAMPLES: dict[str, Any] = {"MODEL_ARGS": {"--train-samples": 100}}
 

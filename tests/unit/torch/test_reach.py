@@ -427,7 +427,6 @@ def test_the_router_loss_is_that_of_transformers_and_padding_does_not_count() ->
 
 # The code of docs/torch.md runs as it stands.
 
-
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "torch.md").read_text(encoding="utf-8")
 BLOCKS = {
     title.strip(): code

@@ -178,7 +178,6 @@ def test_layers_of_another_mask_run_another_program_of_the_same_rows():
 
 # Documents that wait: over a whole run every one that is drawn is trained once, with its tokens.
 
-
 CONTEXT = 512
 STEPS = 200
 THRESHOLDS = (150, 300)

@@ -37,7 +37,6 @@ pytest.importorskip("torch")
 LENGTHS = (30, 20, 40)
 CLUSTER, MODEL = Cluster(num_ranks=1, ranks_per_node=1), Model(8, 8, 16)
 
-
 CHANGE = literals("""
     pull_bytes: 2500000, pull_s: 0.0125, predicted_pull_s: 0.01, push_bytes: 5000000, push_s: 0.025,
     predicted_push_s: 0.02

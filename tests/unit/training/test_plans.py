@@ -298,7 +298,6 @@ def test_what_another_planner_held_back_is_not_restored_where_nobody_can_train_i
 # How many layers of a training step keep: by what the ranks agreed on, never by one rank's own
 # reading.
 
-
 MODEL = Model(2, 2, 64, num_layers=4, hidden_size=64, ffn_size=64, vocab_size=1)
 STAGE = Stage(4, Sharding())
 STATE = 1e6

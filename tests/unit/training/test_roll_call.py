@@ -31,7 +31,6 @@ pytest.importorskip("torch")
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
-
 SIZE = 3
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
@@ -147,7 +146,6 @@ def test_a_frozen_store_ends_no_rank_later(
 
 
 # Rules that say who holds the others up, on figures of steps; the links that are measured.
-
 
 RANKS = 4
 EVEN = RankTimes(step_s=2.0, attended_s=1.0, waited_s=0.1, pairs=1000, calls=10)

@@ -62,7 +62,6 @@ def test_every_tensor_parallel_rank_has_its_share_of_each_nano_batch() -> None:
 
 # Pulls and pushes of slots beside a caller that computes: what is issued when, and waits for what.
 
-
 CPU = torch.device("cpu")
 LANE_S = 5.0
 

@@ -339,7 +339,6 @@ def test_a_disk_that_fills_up_is_said_of_the_corpus_and_leaves_nothing(
 
 # A damaged, foreign or empty corpus is found at opening, in one sentence that names the file.
 
-
 DOCUMENTS = [[1, 2, 3, 256], [256], [7, 8, 256], [9, 9, 9, 9, 9, 256]]
 NUM_TOKENS = 14
 
