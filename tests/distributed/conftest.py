@@ -1,7 +1,5 @@
 """The pool of ranks that all tests of this folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,25 +1,27 @@
 """A step that fails says where in the plan it was, and a rank that fails tells those that wait."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import logging
 import re
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_balance import Cluster, Model, make_planner
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.runtime.attention import balanced_attention
+from megatron_balance.runtime.bind import AttentionShape, bind
+from megatron_balance.runtime.groups import SEVERAL, single
+from megatron_balance.runtime.kernels.base import PlainKernel
+from tests.support import jobs, processes, routed
+from tests.support.pool import NUM_RANKS, WORLDS, Pool, RankError
+from tests.support.strategies import Case, plan
+
 torch = pytest.importorskip("torch")
-
-from megatron_balance import Cluster, Model, make_planner  # noqa: E402
-from megatron_balance.runtime.attention import balanced_attention  # noqa: E402
-from megatron_balance.runtime.bind import AttentionShape, bind  # noqa: E402
-from megatron_balance.runtime.groups import single  # noqa: E402
-from megatron_balance.runtime.kernels.base import PlainKernel  # noqa: E402
-
-pytestmark = pytest.mark.dist
 
 
 def test_a_failing_step_is_logged_with_its_place_in_the_plan(caplog, monkeypatch):
@@ -37,11 +39,9 @@ def test_a_failing_step_is_logged_with_its_place_in_the_plan(caplog, monkeypatch
 @pytest.fixture(scope="module")
 def ended() -> dict[str, list[tuple[int, str]]]:
     """By job of `failing_ranks`: exit code and output of each rank."""
-    ran = subprocess.run(
+    ran = processes.ended(
         [sys.executable, "-m", "tests.support.failing_ranks"],
         cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
         timeout=280,
         check=True,
     )
@@ -93,3 +93,133 @@ def test_an_error_that_is_caught_and_an_end_that_comes_early_end_nobody(
     for code, said in ended[job]:
         assert code == 0, said
         assert said.startswith("seconds"), "nothing is said"
+
+
+# Ranks that planned differently hear it, all of them, before anyone waits in an exchange.
+
+
+def plans(num_ranks: int) -> list:
+    case = Case(Batch((50, 7, 3)), Cluster(num_ranks, num_ranks), Model(4, 2, 8), None, seed=0)
+    return [plan("te_ring", case)] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_ranks_with_the_same_plan_agree(pool: Pool, num_ranks: int) -> None:
+    assert pool.run(jobs.compare_plans, num_ranks, plans(num_ranks)) == ["agreed"] * num_ranks
+
+
+def test_every_rank_hears_who_differs(pool: Pool) -> None:
+    mixed = plans(4)
+    mixed[2] = replace(mixed[2], lengths=(50, 8, 3))
+    heard = pool.run(jobs.compare_plans, 4, mixed)
+    assert len(set(heard)) == 1
+    assert f"3 of 4 ranks have plan {mixed[0].fingerprint()}, but rank 2 has {mixed[2].fingerprint()}" in heard[0]
+    assert "same configuration" in heard[0]
+
+
+def test_when_no_two_agree_all_but_the_first_are_named(pool: Pool) -> None:
+    mixed = [replace(p, lengths=(50 + rank, 7, 3)) for rank, p in enumerate(plans(3))]
+    heard = pool.run(jobs.compare_plans, 3, mixed)
+    assert len(set(heard)) == 1
+    assert "rank 1 has" in heard[0]
+    assert "rank 2 has" in heard[0]
+
+
+def test_tensor_parallel_peers_that_plan_otherwise_are_an_error_on_every_rank(pool: Pool) -> None:
+    (ours, _) = plans(2)
+    other = replace(ours, lengths=(50, 8, 3))
+
+    def answers(*plans_: MicrobatchPlan) -> list[str]:
+        return pool.run(jobs.compare_with_peers, NUM_RANKS, plans_)[: len(plans_)]
+
+    assert answers(ours, ours, ours, ours) == ["agreed"] * 4
+    for said in answers(ours, ours, other, other):
+        assert "their tensor-parallel peers have others" in said
+    for rank, said in enumerate(answers(ours, other, ours, ours)):
+        assert ("rank 1 has" in said) == (rank < 2)
+        assert "ranks planned differently" in said
+
+
+A, B = "00000000fffffffe", "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("announced", "heard"),
+    [
+        ([A] * NUM_RANKS, A),
+        ([""] * NUM_RANKS, ""),
+        ([A, A, A, A, B, B, A, A], f"3 of 4 ranks have plan {A}, but rank 4 has {B}"),
+        ([A, A, A, A, A, B, A, A], f"3 of 4 ranks have plan {A}, but rank 4 has others than its tensor-parallel peers"),
+        ([A, A, "", "", A, A, A, A], f"3 of 4 ranks have plan {A}, but rank 2 has none"),
+    ],
+)
+def test_a_plan_made_before_reading_is_compared_with_the_lengths(pool: Pool, announced: list[str], heard: str) -> None:
+    """In two pools of every other rank; neighbours are tensor-parallel peers."""
+    answers = pool.run(jobs.announce, NUM_RANKS, announced, 2)
+    (answer,) = set(map(_of_first_pool, answers))
+    assert heard in answer
+    assert bool(answer) == bool(heard)
+
+
+def _of_first_pool(answer: str) -> str:
+    """An answer of the pool of odd ranks, with the ranks of the other one."""
+    return answer.replace("rank 5", "rank 4").replace("rank 3", "rank 2")
+
+
+# For whom a rank's calls wait, and the rates of links, on gloo.
+
+LATE, LATE_S = 2, 0.5
+MODEL = Model(num_heads=4, num_kv_heads=4, head_dim=4)
+
+
+@pytest.mark.parametrize(("planner", "source"), [("te_ring", LATE), ("ulysses", SEVERAL)])
+def test_a_rank_that_comes_late_is_who_the_others_wait_for(pool: Pool, planner: str, source: int) -> None:
+    plan = make_planner(planner, Cluster(4, 2), MODEL)([64])
+    ranks = pool.run(routed.late, 4, plan, LATE, LATE_S)
+    next_one = ranks[(LATE + 1) % 4]
+    assert next_one.waited_s[source] > 0.8 * LATE_S, "what the late rank sends goes there"
+    assert sum(ranks[LATE].waited_s.values()) < 0.5 * LATE_S, "the others were there before it"
+    assert all(each.attended_s > 0 for each in ranks)
+    assert max(each.attended_s for each in ranks) < 0.5 * LATE_S, "waiting is no attention"
+
+
+def test_links_are_measured_whatever_ranks_they_join(pool: Pool) -> None:
+    links = [*itertools.permutations(range(4), 2)]
+    for ranks_per_node in (2, 0):
+        for rates in pool.run(routed.rates, 4, links, ranks_per_node):
+            assert list(rates) == links
+            assert all(1e6 < rate < 1e12 for rate in rates.values()), rates
+
+
+# The pool itself: a test that hangs or fails on one rank must say where.
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_every_world_has_exactly_its_ranks(pool: Pool, size: int) -> None:
+    assert pool.run(jobs.add_ranks, size) == [size * (size - 1) // 2] * size
+
+
+def test_a_failing_rank_is_named_with_its_traceback_and_the_next_job_runs(pool: Pool) -> None:
+    with pytest.raises(RankError, match=r"rank 2 of 4 failed:[\s\S]*in fail_on[\s\S]*asked to fail"):
+        pool.run(jobs.fail_on, 4, 2)
+    assert pool.run(jobs.add_ranks, 4) == [6] * 4
+
+
+def test_a_hanging_rank_is_named_with_its_stack() -> None:
+    impatient = Pool(timeout_s=20.0)
+    assert impatient.run(jobs.add_ranks, 2) == [1, 1]
+    impatient.timeout_s = 1.0
+    try:
+        with pytest.raises(RankError, match=r"ranks \[1\] did not answer in time[\s\S]*in hang_on"):
+            impatient.run(jobs.hang_on, 2, 1)
+    finally:
+        impatient.close()
+
+
+def test_groups_that_some_ranks_make_are_an_error_and_not_a_hang_of_the_next_job() -> None:
+    impatient = Pool(timeout_s=20.0)
+    try:
+        with pytest.raises(RankError, match=r"new_group_of_two made process groups on 2 of 8 ranks; make them on all"):
+            impatient.run(jobs.new_group_of_two, 2)
+    finally:
+        impatient.close()

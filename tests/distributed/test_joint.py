@@ -1,35 +1,47 @@
 """Pipeline stages that attend together on gloo ranks: each microbatch's attention is its own,
 wherever, with whom and interleaved with what it ran, and all ranks make the same calls in the same
-order.
-"""
-
-from __future__ import annotations
+order."""
 
 import functools
+import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.trace_format import COMPUTE, Trace, TrackSpan, joined
 from megatron_balance.compile import ping_pong
+from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.compile.pipeline import expand, layout
 from megatron_balance.compile.proof.meaning import verify
+from megatron_balance.compile.transpose import Policy
+from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.planning.ticks import plan_ticks, ticks
 from megatron_balance.reference import owned_rows
 from megatron_balance.runtime.attention import BackwardSlot, Server, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import single
-from tests.support import by_hand, dense
-from tests.support.pool import Pool
-from tests.support.tick_jobs import LAYERS, NanoBatchStep, Way, alone, attend_in_ticks, seed_of
+from megatron_balance.simulator.timeline import layer_trace
+from tests.support import by_hand, dense, jobs, nano_batches, routed, trace_reader
+from tests.support.nano_batches import LAYERS, NanoBatches, NanoBatchStep, Way, alone, attend_in_ticks, seed_of
+from tests.support.pool import NUM_RANKS, Pool
+from tests.support.strategies import Case, bare_plan, random_moves
 
 HEADS, KV_HEADS, DIM, RANKS = 4, 2, 8, 8
 FIRST = ((37, 20, 3), (60,), (11, 12, 13, 14), (1,))
+# Of the same microbatches, of which one has no second nano-batch.
 SECOND = ((41,), (), (25, 9), (7, 1, 5))
-"""Of the same microbatches, of which one has no second nano-batch."""
 
 
 def dealt(lengths: tuple[int, ...], owned: Rows, pattern: str = "dispatch") -> MicrobatchPlan:
@@ -148,3 +160,217 @@ def test_a_backward_without_its_plan_is_an_error() -> None:
         bind(alone(5), 0, shape, groups=single(), phases=["forward"])
     with pytest.raises(InvalidProgramError, match="rank 0 has 5 rows of its own"):
         Server(torch.float32, torch.device("cpu"), 1.0).serve([bound], ping_pong.forward(1, 1), backward=False)
+
+
+# Two nano-batches through layers of attention on real gloo ranks: interleaved, the bits of one
+# after the other; nothing is mixed up.
+
+NANO_LAYERS = 2
+CASES = tuple(
+    Case(Batch(lengths), Cluster(8, 4), Model(4, 2, 8), None, seed=seed)
+    for lengths, seed in (((200, 90, 33), 5), ((250, 70), 6))
+)
+# One of each comm pattern; tests/unit/compile/test_streams.py plays all planners' steps against
+# each other.
+PLANNERS = ["random_task_table", "llama_all_gather", "ulysses", "zeppelin"]
+
+
+def nano_batches_of(planner: str, *, layered: bool) -> tuple[MicrobatchPlan, ...]:
+    """A plan for each nano-batch; `layered`: remapped, and routed wherever that can be."""
+    plans = [bare_plan(planner, case) for case in CASES]
+    if layered:
+        plans = [replace(p, moves=random_moves(p, seed)) for seed, p in enumerate(plans)]
+        plans = [replace(p, routing=Routing(1, (REMAP, *range(len(p.zones))), pieces=2)) for p in plans]
+    return tuple(plans)
+
+
+def assert_same_bits(ours: list[NanoBatches], theirs: list[NanoBatches]) -> None:
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        for nano_batch in (0, 1):
+            assert np.array_equal(one.out[nano_batch], other.out[nano_batch]), (rank, nano_batch)
+            for got, wanted in zip(one.grads[nano_batch], other.grads[nano_batch], strict=True):
+                assert np.array_equal(got, wanted), (rank, nano_batch)
+        assert one.counters == other.counters
+
+
+@pytest.mark.parametrize(
+    ("planner", "layered", "policy"),
+    [
+        *((planner, False, "keep") for planner in PLANNERS),
+        *((planner, True, "replay") for planner in ("llama_all_gather", "zeppelin")),
+        *(pytest.param(name, True, "replay", marks=pytest.mark.product) for name in ("random_task_table", "ulysses")),
+    ],
+)
+def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(
+    pool: Pool, planner: str, layered: bool, policy: Policy
+) -> None:
+    plans = nano_batches_of(planner, layered=layered)
+    segments = ping_pong.forward(NANO_LAYERS)
+    alone = pool.run(nano_batches.layers, 8, plans, None, policy)
+    assert_same_bits(pool.run(nano_batches.layers, 8, plans, segments, policy), alone)
+    for result in alone:
+        assert [counted["forward_calls"] for counted in result.counters] == [NANO_LAYERS, NANO_LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("planner", "layered", "policy"),
+    [
+        pytest.param("random_task_table", False, "keep", marks=pytest.mark.product),
+        ("random_task_table", True, "replay"),
+        ("zeppelin", True, "keep"),
+    ],
+)
+def test_streams_joined_by_events_alone_carry_two_nano_batches(
+    pool: Pool, planner: str, layered: bool, policy: Policy
+) -> None:
+    """Order as NCCL needs it: both nano-batches on the same communicators, whose messages match by
+    their order.
+    """
+    plans = nano_batches_of(planner, layered=layered)
+    ours, theirs = (
+        pool.run(nano_batches.layers, 8, plans, ping_pong.forward(NANO_LAYERS), policy, streams)
+        for streams in (True, False)
+    )
+    assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "segments", [ping_pong.forward(NANO_LAYERS), ping_pong.one_by_one(NANO_LAYERS)], ids=["interleaved", "one by one"]
+)
+def test_segments_run_in_the_order_that_the_simulator_prices(pool: Pool, segments: tuple[Segment, ...]) -> None:
+    """Also in the backward, which autograd orders: a rank issues an exchange of one nano-batch
+    under the computation of the other.
+    """
+    plans = nano_batches_of("random_task_table", layered=False)
+    for ran in pool.run(nano_batches.layers, 8, plans, segments, "replay"):
+        expected = [
+            (segment.nano_batch, phase, segment.part)
+            for phase, of_phase in (("forward", segments), ("backward", ping_pong.backward(segments)))
+            for segment in of_phase
+            if segment.part != "linear"
+        ]
+        assert ran.order == expected
+
+
+# Documents reach the ranks that compute them, and results come back; no Megatron.
+
+# Two microbatches; one rank reads no document of the first, and one a document that fills two
+# ranks.
+LENGTHS = (((700, 3), (5,)), ((), (90, 1, 33)), ((40,), (200, 7)), ((1, 1, 60), (12,)))
+
+
+@pytest.mark.parametrize(("planner", "ping_pong"), [("zeppelin", False), ("distca", True), ("te_ring", False)])
+def test_rows_arrive_in_the_order_of_the_plan_and_results_come_back(pool: Pool, planner: str, ping_pong: bool) -> None:
+    ranks = pool.run(jobs.step, len(LENGTHS), LENGTHS, planner, ping_pong)
+    assert len(ranks[0].rows) == (4 if ping_pong else 2)
+    for received in ranks:
+        assert received.rows == received.planned
+        assert received.back == received.read
+    total = sum(n for of_rank in LENGTHS for microbatch in of_rank for n in microbatch)
+    rows = [row for received in ranks for each in received.rows for row in each]
+    assert len(rows) == len(set(rows)) == total
+
+
+def test_a_pool_of_one_rank_exchanges_nothing(pool: Pool) -> None:
+    (received,) = pool.run(jobs.step, 1, LENGTHS[1:2], "zeppelin", False)
+    assert received.rows == received.planned
+    assert received.back == received.read
+
+
+def test_every_rank_hears_of_one_that_cannot_read(pool: Pool) -> None:
+    heard = pool.run(jobs.read_with_failure, 4, 2)
+    assert heard.pop(2) == "this rank was asked to fail"
+    assert set(heard) == {"ranks [2] could not read their microbatches; the error of each of them says why"}
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "odd", "heard"),
+    [
+        (2, None, "2 microbatches"),
+        (1, 1, "but ranks [0, 2, 3, 4, 5, 6, 7] run 2, ranks [1] run 3; give all ranks as many (Megatron: start all"),
+        (2, 6, "but ranks [0, 2, 4] run 2, ranks [6] run 2 to 3 (with their tensor-parallel ranks); give all"),
+    ],
+)
+def test_ranks_that_run_other_numbers_of_microbatches_are_named(
+    pool: Pool, tensor_parallel: int, odd: int | None, heard: str
+) -> None:
+    numbers = [2 + (rank == odd) for rank in range(NUM_RANKS)]
+    answers = pool.run(jobs.read_other_numbers, NUM_RANKS, numbers, tensor_parallel)
+    for rank, answer in enumerate(answers):
+        peer = rank % tensor_parallel  # each tensor-parallel coordinate has a pool of its own, and names that one's
+        assert (answer if not peer else answer.replace("[1, 3, 5]", "[0, 2, 4]").replace("[7]", "[6]")).find(heard) >= 0
+
+
+def test_every_group_of_a_pool_has_the_timeout_it_was_given(pool: Pool) -> None:
+    timeouts = pool.run(jobs.timeouts_of_pools, NUM_RANKS, 7)
+    assert [set(of_rank) for of_rank in timeouts] == [{7.0}] * NUM_RANKS
+    assert all(len(of_rank) == 3 for of_rank in timeouts), "pool, node, joint pool"
+
+
+def test_a_plain_process_group_is_a_pool(pool: Pool) -> None:
+    everyone = tuple(range(NUM_RANKS))
+    assert pool.run(jobs.pool_of_group, NUM_RANKS) == [(rank, NUM_RANKS, 4, everyone) for rank in everyone]
+
+
+# Traces of real attention calls beside those of the simulated ones: the same spans, zones, peers
+# and bytes, whatever carries them.
+
+CLUSTER = Cluster(8, 4)
+RING = by_hand.plan(
+    (256, 40, 40),
+    8,
+    by_hand.ring((1, 2, 5, 6), 0, name="far"),
+    by_hand.local(0, 1),
+    by_hand.local(3, 2),
+    ranks_per_node=4,
+    heads=(4, 2),
+    moves=[(1, 6, 16)],
+    routing=Routing(1, (REMAP, 0), pieces=2),
+)
+TRACED_HEADS = by_hand.pool("head_exchange", (100, 64), 8, ranks_per_node=4, heads=(8, 8))
+GATHER = by_hand.pool("all_gather", (100, 64), 8, ranks_per_node=4, heads=(4, 2))
+
+
+def moved(spans: Sequence[TrackSpan]) -> Counter[tuple[object, ...]]:
+    """All that travels in a layer, without times."""
+    return Counter(
+        (s.rank, s.track, s.name, s.phase, s.zone, tuple(sorted(s.sent.items())), tuple(sorted(s.received.items())))
+        for s in spans
+        if s.sent or s.received
+    )
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["gloo", "streams"])
+@pytest.mark.parametrize(
+    ("plan", "policy"), [(RING, "replay"), (TRACED_HEADS, "keep"), (GATHER, "keep")], ids=["routed", "heads", "gather"]
+)
+def test_a_real_call_moves_what_the_simulated_one_moves_under_the_same_names(
+    pool: Pool, tmp_path: Path, plan: MicrobatchPlan, policy: Policy, streamed: bool
+) -> None:
+    runs = pool.run(routed.recorded, 8, plan, policy, streamed)
+    model = Model(plan.num_heads, plan.num_kv_heads, routed.HEAD_DIM, bytes_per_element=4)
+    simulated = layer_trace(plan, Machine(CLUSTER, model, AnalyticCost(CLUSTER, model)), policy).spans
+    expected = moved(simulated)
+    for call in (0, 1):
+        real = [s for spans, _, _ in runs for s in spans if s.call == call]
+        assert moved(real) == expected
+        for what in ("attention", "pack", "place"):
+            names = {(s.rank, s.phase, s.name, s.zone) for s in real if s.what == what}
+            assert names >= {(s.rank, s.phase, s.name, s.zone) for s in simulated if s.what == what}
+        assert {s.microbatch for s in real} == {5}
+    for rank, (spans, names, _) in enumerate(runs):
+        linear = [s for s in spans if s.what == "linear"]
+        assert {(s.rank, s.phase) for s in linear} == {(rank, "forward"), (rank, "backward")}
+        assert {s.track for s in spans} <= {COMPUTE, *names, *(f"{name} collective" for name in names)}
+        assert all(s.stop_s >= s.start_s >= 0 for s in spans)
+    traces = [
+        Trace(spans, {rank: f"rank {rank}"}, {"node": 0, "began_unix_s": began})
+        for rank, (spans, _, began) in enumerate(runs)
+    ]
+    trace = joined(traces)
+    assert trace.facts["skew_s"] == 0, "one machine has one clock"
+    file = tmp_path / "step.json"
+    file.write_text(json.dumps(trace.document(), allow_nan=False))
+    found = trace_reader.read(file.read_text())
+    trace_reader.check(file, found, tmp_path)
+    assert len(found.arrows) == 2 * sum(len(s.sent) for s in simulated)

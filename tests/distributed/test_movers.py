@@ -1,8 +1,6 @@
 """The executor with Triton's mover, by the interpreter, against the reference; and the memory that
 calls share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -12,14 +10,12 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Routing
 from tests.distributed.test_executor import SOME, TOLERANCE, assert_equals_reference
-from tests.support import by_hand, dense, jobs, steady
+from tests.support import by_hand, dense, jobs, routed
 from tests.support.jobs import Run
 from tests.support.pool import Pool
-from tests.support.strategies import plan
-from tests.support.task_tables import random_task_table
+from tests.support.strategies import plan, random_task_table
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.dist
 
 ROUTED = by_hand.plan(
     (96, 40),
@@ -77,13 +73,13 @@ def test_tritons_mover_in_every_kind_of_exchange(pool: Pool, planned: Microbatch
         assert 0 < dense.worst(ours, theirs) < 2e-2, name
 
 
+# Per layer in bf16: out and LSE; the gradients of q, and of k and v.
 RESULTS = {"aten.empty.memory_format": 5}
-"""Per layer in bf16: out and LSE; the gradients of q, and of k and v."""
 
 
 def test_the_second_step_allocates_nothing_but_its_results(pool: Pool) -> None:
     """Operators that make memory in a step, but for the attention kernel's: one for each result."""
-    for (seen,) in pool.run(steady.steps, 4, (replace(ROUTED, lengths=(24, 12)),), 1, "keep", "triton", "bfloat16"):
+    for (seen,) in pool.run(routed.steps, 4, (replace(ROUTED, lengths=(24, 12)),), 1, "keep", "triton", "bfloat16"):
         first, second, third = seen.steps
         assert second.allocations == third.allocations
         assert all(count <= RESULTS.get(name, 0) for name, count in second.allocations.items()), second.allocations
@@ -99,7 +95,7 @@ def test_the_second_step_allocates_nothing_but_its_results(pool: Pool) -> None:
 def test_memory_is_what_the_plan_said_it_would_be(pool: Pool, policy: str) -> None:
     """One call at a time takes no more than its demand, and what it takes is no small part of that."""
     for planned in (ROUTED, COLLECTIVE, TILED):
-        for (seen,) in pool.run(steady.steps, planned.num_ranks, (planned,), 1, policy, "plain", "bfloat16"):
+        for (seen,) in pool.run(routed.steps, planned.num_ranks, (planned,), 1, policy, "plain", "bfloat16"):
             most = max(step.peak_bytes for step in seen.steps)
             rounding = 256 * 64  # every buffer begins at a multiple of 256 bytes
             assert most <= seen.call_bytes + rounding
@@ -111,12 +107,12 @@ def test_plans_of_other_shapes_share_the_slabs(pool: Pool) -> None:
     plans = tuple(
         random_task_table(Batch((90 + 7 * i, 31 + 3 * i)), Cluster(4, 4), Model(4, 2, 16), seed=i) for i in range(6)
     )
-    for per_plan in pool.run(steady.steps, 4, plans, 1, "keep", "plain", "bfloat16"):
+    for per_plan in pool.run(routed.steps, 4, plans, 1, "keep", "plain", "bfloat16"):
         slabs = [seen.steps[i].num_slabs for i in range(3) for seen in per_plan]
         assert slabs[6:] == [slabs[5]] * 12
         assert slabs[5] <= 2
 
 
 def test_what_autograd_saved_is_never_overwritten(pool: Pool) -> None:
-    assert pool.run(steady.keep_a_gradient, 4, ROUTED) == [True] * 4
-    assert pool.run(steady.keep_a_gradient, 4, COLLECTIVE) == [True] * 4
+    assert pool.run(routed.keep_a_gradient, 4, ROUTED) == [True] * 4
+    assert pool.run(routed.keep_a_gradient, 4, COLLECTIVE) == [True] * 4

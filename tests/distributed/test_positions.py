@@ -1,7 +1,5 @@
 """Models that take positions from a row take those of each document, or are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +10,6 @@ from tests.support.pool import Pool
 from tests.support.position_jobs import ORIGINAL, Case
 from tests.support.strategies import EVERY_PATTERN
 
-pytestmark = pytest.mark.dist
 pytest.importorskip("transformers")
 
 RANKS = 2

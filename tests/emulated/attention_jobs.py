@@ -1,7 +1,5 @@
 """Attention calls by a plan, as the ranks of the tests make them."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

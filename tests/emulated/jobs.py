@@ -1,7 +1,5 @@
 """Jobs of the ranks in the tests."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

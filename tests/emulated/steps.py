@@ -2,8 +2,6 @@
 itself, and in which step (-1: never).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -2,8 +2,6 @@
 of every NIC beside the plan's.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,15 +21,7 @@ from megatron_balance.ir.program import Program
 from megatron_balance.planning.layers import Layers
 from tests.emulated import attention_jobs, routed_calls
 from tests.emulated.conftest import Emulate
-from tests.emulated.routed_calls import (
-    MEGABYTE,
-    NODES,
-    NUM_RANKS,
-    RANKS_PER_NODE,
-    Case,
-    Measured,
-    Repeats,
-)
+from tests.emulated.routed_calls import MEGABYTE, NODES, NUM_RANKS, RANKS_PER_NODE, Case, Measured, Repeats
 from tests.emulated.test_run import ENDED_S, assert_no_namespace_but, network_namespaces
 from tools.emulated_cluster import NicBytes, RankError, Topology
 
@@ -41,8 +31,8 @@ RATE = 100_000_000
 SHAPED = 8 * RATE
 TOLERANCE = 0.10
 REPEATS = Repeats(least=1, most=24)
+# The least gain of four NICs over one, of the 4 that they have.
 GAIN = 3.5
-"""The least gain of four NICs over one, of the 4 that they have."""
 
 
 def topology(nics: int, rate: int = RATE) -> Topology:
@@ -103,10 +93,10 @@ BATCHES = {
 }
 CAPACITY = 60  # tokens of a rank: the longest sequence of the last batch fits no node
 SLACK = 0.03
+# Acknowledgements come to no more than this part of the bytes of the other direction.
 ACKNOWLEDGED = 0.01
-"""Acknowledgements come to no more than this part of the bytes of the other direction."""
+# Seconds of two barriers.
 UNPLANNED_BYTES = 4_000
-"""Seconds of two barriers."""
 
 
 @pytest.mark.parametrize(("nics", "policy"), [(4, "keep"), (2, "replay")])

@@ -1,7 +1,5 @@
 """Jobs on an emulated cluster: commands, failures, and what is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -15,6 +13,7 @@ import pytest
 
 from tests.emulated import jobs
 from tests.emulated.conftest import Emulate
+from tests.support.processes import ended
 from tools.emulated_cluster import RankError, Topology
 
 pytestmark = pytest.mark.dist
@@ -25,8 +24,8 @@ HERE = "tests/emulated"
 SMALL = Topology(num_nodes=2, ranks_per_node=2, nics_per_node=1, nic_bits_per_s=100_000_000, intra_bits_per_s=None)
 CAPABILITIES = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 SYS_NICE = 1 << 23
+# Seconds that a job may take to end once a rank has died.
 ENDED_S = 30.0
-"""Seconds that a job may take to end once a rank has died."""
 
 
 def tool(*words: str | Path) -> list[str]:
@@ -34,7 +33,7 @@ def tool(*words: str | Path) -> list[str]:
 
 
 def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(tool(*words), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return ended(tool(*words), cwd=ROOT)
 
 
 def processes_with(word: str) -> list[int]:
@@ -191,14 +190,7 @@ def test_a_standing_cluster_serves_several_runs(permitted: None, tmp_path: Path)
 def test_where_it_is_not_permitted_check_says_skip_and_run_says_why(permitted: None, preface: str, reason: str) -> None:
     def inside(*words: str) -> subprocess.CompletedProcess[str]:
         script = f'{preface} "$0" "$@"'
-        return subprocess.run(
-            ["unshare", "-Ur", "sh", "-c", script, *tool(*words)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return ended(["unshare", "-Ur", "sh", "-c", script, *tool(*words)], cwd=ROOT)
 
     checked = inside("check")
     assert (checked.returncode, checked.stdout.startswith(f"SKIP: {reason}")) == (77, True), (

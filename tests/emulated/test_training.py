@@ -1,9 +1,6 @@
 """Megatron's own loop over the emulated cluster, started as a user starts it."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +11,7 @@ pytest.importorskip("megatron.training")
 
 from megatron_balance.cli import main
 from tests.megatron.conftest import MODEL, RUN, write_corpus
+from tests.support.processes import ended
 from tools.megatron_flags import command_line
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("permitted")]
@@ -42,7 +40,7 @@ def test_training_runs_over_shaped_nics_and_finds_the_nodes_by_host_name(
         "--",
     ]
     command += ["-m", "megatron_balance.pretrain_gpt", *command_line(MODEL, RUN, flags, ours)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = ended(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-6000:]
     steps = [json.loads(line) for line in (tmp_path / "log" / "steps.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]

@@ -3,8 +3,6 @@ hands to the libraries, is tested on the CPU, with the plain formula behind stan
 signatures.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -37,6 +35,7 @@ ENTRIES = {
     ),
     "shared_keys": Entries(((0, 4), (8, 12)), ((0, 16), (0, 16)), (False, False), ((0, 4), (4, 8))),
 }
+# Of one window: with keys before the first query, without, and more queries than the window.
 HALO = Entries(
     ((0, 10), (10, 13), (13, 32)),
     ((0, 14), (14, 17), (9, 32)),
@@ -44,7 +43,6 @@ HALO = Entries(
     ((0, 10), (10, 13), (13, 32)),
     ((4, 0),) * 3,
 )
-"""Of one window: with keys before the first query, without, and more queries than the window."""
 WINDOWS = {
     "halo": HALO,
     "two_keys": replace(HALO, windows=((1, 0),) * 3),

@@ -2,11 +2,11 @@
 that forks training ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,10 @@ import yaml
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
+
+import torch.distributed as dist
+from megatron.core import mpu
+from torch._C._distributed_c10d import HashStore
 
 from megatron_balance.workloads.idx import CorpusWriter
 from tests.support.megatron_run import Entry, Job, Result, Trainer
@@ -47,19 +51,19 @@ EXPERTS: dict[str, Any] = {
     "moe-router-topk": 2,
     "moe-token-dispatcher-type": "alltoall",
     "moe-router-load-balancing-type": "aux_loss",
-    "moe-aux-loss-coeff": 1e-2,
-    "moe-z-loss-coeff": 1e-3,
+    "moe-aux-loss-coeff": 0.01,
+    "moe-z-loss-coeff": 0.001,
 }
 RUN: dict[str, Any] = {
     **LOOP,
     "global-batch-size": 2,
     "train-iters": 20,
-    "lr": 1e-3,
+    "lr": 0.001,
     "lr-decay-iters": 20,
-    "vocab-size": VOCABULARY,
     "split": "100,0,0",
     "seed": 11,
     "balance-device": "cpu",
+    "vocab-size": VOCABULARY,
 }
 
 
@@ -202,3 +206,19 @@ def assert_same_training(run: Run, reference: Run, tolerance: float = 1e-5) -> N
     for name in ("loss", "grad_norm"):
         for step, got, wanted in zip(run.column("step"), run.column(name), reference.column(name), strict=True):
             assert got == pytest.approx(wanted, rel=tolerance), f"{name} of step {step}"
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Megatron's groups of one rank, in this process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mpu.initialize_model_parallel()
+        yield
+    finally:
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def validation_losses(log: str) -> list[float]:
+    return [float(value) for value in re.findall(r"validation loss at iteration [^|]*\| lm loss value: (\S+)", log)]

@@ -1,39 +1,27 @@
 """Flags that cannot work with a plan are refused, each with a sentence that names it."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("megatron.training")
-
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_balance import launch
+from megatron_balance.config import ClusterChoice, load_cluster
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import entry, flags
 from megatron_balance.megatron.flags import add_balance_arguments, check_arguments, device_of, leave_out, row_multiple
+from megatron_balance.megatron.groups import Reading, cluster_of
 from megatron_balance.megatron.planning import masks_of
 
-pytestmark = pytest.mark.megatron
-
-WORKS = (
-    "--balance-config",
-    "x.yaml",
-    "--attention-dropout",
-    "0",
-    "--position-embedding-type",
-    "rope",
-)
+WORKS = ("--balance-config", "x.yaml", "--attention-dropout", "0", "--position-embedding-type", "rope")
 EXPERTS = ("--num-experts", "8", "--moe-token-dispatcher-type", "alltoall")
 
 
@@ -195,7 +183,7 @@ def test_every_flag_that_is_switched_off_is_tested() -> None:
     tried = [argparse.Namespace(**vars(parse(*words))) for words, _ in SWITCHED.values()]
     untested = [rule for rule in flags.record().left_out if not any(rule.holds(args) for args in tried)]
     named = [rule.sentence.split()[0] for rule in untested]
-    assert named == ["--sequence-packing-scheduler", "--cp-partition-mode"], "tested in test_packed.py, and below"
+    assert named == ["--sequence-packing-scheduler", "--cp-partition-mode"], "tested in test_launch.py, and below"
     assert leave_out(parse(), []) == []
 
 
@@ -390,36 +378,28 @@ def test_what_plans_need_is_the_default() -> None:
     assert (args.attention_dropout, args.moe_token_dispatcher_type) == (0, "alltoall")
 
 
-def test_a_loss_that_is_not_per_token_is_refused() -> None:
-    args = parse()
-    args.calculate_per_token_loss = False
-    with pytest.raises(ConfigError, match="calculate_per_token_loss was switched off"):
-        check_arguments(args)
+# Arguments that no flag of this Megatron sets so: a YAML or a script may, and other versions have
+# flags for them (Megatron's own script adds those of distillation).
+SET: list[tuple[str, Any, str]] = [
+    ("calculate_per_token_loss", False, "calculate_per_token_loss was switched off"),
+    ("fused_single_qkv_rope", True, "--fused-single-qkv-rope"),
+    ("fp8_dot_product_attention", True, "planned attention computes in bf16"),
+    ("balance_config", None, "--balance-config is missing"),
+    *(
+        (name, True, f"--{name.replace('_', '-')}")
+        for name in (
+            *("varlen_sbhd_validation", "dynamic_context_parallel", "export_kd_teacher_load", "linear_attention_type"),
+            *("enable_mhc_connections", "enable_hyper_connections", "rotary_base_per_layer", "mtp_hsm"),
+        )
+    ),
+]
 
 
-def test_fused_qkv_rope_is_refused() -> None:
-    args = parse()
-    args.fused_single_qkv_rope = True  # has no flag of its own in this Megatron; a YAML or a script may set it
-    with pytest.raises(ConfigError, match="--fused-single-qkv-rope"):
-        check_arguments(args)
-
-
-def test_what_other_versions_ask_for_is_refused() -> None:
-    """Flags that the parser here does not know; Megatron's own script adds those of distillation."""
-    for flag in (
-        *("varlen_sbhd_validation", "dynamic_context_parallel", "export_kd_teacher_load", "linear_attention_type"),
-        *("enable_mhc_connections", "enable_hyper_connections", "rotary_base_per_layer", "mtp_hsm"),
-    ):
-        args = parse()
-        setattr(args, flag, True)
-        with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}"):
-            check_arguments(args)
-
-
-def test_fp8_attention_is_refused() -> None:
-    args = parse("--fp8-format", "hybrid")
-    args.fp8_dot_product_attention = True
-    with pytest.raises(ConfigError, match="planned attention computes in bf16"):
+@pytest.mark.parametrize(("name", "value", "sentence"), SET)
+def test_an_argument_that_is_set_to_what_no_plan_takes_is_refused(name: str, value: Any, sentence: str) -> None:
+    args = parse(*(("--fp8-format", "hybrid") if "fp8" in name else ()))
+    setattr(args, name, value)
+    with pytest.raises(ConfigError, match=sentence):
         check_arguments(args)
 
 
@@ -440,13 +420,6 @@ def test_rows_are_padded_to_what_their_layers_need(words: tuple[str, ...], multi
     args = parse(*words)
     check_arguments(args)
     assert row_multiple(args, args.tensor_model_parallel_size) == multiple
-
-
-def test_the_configuration_must_be_named() -> None:
-    args = parse()
-    args.balance_config = None
-    with pytest.raises(ConfigError, match="--balance-config is missing"):
-        check_arguments(args)
 
 
 def test_all_reasons_come_at_once() -> None:
@@ -495,3 +468,38 @@ def test_the_device_is_read_before_megatron_is(argv: list[str], device: str) -> 
 def test_an_unknown_device_is_refused(argv: list[Any]) -> None:
     with pytest.raises(ConfigError, match="choose cpu or cuda"):
         device_of(argv)
+
+
+# The cluster from what the ranks read of their nodes.
+
+H200 = "base: h200\nname: machine\nnum_ranks: 8\nranks_per_node: 8\nranks_per_nic: 1\nnic_bytes_per_s: 50e9\n"
+
+
+def test_the_machine_says_links_and_memory_and_the_configuration_sizes():
+    found = cluster_of(ClusterChoice({"num_ranks": 16}), [Reading(H200)] * 16)
+    assert found is not None
+    built = found.build(num_ranks=16, ranks_per_node=8)
+    assert (built.name, built.num_ranks, built.ranks_per_nic) == ("machine", 16, 1)
+    assert built.flops_per_s == load_cluster("h200").build().flops_per_s
+    assert found.ranks_per_node is None  # nobody set it: nodes are told apart by host name
+
+
+@pytest.fixture
+def warned(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron_balance"), "propagate", True)
+    caplog.set_level(logging.WARNING, "megatron_balance")
+    return caplog
+
+
+def test_of_nodes_that_are_not_alike_the_least_counts(warned):
+    slower = H200.replace("50e9", "25e9").replace("ranks_per_nic: 1", "ranks_per_nic: 2")
+    found = cluster_of(None, [Reading(H200), Reading(slower)])
+    assert found is not None
+    assert (found.given["nic_bytes_per_s"], found.given["ranks_per_nic"]) == (25e9, 2)
+    assert "nodes are not alike in nic_bytes_per_s, ranks_per_nic" in warned.text
+
+
+def test_a_rank_that_cannot_read_its_machine_is_told_and_all_go_on_alike(warned):
+    given = ClusterChoice({"num_ranks": 2})
+    assert cluster_of(given, [Reading(H200), Reading(failure="no nvidia-smi")]) is given
+    assert "rank 1 cannot read its machine: no nvidia-smi" in warned.text

@@ -9,10 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("megatron.training")
-
 import torch
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
@@ -20,16 +16,18 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import global_vars
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
+from megatron_balance.analysis.shards import Base, Parameter, ParameterTable, Shard
 from megatron_balance.errors import BalanceError, ConfigError, DataError
-from megatron_balance.megatron import data
+from megatron_balance.ir.strategy import Scheme
+from megatron_balance.megatron import data, session
 from megatron_balance.training.tokens import from_bits
 from megatron_balance.workloads.documents import Corpus, CutPolicy, split_documents
 from megatron_balance.workloads.idx import CODES, CorpusWriter, bin_path, idx_path, read_index
-
-pytestmark = pytest.mark.megatron
+from tests.support.links import buffers_of, cut
 
 EOD = 999
 LENGTHS = (5, 1, 20, 3, 8, 17, 2, 11, 40, 6, 9, 1)
@@ -71,12 +69,12 @@ def arguments(prefix: str, **changed: object) -> Any:
         "test_data_path": None,
         "per_split_data_args_path": None,
         "split": "100,0,0",
-        "seq_length": SEQ_LENGTH,
         "seed": 7,
         "dataloader_type": "single",
         "eval_iters": 0,
         "padded_vocab_size": 2000,
         "mmap_bin_files": True,
+        "seq_length": SEQ_LENGTH,
     }
     return SimpleNamespace(**(usual | changed))
 
@@ -482,3 +480,76 @@ def test_a_large_corpus_is_sorted_once_and_read_as_a_small_one(
     text = pickle.dumps(again)
     assert pickle.loads(text)[5]["tokens"].tolist() == samples[5]
     assert len(text) < 4000, "maps are opened again, not copied"
+
+
+# Shards that the link gives to owners, beside the ranges of Megatron's distributed optimizer.
+
+
+def test_owned_shards_are_megatrons_ranges_of_the_flat_buffer() -> None:
+    """Two TP ranks, three shards: ranges that begin and end inside rows, columns and gated blocks."""
+    scheme, replicas = Scheme(2), 3
+    listed = (
+        Parameter("norm", 7, 1, 0),
+        Parameter("qkv", 10, 7, 0, 0),
+        Parameter("fc1", 20, 7, 0, 0, blocks=2),
+        Parameter("fc2", 7, 10, 0, 1),
+    )
+    buffers = buffers_of(listed, 1, scheme, replicas, per_bucket=3)
+    owned = Base(scheme, replicas, buffers).owned(ParameterTable.of(listed, 1))
+    (buffer,) = buffers
+    places = {
+        listed[number]: (start, start + cut(listed[number], scheme.tensor, 0).size, None)
+        for number, start in zip(buffer.parameters.tolist(), buffer.starts.tolist(), strict=True)
+    }
+    buckets = [
+        SimpleNamespace(offset=int(low), grad_data=torch.empty(int(high - low)))
+        for low, high in zip(buffer.buckets[:-1], buffer.buckets[1:], strict=True)
+    ]
+    for tp in range(scheme.tensor):
+        for shard in range(replicas):
+            group = SimpleNamespace(rank=lambda shard=shard: shard, size=lambda: replicas)
+            theirs: Any = SimpleNamespace(
+                data_parallel_group=group, num_optimizer_shards=replicas, buckets=buckets, param_index_map=places
+            )
+            mine = owned[owned[:, Shard.RANK] == tp + scheme.tensor * shard]
+            seen = 0
+            for bucket in range(len(buckets)):
+                ranges = DistributedOptimizer._build_model_gbuf_range(theirs, bucket)["param_map"]
+                for parameter, where in ranges.items():
+                    flat = cut(parameter, scheme.tensor, tp).reshape(-1)
+                    rows = mine[mine[:, Shard.PARAMETER] == listed.index(parameter)]
+                    whole = np.arange(parameter.rows * parameter.columns).reshape(parameter.rows, parameter.columns)
+                    got = [whole[a:b, c:d].reshape(-1) for a, b, c, d in rows[:, Shard.RECTANGLE]]
+                    assert np.array_equal(np.concatenate(got), flat[where["param"].start : where["param"].end])
+                    seen += len(rows)
+            assert seen == len(mine)
+
+
+# The writers that Megatron hands the step log.
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """TensorBoard's call."""
+        self.scalars.append((name, value, step))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """W&B's call for the same."""
+        for name, value in values.items():
+            self.add_scalar(name, value, step)
+
+
+def test_scalars_go_to_megatrons_own_writers_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensorboard, wandb = Writer(), Writer()
+    monkeypatch.setattr(session, "get_tensorboard_writer", lambda: tensorboard)
+    monkeypatch.setattr(session, "get_wandb_writer", lambda: wandb)
+    writers = session.scalar_writers(interval=2)
+    assert writers(7) == [], "not a step at which Megatron writes"
+    for write in writers(8):
+        write("balance/num_tokens", 90, 8)
+    assert tensorboard.scalars == wandb.scalars == [("balance/num_tokens", 90, 8)]
+    monkeypatch.setattr(session, "get_wandb_writer", lambda: None)
+    assert len(writers(8)) == 1

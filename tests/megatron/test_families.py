@@ -1,30 +1,57 @@
 """Models as their makers train them, scaled down: their real flags, against Megatron alone.
 
 Those of experts are held against one rank of ours, since alone Megatron takes a router's losses
-document by document. GPT-OSS's flags are in test_window.py.
-"""
+document by document. GPT-OSS's flags are further down."""
 
-from __future__ import annotations
-
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_utils import sinkhorn
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import roll_tensor
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch.utils import cpp_extension
 
-pytest.importorskip("megatron.training")
-
-from tests.megatron.conftest import Train, assert_same_training, started
+from megatron_balance import planners
+from megatron_balance.cost.modules import layer_modules
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.core_attention import Ahead, BalancedSeqParams, CountedMask
+from megatron_balance.megatron.data import LABEL, LOSS_MASK, PADDING, POSITION, TOKEN, column, unpack
+from megatron_balance.megatron.planning import planned_model
+from megatron_balance.megatron.router import check_router, sinkhorn_of_pool
+from megatron_balance.megatron.ways import check_samples
+from megatron_balance.patches.layers import looked_up
+from megatron_balance.planning import choice
+from megatron_balance.runtime.bind import AttentionShape
+from megatron_balance.training.tokens import from_bits
+from tests.megatron import conftest
+from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, one_process, started
+from tests.megatron.test_arguments import EXPERTS as WORDS
+from tests.megatron.test_arguments import parse
 from tests.megatron.test_launch import ON_CPU, printed_losses
 from tests.megatron.test_parity import options_of, two_nodes
-from tests.support.pipeline_runs import worst_gradient
-
-pytestmark = pytest.mark.megatron
+from tests.megatron.test_ping_pong import logged
+from tests.support.pipeline_runs import gradients, worst_gradient
 
 SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "plain_documents.py")
 TRAINED: dict[str, Any] = {
     "init-method-std": 0.0134,
-    "decoupled-lr": 5e-3,
-    "decoupled-min-lr": 4.5e-4,
+    "decoupled-lr": 0.005,
+    "decoupled-min-lr": 0.00045,
     "lr-decay-style": "cosine",
     "clip-grad": 1.0,
     "weight-decay": 0.1,
@@ -61,9 +88,9 @@ MIXTRAL: dict[str, Any] = {
     "num-experts": 8,
     "moe-router-load-balancing-type": "aux_loss",
     "moe-router-topk": 2,
-    "moe-aux-loss-coeff": 1e-2,
+    "moe-aux-loss-coeff": 0.01,
     "moe-token-dispatcher-type": "alltoall",
-    "init-method-std": 0.010,
+    "init-method-std": 0.01,
 }
 DEEPSEEK_V3: dict[str, Any] = {
     "group-query-attention": False,
@@ -74,7 +101,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "position-embedding-type": "rope",
     "rotary-base": 10000,
     "normalization": "RMSNorm",
-    "norm-epsilon": 1e-6,
+    "norm-epsilon": 1e-06,
     "swiglu": True,
     "num-layers": 4,
     "hidden-size": 32,
@@ -107,9 +134,9 @@ DEEPSEEK_V3: dict[str, Any] = {
     "moe-router-score-function": "sigmoid",
     "moe-router-pre-softmax": True,
     "moe-router-enable-expert-bias": True,
-    "moe-router-bias-update-rate": 1e-3,
+    "moe-router-bias-update-rate": 0.001,
     "moe-router-dtype": "fp32",
-    "moe-aux-loss-coeff": 1e-4,
+    "moe-aux-loss-coeff": 0.0001,
     "moe-token-dispatcher-type": "alltoall",
 }
 PARALLEL = {"tensor-model-parallel-size": 2, "context-parallel-size": 2, "sequence-parallel": True}
@@ -150,3 +177,410 @@ def test_families_of_experts_train_like_one_rank(
     run = train(ranks, options_of("zeppelin"), {**flags, **parallel}, config=two_nodes(2))
     assert_same_training(run, one)
     assert sum(sum(step["counters"]["kv_tokens_received"]) for step in run.steps) > 0, "attention was not cut"
+
+
+# Sliding windows in all layers or in some, and attention sinks, against Megatron alone: losses and
+# every gradient.
+
+PLANNERS = ("te_ring", "zeppelin", "distca", "ulysses", "llama_all_gather")
+ONE_STEP = {"train-iters": 1}
+MHA = {"group-query-attention": False, "num-query-groups": None}
+SMALL: dict[str, dict[str, Any]] = {
+    "window, MHA": {**MHA, "window-size": "23,0", **ONE_STEP},
+    "both masks, sinks, GQA 8:1": {
+        "num-query-groups": 1,
+        "window-size": "(23,0)",
+        "window-attn-skip-freq": 2,
+        "softmax-type": "learnable",
+        **ONE_STEP,
+    },
+    "off by one": {"softmax-type": "off-by-one", **ONE_STEP},
+}
+# Of Megatron's examples/gptoss/02_train.sh, smaller, with the experts' losses of its 20B
+# configuration, which are zero: alone, Megatron takes them document by document.
+GPT_OSS: dict[str, Any] = {
+    "num-layers": 4,
+    "num-query-groups": 1,
+    "kv-channels": 8,
+    "attention-softmax-in-fp32": True,
+    "window-size": "23,0",
+    "window-attn-skip-freq": 2,
+    "softmax-type": "learnable",
+    "swiglu": None,
+    "quick-geglu": True,
+    "glu-linear-offset": 1.0,
+    "activation-func-clamp-value": 7.0,
+    "num-experts": 4,
+    "moe-router-topk": 2,
+    "moe-ffn-hidden-size": 32,
+    "moe-router-dtype": "fp32",
+    "moe-router-load-balancing-type": "aux_loss",
+    "moe-aux-loss-coeff": 0.0,
+    "moe-token-dispatcher-type": "alltoall",
+    "train-iters": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {**SMALL, "GPT-OSS": GPT_OSS}
+# Others have sinks in tests/distributed/test_executor.py, and windows are one comm pattern.
+IN_THE_SUITE = {
+    *(("window, MHA", "zeppelin"), ("off by one", "distca")),
+    *(("both masks, sinks, GQA 8:1", planner) for planner in ("zeppelin", "distca", "ulysses")),
+}
+RUNS = [
+    pytest.param(*run, marks=() if run in IN_THE_SUITE else (pytest.mark.product,))
+    for run in itertools.product(SMALL, PLANNERS)
+]
+Alone = Callable[[str], tuple[dict[str, Any], Run, Path]]
+
+
+@pytest.fixture(scope="module")
+def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """By model: flags to start from the same weights, Megatron alone on one rank, and the folder of
+    its gradients.
+    """
+    made: dict[str, tuple[dict[str, Any], Run, Path]] = {}
+
+    def run(model: str) -> tuple[dict[str, Any], Run, Path]:
+        if model not in made:
+            # Megatron draws sinks and routers past its own generators.
+            own = MODELS[model].get("softmax-type") == "learnable"
+            flags = started(train, tmp_path_factory.mktemp("checkpoint"), MODELS[model]) if own else MODELS[model]
+            folder = tmp_path_factory.mktemp("gradients")
+            plain = train(1, "te_ring", {**flags, **ON_CPU}, entry="plain", before=(SCRIPT, str(folder)))
+            made[model] = flags, plain, folder
+        return made[model]
+
+    return run
+
+
+@pytest.mark.parametrize(("model", "planner"), RUNS)
+def test_a_planner_trains_like_megatron_alone(train: Train, alone: Alone, model: str, planner: str) -> None:
+    flags, plain, folder = alone(model)
+    config = {**two_nodes(4), "remap": planner == "zeppelin"}
+    run = train(4, options_of(planner), flags, config=config, entry="gradients")
+    assert run.column("loss") == pytest.approx(printed_losses(plain.result, 0), rel=1e-5)
+    assert worst_gradient(run.result.logs, folder, step=1) < 1e-5
+
+
+def test_gpt_oss_trains_like_megatron_alone(train: Train, alone: Alone) -> None:
+    """Its flags, scaled down; sinks over two tensor-parallel ranks, core attention computed again, and
+    a self-check, which attends without a plan.
+    """
+    flags, plain, folder = alone("GPT-OSS")
+    parallel = {"tensor-model-parallel-size": 2, "context-parallel-size": 2, "sequence-parallel": True}
+    again = {"recompute-activations": True}
+    config = {**two_nodes(2), "self_check": True}
+    run = train(4, "zeppelin", {**flags, **parallel, **again}, config=config, entry="gradients")
+    expected = printed_losses(plain.result, 0)
+    losses = run.column("loss")
+    # Megatron's second line is the mean of the first two steps.
+    assert expected == pytest.approx([losses[0], (losses[0] + losses[1]) / 2], rel=1e-5)
+    assert worst_gradient(run.result.logs, folder, step=1) < 1e-5
+    assert "self-check before step 1" in run.result.log(0)
+    sinks = [name for name in gradients(folder, 1) if name.endswith("core_attention.softmax_offset")]
+    assert len(sinks) == 4, "a sink of each head in each layer"
+    assert all(abs(each).min() > 0 for name in sinks for each in gradients(folder, 1)[name])
+
+
+# Multi-latent attention: keys wider than values, rotary embeddings inside attention.
+
+# a number that four ranks do not divide, nor two those of each of two
+FLAGS: dict[str, Any] = {
+    "multi-latent-attention": True,
+    "num-attention-heads": 6,
+    "kv-channels": 8,
+    "group-query-attention": False,
+    "num-query-groups": None,
+    "q-lora-rank": 16,
+    "kv-lora-rank": 8,
+    "qk-head-dim": 4,
+    "qk-pos-emb-head-dim": 4,
+    "v-head-dim": 6,
+    "qk-layernorm": True,
+    "rope-type": "yarn",
+    "rotary-scaling-factor": 4,
+    "train-iters": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def _extension() -> None:
+    """Build what Megatron compiles when it first recomputes a projection: a minute of a quiet core,
+    which is no part of a job's time. The lock of a build that was killed, for which torch waits for
+    ever, goes.
+    """
+    lock = Path(cpp_extension._get_build_directory("share_storage_ext", verbose=False)) / "lock"
+    if lock.exists() and time.time() - lock.stat().st_mtime > 900:
+        lock.unlink()
+    build = "from megatron.core.tensor_parallel import random; random._get_share_storage()"
+    subprocess.run([sys.executable, "-c", build], check=True, timeout=900)
+
+
+@pytest.mark.usefixtures("_extension")
+def test_multi_latent_attention_trains_like_one_rank(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
+    flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), FLAGS, entry="gaps")
+    run = train(4, "zeppelin", flags, config={**two_nodes(4), "remap": True, "latent_kv": "pays"}, entry="gaps")
+    assert_same_training(run, one)
+    assert "latent_kv: pays: keys and values travel: predicted are " in run.result.log(0)
+    assert worst_gradient(run.result.logs, one.result.logs, step=1) < 1e-5
+    fast = {"cluster": {**two_nodes(4)["cluster"], "flops_per_s": 1e13}}  # transfers are what takes time
+    latent = train(4, "te_ring", flags, config={**fast, "latent_kv": "pays"}, entry="gaps")
+    assert_same_training(latent, one)
+    assert worst_gradient(latent.result.logs, one.result.logs, step=1) < 1e-5
+    received = sum(latent.steps[1]["counters"]["bytes_received_forward"])
+    tokens = sum(latent.steps[1]["counters"]["kv_tokens_received"])
+    assert received == tokens * (8 + 4) * 4, "12 numbers of a token travel in place of 6 heads of 8 and 6"
+    # Megatron's own layers lose part of a gradient (of the shared rotary key) to tensor parallelism,
+    # so plan or none are compared under it.
+    parallel = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 1}
+    again = {"recompute-granularity": "selective", "recompute-modules": "mla_up_proj"}
+    two = train(2, "te_ring", {**flags, **parallel, "context-parallel-size": 1, "micro-batch-size": 2})
+    by_heads = {**flags, **parallel, **again, "context-parallel-size": 2}
+    run = train(4, "ulysses", by_heads, config={"latent_kv": "pays"})
+    assert_same_training(run, two)
+    (told,) = re.findall("latent_kv: pays: keys and values travel, since latents cannot: .*", run.result.log(0))
+    assert "mla_up_proj" in told
+    assert "the planner parts heads" in told
+    assert run.column("loss") == pytest.approx(one.column("loss")[:1], rel=1e-5)
+    again = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    run = train(4, "te_ring", {**flags, **parallel, **again, "context-parallel-size": 2}, config={"latent_kv": True})
+    assert_same_training(run, two)
+
+
+@pytest.mark.parametrize(("query_rank", "travels"), [(16, False), (None, False), (16, True)])
+def test_projections_are_priced_by_the_parameters_of_megatrons_layer(
+    query_rank: int | None, travels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product of a token with a matrix takes two FLOPs for each of its elements."""
+    sizes: dict[str, Any] = {
+        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "q_lora_rank": query_rank,
+        "kv_lora_rank": 8, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 6,
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # for its rotary frequencies
+    with one_process():
+        config = MLATransformerConfig(
+            **sizes, add_bias_linear=False, gated_linear_unit=True, rope_type="rope",
+            use_cpu_initialization=True, gradient_accumulation_fusion=False,
+        )  # fmt: skip
+        spec: Any = get_gpt_layer_local_spec(multi_latent_attention=True)
+        spec.submodules.self_attention.submodules.core_attention = IdentityOp  # its own takes no keys of other width
+        layer: Any = build_module(spec, config=config, layer_number=1)
+    of = {name: parameter.numel() for name, parameter in layer.named_parameters() if parameter.dim() == 2}
+    args = argparse.Namespace(
+        **sizes, window_size=None, window_attn_skip_freq=None, num_experts=None, moe_ffn_hidden_size=None, swiglu=True,
+        params_dtype=torch.bfloat16, padded_vocab_size=96, multi_latent_attention=True, sequence_parallel=False,
+        mtp_num_layers=None, untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    shape = AttentionShape(4, 1 if travels else 4, 6, None, (8, 2) if travels else None)
+    model = planned_model(args, choice.Run(source="balance.yaml"), shape, 1)
+    up = of["self_attention.linear_kv_up_proj.weight"]
+    assert model.linear_flops_per_token == 2 * (sum(of.values()) - up * travels)
+    assert model.latent_flops == 2 * up
+    assert sum(module.weights for module in layer_modules(model)) - 2 * model.hidden_size == sum(of.values())
+    halves = model.share(2)
+    assert 2 * halves.linear_flops_per_token == model.linear_flops_per_token
+
+
+# Multi-token prediction: what lies ahead of a token, on whatever rank the plan put it.
+
+DEPTHS = 2
+MTP_FLAGS: dict[str, Any] = {"mtp-num-layers": DEPTHS, "mtp-loss-scaling-factor": 0.5, "train-iters": 2}
+
+
+def test_rows_say_what_lies_ahead_as_megatron_rolls_packed_sequences() -> None:
+    """Two samples, with sequences of one token among them."""
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, PADDING]])
+    held = positions != PADDING
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = (torch.randint(1, 90, positions.shape, generator=generator) for _ in range(2))
+    mask = torch.rand(positions.shape, generator=generator)
+    rows = unpack({"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions}, DEPTHS).rows
+    starts = torch.nonzero(positions[held] == 0).flatten()
+    packed = PackedSeqParams(cu_seqlens_q=torch.cat([starts, held.sum()[None]]))
+    wanted = {TOKEN: tokens[held][None], LABEL: labels[held][None], LOSS_MASK: mask[held][None]}
+    wanted[POSITION] = positions[held][None]
+    for depth in range(1, DEPTHS + 1):
+        rolled: Any = roll_tensor
+        wanted = {which: rolled(values, packed_seq_params=packed)[0] for which, values in wanted.items()}
+        for which, values in wanted.items():
+            found = rows[:, column(depth, which)]
+            assert torch.equal(from_bits(found) if which == LOSS_MASK else found, values[0]), (depth, which)
+
+
+def test_several_tensors_are_rolled_at_once_and_masks_say_their_count() -> None:
+    """As Megatron's branch dev asks, which sums the masks itself."""
+    count = torch.tensor(2.5)
+    own, next_ = (torch.tensor([[at, at + 1, at + 2]]) for at in (10, 20))
+    masks = torch.full((1, 3), 2.5 / 3), CountedMask.of(torch.tensor([[1.0, 0.5, 0.0]]), count)
+    ahead = Ahead((own, next_), (own + 1, next_ + 1), (own + 2, next_ + 2), masks, count)
+    params = BalancedSeqParams(ahead=ahead)
+    calls: list[Any] = []
+    roll = looked_up(lambda *args, **kwargs: calls.append((args, kwargs)))
+    rolled = roll([ahead.tokens[0], ahead.labels[0], masks[0]], packed_seq_params=params, fill_values=[0, 0, 0])
+    assert [each is of[1] for each, of in zip(rolled, (ahead.tokens, ahead.labels, masks), strict=True)] == [True] * 3
+    assert rolled[2].sum() == count
+    product = rolled[2] * torch.ones(1, 3)
+    assert type(product) is torch.Tensor
+    assert product.sum() == 1.5
+    assert not calls
+    roll(own, packed_seq_params=PackedSeqParams(), return_sum=False)
+    assert calls[0][1] == {"return_sum": False}
+
+
+def test_further_tokens_are_predicted_as_on_one_rank(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
+    flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), MTP_FLAGS, entry="gaps")
+    run = train(
+        4, "zeppelin", {**flags, "context-parallel-size": 2}, config={**two_nodes(4), "remap": True}, entry="gaps"
+    )
+    assert_same_training(run, one)
+    assert worst_gradient(run.result.logs, one.result.logs, step=1) < 1e-5
+    for depth in range(1, DEPTHS + 1):
+        name = f"mtp_{depth} loss"
+        assert len(logged(one.result, name)) == 2
+        assert logged(run.result, name) == pytest.approx(logged(one.result, name), rel=1e-5)
+    stages = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True}
+    alone = {"context-parallel-size": 1, "micro-batch-size": 2, "train-iters": 1}
+    run = train(4, "te_ring", {**flags, **stages, **alone})
+    assert_same_training(run, Run(one.result, one.steps[:1]))
+
+
+# Routers that look at more than a token's own scores: the routes and losses of one rank.
+
+STEPS = 2
+SINKHORN: dict[str, Any] = {
+    **conftest.EXPERTS,
+    "moe-router-load-balancing-type": "sinkhorn",
+    "moe-aux-loss-coeff": 0,
+    "moe-router-topk": 1,
+    "train-iters": STEPS,
+}
+
+
+class OneRank:
+    """A group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+
+def test_sinkhorn_is_megatrons_and_rows_of_no_sequence_count_nowhere() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(50, 8, generator=generator)
+    alone: Any = OneRank()
+    torch.testing.assert_close(sinkhorn_of_pool(logits, None, alone), sinkhorn(logits))
+    padding = torch.arange(60) >= 50
+    padded = torch.cat([logits, torch.randn(10, 8, generator=generator)])
+    found = sinkhorn_of_pool(padded, padding, alone)
+    torch.testing.assert_close(found[:50], sinkhorn(logits))
+
+
+def test_megatrons_own_router_is_refused_where_it_would_balance_the_rows_of_a_rank() -> None:
+    router: Any = TopKRouter.__new__(TopKRouter)
+    torch.nn.Module.__init__(router)
+    router.routing_type = "aux_loss"
+    check_router(router, "mlp.router")
+    router.config = SimpleNamespace(moe_aux_loss_coeff=0.1)
+    for kind in ("sinkhorn", "seq_aux_loss"):
+        router.routing_type = kind
+        with pytest.raises(ConfigError, match=r"mlp\.router is Megatron's own router.* from its model config"):
+            check_router(router, "mlp.router")
+
+
+@pytest.fixture(scope="module")
+def sinkhorned(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
+    return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), SINKHORN, entry="gaps")
+
+
+# Flags that say how plain Megatron moves tokens and keys, and are switched off.
+MOVED = {
+    "moe-token-dispatcher-type": "allgather",
+    "hierarchical-context-parallel-sizes": [2, 2],
+    "cp-comm-type": "a2a+p2p",
+}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param({**MOVED, "micro-batch-size": 2}, id="one replica"),
+        pytest.param({"context-parallel-size": 2, "expert-model-parallel-size": 2}, id="replicas that share experts"),
+    ],
+)
+def test_sinkhorn_routes_as_one_rank_does(
+    train: Train, sinkhorned: tuple[dict[str, Any], Run], flags: dict[str, Any]
+) -> None:
+    given, one = sinkhorned
+    run = train(4, "zeppelin", {**given, **flags}, config=two_nodes(4), entry="gaps")
+    assert_same_training(run, one)
+    if "expert-model-parallel-size" not in flags:
+        assert worst_gradient(run.result.logs, one.result.logs, step=1) < 1e-5
+        assert "allgather was set to alltoall" in run.result.log(0)
+
+
+BY_SAMPLE: dict[str, Any] = {
+    **conftest.EXPERTS,
+    "moe-router-load-balancing-type": ["aux_loss", "seq_aux_loss"],
+    "moe-aux-loss-coeff": [0.1, 0.2],
+    "moe-router-score-function": "sigmoid",
+    "train-iters": STEPS,
+}
+
+
+def test_the_loss_of_a_sample_is_that_of_one_rank(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Coefficients that show; samples of one microbatch on all ranks, in halves, and in stages."""
+    flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), BY_SAMPLE, entry="gaps")
+    run = train(4, "zeppelin", {**flags, "micro-batch-size": 2}, config=two_nodes(4), entry="gaps")
+    assert_same_training(run, one)
+    assert worst_gradient(run.result.logs, one.result.logs, step=1) < 1e-5
+    name = "seq_load_balancing_loss"
+    assert len(logged(one.result, name)) == STEPS
+    assert logged(run.result, name) == pytest.approx(logged(one.result, name), rel=1e-5)
+    halves = {**flags, "micro-batch-size": 2, "recompute-granularity": "full", "recompute-method": "uniform"}
+    run = train(
+        2, "distca", {**halves, "recompute-num-layers": 1}, config={"cluster": {"ranks_per_node": 2}}, entry="gaps"
+    )
+    assert_same_training(run, one)
+    stages = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True}
+    run = train(4, "te_ring", {**flags, **stages, "context-parallel-size": 1, "micro-batch-size": 2, "train-iters": 1})
+    assert_same_training(run, Run(one.result, one.steps[:1]))
+    two = {
+        **flags,
+        **stages,
+        "context-parallel-size": 1,
+        "micro-batch-size": 2,
+        "global-batch-size": 4,
+        "train-iters": 1,
+    }
+    again = {"recompute-granularity": "selective", "recompute-modules": ["moe", "mlp"]}
+    # The first stage routes again for its first microbatch when it has gone on to the second.
+    kept, recomputed = (train(4, "te_ring", {**two, **more}, entry="gradients") for more in ({}, again))
+    assert_same_training(recomputed, kept, tolerance=1e-6)
+    for name, found in gradients(recomputed.result.logs, 1).items():
+        for got, wanted in zip(found, gradients(kept.result.logs, 1)[name], strict=True):
+            assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6 * float(abs(wanted).max())), name
+
+
+def test_a_sample_alone_in_its_microbatch_has_megatrons_loss(
+    train: Train, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Then the loss over a sample is that over the microbatch, which is Megatron's own code."""
+    flags = {**BY_SAMPLE, "global-batch-size": 1, "micro-batch-size": 1, "moe-aux-loss-coeff": 0.2, "train-iters": 1}
+    ours, megatrons = (
+        train(1, "te_ring", {**flags, "moe-router-load-balancing-type": kind}) for kind in ("seq_aux_loss", "aux_loss")
+    )
+    assert_same_training(ours, megatrons)
+    assert logged(ours.result, "seq_load_balancing_loss") == pytest.approx(
+        logged(megatrons.result, "load_balancing_loss"), rel=1e-5
+    )
+
+
+def test_planners_that_part_samples_are_refused() -> None:
+    args = parse(*WORDS, "--moe-router-load-balancing-type", "seq_aux_loss")
+    for name in ("wlb_llm", "hydraulis", "megatron"):
+        config: Any = SimpleNamespace(planner=SimpleNamespace(name=name, planner=planners.PLANNERS[name]))
+        with pytest.raises(ConfigError, match=f"planner {name} makes microbatches of its own"):
+            check_samples(args, config)
+        with pytest.raises(ConfigError, match=r"seq_aux_loss is a loss.*; --sft averages evaluation"):
+            check_samples(argparse.Namespace(**{**vars(args), "sft": True}), config)
+        check_samples(parse("--sft", "--eval-iters", "0"), config)
+    config = SimpleNamespace(planner=SimpleNamespace(name="zeppelin", planner=planners.PLANNERS["zeppelin"]))
+    check_samples(args, config)

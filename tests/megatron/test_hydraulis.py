@@ -1,7 +1,5 @@
 """Planner hydraulis in training: every replica a pipeline with microbatches of its own."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from pathlib import Path
@@ -17,15 +15,13 @@ from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run
 from tests.megatron.test_parity import SLOW
 from tests.support.pipeline_runs import gradients, worst_gradient
 
-pytestmark = pytest.mark.megatron
-
 STEPS = 3
+# Documents whose seconds are far from even: a replica of a long one has fewer tokens.
 LENGTHS = (1000, *(60, 90, 40, 70, 110, 30) * 6)
-"""Documents whose seconds are far from even: a replica of a long one has fewer tokens."""
 LONG = {"seq-length": 1024, "max-position-embeddings": 1024}
 FLAGS: dict[str, Any] = {**LONG, "num-layers": 2, "global-batch-size": 8, "train-iters": STEPS}
+# No multiprocessors: else a short kernel takes as long as its longest block on one of many.
 CONFIG = {"cluster": {"ranks_per_node": 4, "num_sms": 0, **SLOW}}
-"""No multiprocessors: else a short kernel takes as long as its longest block on one of many."""
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 holds everything.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +9,23 @@ import numpy as np
 import pytest
 
 from megatron_balance.planners import PLANNERS
-from tests.megatron.conftest import (
-    EXPERTS,
-    MODEL,
-    SEQ_LENGTH,
-    Run,
-    Train,
-    assert_same_training,
-    loaded_run,
-    started,
-)
+from tests.megatron.conftest import EXPERTS, MODEL, SEQ_LENGTH, Run, Train, assert_same_training, loaded_run, started
 from tests.support.pipeline_runs import worst_gradient
 
-pytestmark = pytest.mark.megatron
-
 STEPS = 20
+# Planners that together use every comm pattern.
 ONE_OF_EACH = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin")
-"""Planners that together use every comm pattern."""
 RANKS_PER_NODE = {8: 4, 4: 2, 2: 1}
-
 
 # Ranks so slow that arithmetic is what a placement is judged by, as it is for real models; with
 # those of a GPU latency would be.
 SLOW = {
-    "flops_per_s": 1e9,
+    "flops_per_s": 1000000000.0,
     "attention_efficiency": 1.0,
-    "intra_bytes_per_s": 1e8,
-    "nic_bytes_per_s": 5e6,
-    "intra_alpha_s": 1e-6,
-    "inter_alpha_s": 1e-5,
+    "intra_bytes_per_s": 100000000.0,
+    "nic_bytes_per_s": 5000000.0,
+    "intra_alpha_s": 1e-06,
+    "inter_alpha_s": 1e-05,
 }
 
 
@@ -80,9 +66,8 @@ LAYERED += [
     pytest.param("zeppelin", "never", True, marks=pytest.mark.product),
 ]
 
-
+# Trained until the loss falls; the others over a few steps, in which zeppelin has all its queues.
 LONG = ("zeppelin", "always", True)
-"""Trained until the loss falls; the others over a few steps, in which zeppelin has all its queues."""
 
 
 @pytest.mark.parametrize(("planner", "routing", "remap"), LAYERED)

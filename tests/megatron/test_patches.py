@@ -1,7 +1,5 @@
 """Patches: reviewed sources only, all or nothing, undone on exit."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect
@@ -14,8 +12,8 @@ import pytest
 from megatron_balance.errors import PatchError
 from megatron_balance.patches import Patch, Role, applied, fault_of, report, source_digest
 from megatron_balance.patches.selection import every, for_job
-
-pytestmark = pytest.mark.megatron
+from tests.support import upstream
+from tools import megatron_versions
 
 FOLDER = Path(__file__).resolve().parents[2] / "patches"
 INSTALLED = Path(str(megatron.core.__file__)).parents[2]
@@ -205,3 +203,21 @@ def test_the_report_shows_what_an_unreviewed_source_changes(tmp_path: Path) -> N
     gone = dataclasses.replace(patch, target="lib.moe.router:lost")
     (line,) = report.lines((gone,), here, before)
     assert line.startswith("missing     lib.moe.router:lost")
+
+
+# The other Megatron-core that patches are reviewed for trains like one rank of the same.
+
+OTHER = "megatron_core-0.18.2"
+# Megatron's own pipeline; layers in two nano-batches; experts: each with sources of its own.
+CELLS = (("zeppelin", "pp"), ("distca", "cp"), ("te_ring", "ep"))
+
+
+def test_0_18_2_trains_every_way_like_one_rank() -> None:
+    root = upstream.folder(OTHER)
+    assert megatron_versions.version_of(root) == OTHER.partition("-")[2]
+    cells = list(megatron_versions.cells_of(root, CELLS, accept=False, always={}))
+    assert [(cell["planner"], cell["layout"]) for cell in cells] == list(CELLS)
+    for cell in cells:
+        assert cell.get("difference", 1.0) <= megatron_versions.TOLERANCE, cell
+        assert cell["steps"] == megatron_versions.STEPS
+        assert cell["kv_tokens"] > 0, "attention was not cut"

@@ -2,8 +2,6 @@
 one rank, and idle stages that work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +20,11 @@ from tests.megatron.conftest import (
     assert_same_training,
     at_once,
     loaded_run,
+    validation_losses,
     write_corpus,
 )
 from tests.megatron.test_arguments import parse
 from tests.megatron.test_pipeline import EVALUATION, LAYERS
-from tests.megatron.test_training import validation_losses
-
-pytestmark = pytest.mark.megatron
 
 BATCH = 8
 # Blocks so small that these documents are cut, and a balance so strict that they must be.
@@ -129,10 +125,9 @@ def assert_counted_once(run: Run, layers: int) -> None:
         assert step["imbalance_after"]["tokens"] < 1.01
 
 
+# Documents of which some fill a sample, so that on one rank a stage a microbatch has one document
+# and no second nano-batch.
 ODD = (SEQ_LENGTH, 301, 210, SEQ_LENGTH, SEQ_LENGTH, 509, 1)
-"""Documents of which some fill a sample, so that on one rank a stage a microbatch has one document
-and no second nano-batch.
-"""
 
 
 def test_microbatches_of_one_document_and_a_resumed_run(

@@ -1,39 +1,45 @@
 """Steps planned ahead and on the spot, and the small sums around them; no training, no process
 group."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import logging
+import random
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("megatron.training")
-
+import torch
 from megatron.core import num_microbatches_calculator
+from megatron.training import training
 
+from megatron_balance import Batch, make_planner
+from megatron_balance.analysis.backward import Recomputed
 from megatron_balance.compile.remap import layouts
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import Layers
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron import planning
+from megatron_balance.megatron import forward_backward, forward_step, planning
+from megatron_balance.megatron import planning as own
+from megatron_balance.megatron.planning import planned_model, stages_of
 from megatron_balance.megatron.session import of_pool
-from megatron_balance.planning.choice import choose_layers, choose_planner
+from megatron_balance.planners import megatron
+from megatron_balance.planners.megatron import MegatronDynamicOptions, plan_with
+from megatron_balance.planning.choice import Run, choose_layers, choose_planner, planning_cost
 from megatron_balance.planning.layers import nano_batches_of
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.figures import tick_figures
 from megatron_balance.training.ledger import DataIdentity
 from megatron_balance.training.pool import Pool
-
-pytestmark = pytest.mark.megatron
+from megatron_balance.training.tokens import PoolLengths
 
 SAMPLES = ((30, 20), (40,), (10, 10, 10), (50,), (25, 25), (5,), (60,), (33, 1))
 
@@ -297,3 +303,234 @@ def test_planners_are_told_the_memory_of_the_layout(joint: bool, asked: str) -> 
     assert memory.asked == asked
     assert [(each.num_layers, each.sharding.optimizer) for each in memory.stages] == [(8, 16)] * 4
     assert PlanSpec.from_json(planning.plan_spec(work, joint=False).to_json()).memory == memory
+
+
+# The loss and the tokens that Megatron's own checks and counts see.
+
+
+def test_checks_see_the_loss_of_a_token_however_many_a_rank_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, float]] = []
+
+    class State:
+        def is_unexpectedly_large(self, *_: Any, **__: Any) -> bool:
+            raise AssertionError("the rule is Megatron's, handed on")
+
+        def validate_result(self, *, result: torch.Tensor, message: str, **_: Any) -> None:
+            seen.append((message, float(result)))
+
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=True)
+    monkeypatch.setattr(forward_step.session, "current", lambda: SimpleNamespace(args=args))
+    monkeypatch.setattr(forward_step, "get_rerun_state_machine", State)
+    for tokens in (1, 100, 0):
+        mask, losses = torch.ones(tokens), torch.full((tokens,), 3.0)
+        loss, counted, report = forward_step.checked_loss(mask, losses)
+        assert (float(loss), int(counted)) == (3.0 * tokens, tokens)
+        assert report["lm loss"].tolist() == [3.0 * tokens, tokens]
+    assert [value for message, value in seen if message == "Spiky loss"] == [3.0, 3.0, 0.0]
+    assert len(seen) == 9
+
+
+def test_megatrons_throughput_counts_the_real_tokens_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the squares of its sequences; of no padding, and of no other replica's."""
+    for name, fresh in (("_seqlen_stats_in_iteration", None), ("_seqlen_stats_active", False)):
+        monkeypatch.setattr(training, name, fresh)
+    owners = (np.array([0, 0, 2]), np.array([2, 2]), np.array([0]))
+    own = forward_backward._own_sequences(PoolLengths(((30, 20, 40), (9, 9), (7,)), owners), 0)
+    forward_backward._count_flops(own)
+    counted: Any = training._seqlen_stats_in_iteration
+    assert counted.tolist() == [57, 30**2 + 20**2 + 7**2]
+    assert training._seqlen_stats_active
+
+
+# The model that plans and predictions see, with layers of every kind, by Megatron's arguments.
+
+
+def seen(tensor: int = 1, **more: Any) -> Model:
+    args = argparse.Namespace(
+        **{
+            "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 256, "num_experts": 8, "moe_ffn_hidden_size": 32,
+            "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
+            "moe_router_topk": 2, "moe_layer_freq": 1, "moe_shared_expert_intermediate_size": None, "swiglu": True,
+            "window_size": None, "window_attn_skip_freq": None, "params_dtype": torch.bfloat16,
+            "padded_vocab_size": 96, "multi_latent_attention": False, "mtp_num_layers": None,
+            "untie_embeddings_and_output_weights": True,
+        } | more
+    )  # fmt: skip
+    return planned_model(args, Run(source="balance.yaml"), AttentionShape(4, 4, 16, None, None), tensor)
+
+
+def test_experts_shared_ones_and_layers_without_any() -> None:
+    model = seen(moe_shared_expert_intermediate_size=64, moe_layer_freq=[0, 1, 1, 1])
+    assert (model.ffn_size, model.shared_ffn_size, model.dense_layers) == (32, 64, 1)
+    assert seen(moe_layer_freq=2).dense_layers == 2
+    assert seen(2, moe_shared_expert_intermediate_size=64).shared_ffn_size == 32
+    assert seen(2, expert_model_parallel_size=4, expert_tensor_parallel_size=1).expert_split == 2
+    assert seen(num_experts=None, moe_layer_freq=[0, 1, 1, 1]).dense_layers == 0
+
+
+def test_layers_that_predict_further_tokens_and_tied_tables() -> None:
+    model = seen(mtp_num_layers=1, untie_embeddings_and_output_weights=False)
+    assert (model.num_layers, model.mtp_layers, model.tied_embeddings) == (5, 1, True)
+    assert not seen().tied_embeddings
+
+
+def test_layers_with_a_window() -> None:
+    model = seen(window_size=(63, 0), window_attn_skip_freq=4)
+    assert (model.attention, model.other_attention, model.other_layers) == ("causal", "window_64", 3)
+    assert seen(window_size=(63, 0)).other_layers == 0
+
+
+def job_args(**more: Any) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{
+            "num_layers": 8, "mtp_num_layers": None, "virtual_pipeline_model_parallel_size": None,
+            "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2,
+            "data_parallel_size": 4,
+            "use_distributed_optimizer": True, "grad_reduce_in_bf16": False, "recompute_granularity": None,
+        } | more
+    )  # fmt: skip
+
+
+def test_the_last_stage_holds_the_layers_of_further_tokens() -> None:
+    args, model = job_args(mtp_num_layers=1), seen()
+    assert [stage.num_layers for stage in stages_of(args, model, 1, 4)] == [2, 2, 2, 3]
+    args.mtp_num_layers = None
+    assert [stage.num_layers for stage in stages_of(args, model, 1, 1)] == [8]
+
+
+def test_state_is_of_the_stages_and_of_a_ranks_own_experts() -> None:
+    """2 tensor-parallel ranks, 2 stages of 2 layers, 8 ranks beside them; each has 2 experts
+    of 8, whole. The sum on paper.
+    """
+    model = seen(2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    stages = stages_of(job_args(num_layers=4), model, 2, 2)
+    attention = 64 * 3 * 4 * 16 + 4 * 16 * 64  # `seen` gives a rank four heads
+    others = 2 * (attention + 2 * 64 + 64 * 8) + 64 * 96 / 2
+    experts = 2 * 2 * (3 * 64 * 32)
+    first = 6 * (others + experts) + 12 * (others / 8 + experts / 4)
+    assert stages[0].state_bytes == pytest.approx(first)
+    args = job_args(num_layers=4, use_distributed_optimizer=False, grad_reduce_in_bf16=True)
+    whole = stages_of(args, model, 2, 2)
+    assert whole[0].state_bytes == pytest.approx(16 * (others + experts))
+    both = stages_of(args, seen(2, expert_tensor_parallel_size=1), 2, 2)  # each tensor-parallel rank has all
+    assert both[0].state_bytes == pytest.approx(16 * (others + 4 * experts))
+    apart = stages_of(job_args(num_layers=4), seen(2, expert_model_parallel_size=4), 2, 2)
+    assert apart[0].sharding.experts == 4
+    assert apart[0].state_bytes == pytest.approx(6 * (others + experts / 2) + 12 * (others / 8 + experts / 2 / 2))
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert stages_of(job_args(**full), seen(), 1, 1)[0].recompute == Recomputed("uniform")
+
+
+# Our rules `hybrid` against the scheduler of the installed megatron-core, group by group.
+
+
+def batches(count: int) -> list[tuple[list[int], int, int]]:
+    """Lengths with a long tail, tokens of a rank, ranks; every sequence fits the ranks together."""
+    rng = random.Random(3)
+    made = []
+    for _ in range(count):
+        num_ranks, tokens = 2 ** rng.randrange(6), rng.choice([64, 1000, 4096])
+        lengths = [
+            max(1, min(num_ranks * tokens, int(rng.lognormvariate(5, 1.5) * tokens / 150)))
+            for _ in range(rng.randint(1, 60))
+        ]
+        made.append((lengths, tokens, num_ranks))
+    return made
+
+
+def test_hybrid_makes_the_groups_that_megatron_makes() -> None:
+    scheduler = own.own_scheduler()
+    assert scheduler is not None
+    for lengths, tokens, num_ranks in batches(300):
+        assert megatron.RULES["hybrid"](lengths, tokens, num_ranks) == scheduler(lengths, tokens, num_ranks)
+
+
+def test_a_plan_made_by_megatron_itself_is_the_plan_of_our_rules() -> None:
+    scheduler = own.own_scheduler()
+    assert scheduler is not None
+    cluster, model, lengths = Cluster(8, 4), Model(8, 2, 16), (300, 140, 40, 20, 7, 1, 90, 90, 65)
+    ours = make_planner("megatron_dynamic", cluster, model, rules="hybrid")(lengths)
+    assert plan_with(scheduler, Batch(lengths), cluster, model, MegatronDynamicOptions()) == ours
+
+
+def test_a_scheduler_that_fails_is_left_alone_and_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> list[object]:
+        raise AssertionError("no group")
+
+    monkeypatch.setattr(own, "_schedule", broken)
+    with caplog.at_level(logging.WARNING):
+        assert own.own_scheduler() is None
+    assert (
+        "has no scheduler of context-parallel groups that works (AssertionError: no group); use our rules"
+        in caplog.text
+    )
+
+
+SPEC = PlanSpec(
+    "megatron_dynamic",
+    Cluster(8, 4),
+    Model(8, 2, 16),
+    Layers(),
+    {"tokens_per_rank": 200, "rules": "hybrid", "slack": 1.5},
+)
+LENGTHS = (300, 140, 40, 20, 7, 1, 90, 90, 65)
+
+
+def planner(spec: PlanSpec) -> Callable[[Batch], MicrobatchPlan]:
+    """The planner by Megatron's own scheduler, layers included."""
+    choice = own.by_own_scheduler(spec.choice())
+    assert choice is not None
+    cost = planning_cost(spec.cluster, spec.model, None)
+    return lambda batch: choice.plan(batch, spec.cluster, spec.model, cost)
+
+
+def test_training_plans_by_megatrons_own_code(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    schedule = own._schedule
+
+    def noted(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Any]:
+        asked.append(tuple(lengths))
+        return schedule(lengths, tokens, num_ranks)
+
+    monkeypatch.setattr(own, "_schedule", noted)
+    with caplog.at_level(logging.INFO):
+        plan = planner(SPEC)
+    assert "context-parallel groups by BalancedCPScheduler of megatron-core" in caplog.text
+    asked.clear()
+    made = plan(Batch(LENGTHS))
+    assert LENGTHS in asked
+    assert made == make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options)(LENGTHS)
+
+
+def test_a_batch_that_megatrons_code_fails_on_is_planned_by_our_rules(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = own._schedule
+
+    def moody(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Any]:
+        if tuple(lengths) == LENGTHS:
+            raise IndexError("list index out of range")
+        return schedule(lengths, tokens, num_ranks)
+
+    monkeypatch.setattr(own, "_schedule", moody)
+    plan = planner(SPEC)
+    with caplog.at_level(logging.WARNING):
+        assert plan(Batch(LENGTHS)) == plan(Batch(LENGTHS))
+    assert plan(Batch(LENGTHS)) == make_planner(
+        "megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options
+    )(LENGTHS)
+    assert (
+        caplog.text.count("Megatron's scheduler fails for 9 sequences on 8 ranks of 200 tokens (IndexError: list index")
+        == 1
+    )
+
+
+def test_other_planners_and_rules_are_not_megatrons() -> None:
+    assert (
+        own.by_own_scheduler(dataclasses.replace(SPEC, options={**SPEC.options, "rules": "dynamic"}).choice()) is None
+    )
+    assert own.by_own_scheduler(dataclasses.replace(SPEC, name="te_ring", options={}).choice()) is None

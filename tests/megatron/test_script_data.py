@@ -1,7 +1,5 @@
 """Identity of a script's own data set: of Megatron's own classes, and of others."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil
@@ -27,10 +25,8 @@ from megatron_balance.megatron import script_data
 from megatron_balance.training.ledger import DataIdentity
 from megatron_balance.workloads.idx import CorpusWriter, bin_path
 
-pytestmark = pytest.mark.megatron
-
+# That a run of the usual length asks for.
 SAMPLES = 12
-"""That a run of the usual length asks for."""
 ARGS = argparse.Namespace(
     seq_length=64, seed=1, dataloader_type="single", micro_batch_size=1, data_path=None, mock_data=False
 )
@@ -115,6 +111,7 @@ def other_tokens(corpora: tuple[str, str]) -> Any:
     return blended(corpora)
 
 
+# By name: another data set, and what is told of it.
 OTHERS: dict[str, tuple[Callable[[tuple[str, str]], Any], str]] = {
     "weights": (lambda both: build(0.6, both[0], 0.4, both[1]), r"blend was 0\.7, 0\.3 and is 0\.6, 0\.4"),
     "no weights": (lambda both: build(*both), r"blend was 0\.7, 0\.3 and is 0\.\d+, 0\.\d+"),
@@ -131,7 +128,6 @@ OTHERS: dict[str, tuple[Callable[[tuple[str, str]], Any], str]] = {
     "mock": (lambda _: build(kind=MockGPTDataset), "data set was GPTDataset and is MockGPTDataset"),
     "epochs": (lambda both: blended(both, samples=9 * SAMPLES), r"sample \d has other tokens"),
 }
-"""By name: another data set, and what is told of it."""
 
 
 @pytest.mark.parametrize("name", OTHERS)

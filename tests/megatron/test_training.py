@@ -1,24 +1,19 @@
 """Around the parity of steps: resume after a kill, evaluation, planning ahead, experts, and
-mistakes that must not hang.
-"""
-
-from __future__ import annotations
+mistakes that must not hang."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("megatron.training")
-
 import torch
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 from megatron_balance import cli
 from megatron_balance.ir.step import EMPTY, Carry
-from megatron_balance.megatron import session
+from megatron_balance.megatron import forward_backward, session
 from megatron_balance.training.ledger import DataIdentity, HeldDocument, Ledger
 from tests.megatron.conftest import (
     EXPERTS,
@@ -29,20 +24,17 @@ from tests.megatron.conftest import (
     one_line,
     refusal,
     started,
+    validation_losses,
     write_corpus,
 )
-from tests.support import trace_processor, trace_reader
+from tests.megatron.test_families import FLAGS as MLA
+from tests.megatron.test_parity import two_nodes
+from tests.support import trace_reader
 from tests.support.megatron_run import Result
-
-pytestmark = pytest.mark.megatron
 
 TWO_NODES = {"cluster": {"ranks_per_node": 2}}
 SIGKILL = -9
 RESUME_TO_DISAMBIGUATE = 16  # Megatron's exit code for a result that was rejected and reproduced
-
-
-def validation_losses(log: str) -> list[float]:
-    return [float(value) for value in re.findall(r"validation loss at iteration [^|]*\| lm loss value: (\S+)", log)]
 
 
 def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tmp_path: Path) -> None:
@@ -118,7 +110,7 @@ def assert_the_trace_of_step_3_is_whole(run: Run, out: Path) -> None:
     assert sorted(path.name for path in (folder / "traces").iterdir()) == [f"step-3-rank-{r}.json" for r in range(4)]
     assert cli.main(["trace", str(folder), "--out", str(out)]) == 0
     found = trace_reader.read(out.read_text())
-    trace_processor.check(out, found, out.parent)
+    trace_reader.check(out, found, out.parent)
     assert found.processes == {rank: f"rank {rank}, node {rank // 2}" for rank in range(4)}
     names = {e["name"] for e in found.spans if found.track(e) == "step"}
     assert names >= {"plan", "forward 0", "backward 0", "gradient sync", "optimizer"}
@@ -270,3 +262,131 @@ def test_steps_are_logged_with_their_keys_and_a_report_reads_them(train: Train, 
     out = tmp_path / "report.html"
     assert cli.main(["report", "--run", str(run.result.logs / "log"), "--out", str(out), *planners]) == 0
     assert "The batches are those of 2 of the 2 steps" in out.read_text()
+
+
+# Documents that wait, in Megatron's loop: their tokens come back after a resume, also on another
+# number of ranks, and nothing is left at the end.
+
+STEPS, SAVED = 6, 3
+DELAY = {"name": "wlb_llm", "thresholds": [250]}
+FOUR = {"global-batch-size": 4}
+
+
+def adds_up(run: Run, before: int = 0) -> None:
+    """Check the tokens of every step: those that waited and those drawn are trained or wait."""
+    for step in run.steps:
+        assert before + step["drawn_tokens"] == step["trained_tokens"] + step["waiting_tokens"], step["step"]
+        assert step["trained_tokens"] == step["num_tokens"]
+        assert step["run_tokens"]["drawn"] == step["run_tokens"]["trained"] + step["waiting_tokens"]
+        before = step["waiting_tokens"]
+
+
+def test_documents_wait_over_a_resume_and_other_ranks_and_none_is_left(train: Train, tmp_path: Path) -> None:
+    flags: dict[str, Any] = {**FOUR, "train-iters": STEPS, "ckpt-format": "torch_dist"}
+    whole = train(2, DELAY, {**flags, "save": tmp_path, "save-interval": SAVED})
+    adds_up(whole)
+    waiting = whole.column("waiting_tokens")
+    assert waiting[SAVED - 1] > 0, "documents wait in the checkpoint"
+    assert waiting[-1] == 0, "flushed at the end"
+    assert whole.steps[-1]["run_tokens"]["trained"] == sum(whole.column("drawn_tokens"))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    resumed = train(2, DELAY, {**flags, "load": tmp_path}, config={"plan_ahead": True})
+    elsewhere = train(1, DELAY, {**flags, "load": tmp_path})
+    another = train(2, "te_ring", {**flags, "load": tmp_path})
+    for run in (resumed, elsewhere, another):
+        assert run.column("step") == list(range(SAVED + 1, STEPS + 1))
+        adds_up(run, before=waiting[SAVED - 1])
+        assert run.steps[-1]["waiting_tokens"] == 0
+    for name in ("loss", "grad_norm", "fingerprint", "waiting_tokens"):
+        assert resumed.column(name) == whole.column(name)[SAVED:], name
+    assert elsewhere.column("waiting_tokens") == resumed.column("waiting_tokens")
+    assert elsewhere.column("loss") == pytest.approx(resumed.column("loss"), rel=1e-5)
+
+
+# Before training, a tiny batch has the same loss with a plan and without, or nothing is trained.
+
+CHECKED = {**two_nodes(2), "self_check": True}
+
+
+def differences(result: Result) -> list[float]:
+    """Those that rank 0 logged."""
+    return [
+        float(each) for each in re.findall(r"self-check before step 1: .* relative difference of (\S+)", result.log(0))
+    ]
+
+
+def test_a_job_whose_plan_is_right_trains_as_without_the_check(train: Train) -> None:
+    flags = {"train-iters": 2}
+    checked, plain = (train(2, "zeppelin", flags, config=each) for each in (CHECKED, two_nodes(2)))
+    (difference,) = differences(checked.result)
+    assert difference < 1e-6
+    assert_same_training(checked, plain, tolerance=0)
+
+
+def test_stages_experts_and_further_tokens_are_checked(train: Train) -> None:
+    """Sequence parallelism, samples, what lies ahead, and values of another width."""
+    stages = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True}
+    routed = {"moe-router-load-balancing-type": "seq_aux_loss", "mtp-num-layers": 1, "train-iters": 1}
+    flags = {**EXPERTS, **MLA, **routed, **stages, "context-parallel-size": 1}
+    (difference,) = differences(train(4, "te_ring", flags, config={"self_check": True}).result)
+    assert difference < 1e-6
+
+
+def test_its_losses_are_none_of_those_that_spikes_are_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine: Any = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    monkeypatch.setattr(forward_backward, "get_rerun_state_machine", lambda: machine)
+    leaps: Any = partial(machine.is_unexpectedly_large, threshold=10.0, context="loss")
+    leaps(torch.tensor(4.0))
+    with forward_backward._nothing_counted([]):  # pyright: ignore[reportPrivateUsage]
+        assert machine.get_mode() == RerunMode.DISABLED
+        leaps(torch.tensor(90.0))
+    assert machine.get_mode() == RerunMode.VALIDATE_RESULTS
+    assert (machine.large_value_counts, machine.max_values) == ({"loss": 1}, {"loss": 4.0})
+
+
+def test_a_wrong_attention_ends_the_job_before_it_trains(train: Train) -> None:
+    def told(result: Result) -> None:
+        assert result.codes == (2, 2)
+        log = result.log(0)
+        assert re.search(
+            r"error: self-check before step 1: a tiny batch has loss \S+ with the plan of te_ring and \S+ without", log
+        )
+        assert "expected at most 1e-05. Nothing was trained." in log
+        assert not re.search(r"iteration +1/", log)
+
+    config: dict[str, Any] = {"self_check": True}
+    run: Run = train(2, "te_ring", {"train-iters": 1}, config=config, expect=told, fault=("attention", "wrong", 1, 1))
+    assert not run.steps
+
+
+# Layers that keep beside layers that replay: the losses and gradients of keep.
+
+KEPT_STEPS, LAYERS = 3, 3
+FLAGS = {"train-iters": KEPT_STEPS, "lr-decay-iters": KEPT_STEPS, "num-layers": LAYERS}
+
+
+def trained(train: Train, planner: str, backward: str, memory_bytes: float | None = None, **flags: Any) -> Run:
+    cluster = {} if memory_bytes is None else {"memory_bytes": memory_bytes}
+    config = {"backward": backward, "cluster": {"ranks_per_node": 2, **cluster}}
+    return train(2, planner, {**FLAGS, **flags}, config=config)
+
+
+@pytest.mark.parametrize("planner", ["te_ring", "distca"])
+def test_a_mix_by_layer_trains_as_keep_does(train, planner):
+    """distca runs two nano-batches interleaved, te_ring whole microbatches."""
+    keep = trained(train, planner, "keep")
+    told = keep.steps[0]["backward"]
+    assert told["keeping_layers"] == told["layers"] == LAYERS
+    between = (told["keep_bytes"] + told["replay_bytes"]) / 2
+    mixed = trained(train, planner, "auto", between / 0.9)
+    keeping = mixed.steps[0]["backward"]["keeping_layers"]
+    assert 0 < keeping < LAYERS
+    assert f"backward: keep in {keeping} of {LAYERS} layers, replay in {LAYERS - keeping}" in mixed.result.log(0)
+    assert mixed.steps[0]["backward"]["peak_bytes"] <= between
+    assert_same_training(mixed, keep)
+
+
+def test_a_step_that_fits_in_no_way_ends_before_it_begins(train):
+    config = {"cluster": {"ranks_per_node": 2, "memory_bytes": 1e6}}
+    refused = refusal("error: this step does not fit: rank", "set 'backward: replay'")
+    train(2, "te_ring", FLAGS, config=config, expect=refused)

@@ -1,7 +1,5 @@
 """One suite for every planner: add one to PLANNERS and it is held to all of this."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -22,10 +20,9 @@ from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
-from tests.support.examples import examples
 from tests.support.masks import NAMES, visible
 from tests.support.rendezvous import batches_of, group_calls, hanging
-from tests.support.strategies import ALL_PLANNERS, Case, cases, lengths, plan
+from tests.support.strategies import ALL_PLANNERS, Case, cases, examples, lengths, plan
 
 policies = st.sampled_from(POLICIES)
 each_planner = pytest.mark.parametrize("planner", ALL_PLANNERS)
@@ -68,11 +65,7 @@ def test_issue_order_is_one_and_no_rendezvous_hangs(
 
 
 @examples(30)
-@given(
-    case=cases(num_ranks=(4, 6, 8), max_length=12, min_sequences=3),
-    other=lengths(max_length=12),
-    policy=policies,
-)
+@given(case=cases(num_ranks=(4, 6, 8), max_length=12, min_sequences=3), other=lengths(max_length=12), policy=policies)
 def test_issue_order_of_several_zones_is_one(policy: Policy, case: Case, other: tuple[int, ...]) -> None:
     """Few tokens: ranks of a group then often have nothing to send or receive in its collectives."""
     assert_one_issue_order("random_shares", policy, replace(case, remapped=False, routing=None), other)

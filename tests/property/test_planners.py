@@ -2,8 +2,6 @@
 is tested elsewhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +17,7 @@ from megatron_balance.ir.mask import kind_of
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.zeppelin import paper_placement
 from megatron_balance.solvers.groups import with_rounding
-from tests.support.examples import examples
+from tests.support.strategies import examples
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -6,8 +6,6 @@ Signatures: flash-attn v2.8.3, `flash_attn/flash_attn_interface.py`; flash-attn 
 Transformer Engine v2.9 and v2.18, `transformer_engine/pytorch/cpp_extensions/fused_attn.py`.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 
@@ -17,8 +15,8 @@ from torch import Tensor
 from megatron_balance.runtime.kernels import NO_WINDOW, CuSeqlens
 from megatron_balance.runtime.kernels.base import Entries, PlainKernel
 
+# Whether Transformer Engine's stand-in returns LSE as cuDNN before 9.6 does.
 padded_statistics = False
-"""Whether Transformer Engine's stand-in returns LSE as cuDNN before 9.6 does."""
 
 
 def entries_of(at: CuSeqlens) -> Entries:
@@ -297,6 +295,7 @@ def _te(forward: Any, backward: Any) -> dict[str, ModuleType]:
     }
 
 
+# By kernel name and version, the modules to put into `sys.modules`.
 LIBRARIES: dict[str, dict[str, ModuleType]] = {
     "flash_attn 2.8.3": _module(
         "flash_attn.flash_attn_interface",
@@ -314,4 +313,3 @@ LIBRARIES: dict[str, dict[str, ModuleType]] = {
     "te_fused 2.9": _te(_te_forward, _te_backward),
     "te_fused 2.18": _te(_te_forward_from_2_15, _te_backward_from_2_15),
 }
-"""By kernel name and version, the modules to put into `sys.modules`."""

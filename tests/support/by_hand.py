@@ -1,16 +1,13 @@
 """Plans put together by hand, for tests of what runs, proves, prices or shows a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from megatron_balance.ir.columns import Move, Rows
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, Routing, TaskTable, Zone
 
+# Columns of a task table: (rank, seq, start, stop) and (rank, seq, q_start, q_stop, k_start,
+# k_stop).
 FRAGMENT_ROW, TASK_ROW = 4, 6
-"""Columns of a task table: (rank, seq, start, stop) and (rank, seq, q_start, q_stop, k_start,
-k_stop).
-"""
 
 
 def plan(

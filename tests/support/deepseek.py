@@ -1,6 +1,4 @@
-"""Transformers' configuration of DeepSeek-V3, without the layer that predicts a further token."""
-
-from __future__ import annotations
+"""The configuration of DeepSeek-V3, as Transformers writes it."""
 
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",

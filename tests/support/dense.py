@@ -1,7 +1,5 @@
 """Attention of one sequence at a time, written out in NumPy fp64, that every program must equal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,8 +53,8 @@ class Dense:
     q_grad: list[Floats]
     k_grad: list[Floats]
     v_grad: list[Floats]
+    # [H]; zero where there are none.
     sink_grad: Floats
-    """[H]; zero where there are none."""
 
 
 def causal(length: int) -> Bools:

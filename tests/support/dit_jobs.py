@@ -1,7 +1,5 @@
 """Training of the example's diffusion transformer on the ranks of a pool, and by one rank."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import sys
@@ -137,12 +135,7 @@ def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]
         weights = torch.randn(out.shape, dtype=torch.float64, generator=generator)
         grads = torch.autograd.grad((out * weights).sum() + (feature_out * 5).sum(), [packed, feature])
         found.append(
-            [
-                (out - 6 * packed).detach(),
-                (feature_out - feature).detach(),
-                grads[0] - 6 * weights,
-                grads[1] - 5,
-            ]
+            [(out - 6 * packed).detach(), (feature_out - feature).detach(), grads[0] - 6 * weights, grads[1] - 5]
         )
     return found
 

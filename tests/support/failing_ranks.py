@@ -5,8 +5,6 @@ Each job's ranks are forked from this process, which has imported all, and end a
 their hooks, with their exit code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -30,8 +28,8 @@ from megatron_balance.torch import SequenceBalancer, Settings, balanced_attentio
 
 SIZE, FAILS = 3, 1
 MODEL = Model(4, 2, 8, num_layers=2, hidden_size=32, ffn_size=64)
+# Longer than the others wait for a rank that caught its error.
 SLOW_S = 5.0
-"""Longer than the others wait for a rank that caught its error."""
 
 
 def step(balancer: SequenceBalancer, between: Callable[[Tensor], object] = lambda _: None) -> None:

@@ -2,8 +2,6 @@
 handling nothing at all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 
@@ -31,8 +29,8 @@ class FlatCost(MachineCost):
     call_s: float = 0.0005
     contention: Contention = NONE
     host: Host = NO_HOST
+    # Seconds of a token outside attention, forward; twice that backward.
     layer: float = 0.0
-    """Seconds of a token outside attention, forward; twice that backward."""
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
         num_q, num_k = pairs[:, 2] - pairs[:, 1], pairs[:, 6] - pairs[:, 5]
@@ -86,8 +84,8 @@ class FlatCost(MachineCost):
         return num_tokens * self.model.num_heads * self.model.head_dim * self.model.bytes_per_element
 
 
+# A key-value token has 128 bytes.
 MODEL = Model(num_heads=2, num_kv_heads=2, head_dim=16, num_layers=4, hidden_size=32, ffn_size=64)
-"""A key-value token has 128 bytes."""
 
 
 def flat_machine(num_ranks: int, ranks_per_node: int, ranks_per_nic: int = 1, **cost: object) -> Machine:

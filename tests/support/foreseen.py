@@ -2,8 +2,6 @@
 what is simulated to be held against.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -6,8 +6,6 @@ Nothing arrives, so the values are void. What hangs is seen at once: when every 
 ended stands in a group call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace

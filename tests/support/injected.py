@@ -1,7 +1,5 @@
 """Faults put into a rank of a training run: where, which, and at which call."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
@@ -10,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+# Functions, as module:name or module:class.method, at whose call a rank fails; start: before all.
 PLACES = {
     "start": "",
     "lengths": "megatron_balance.megatron.forward_backward:share_lengths",
@@ -24,13 +23,12 @@ PLACES = {
     "save": "megatron.core.dist_checkpointing:save",
     "evaluation": "megatron_balance.planning.step_planner:StepPlanner.plan_evaluation",
 }
-"""Functions, as module:name or module:class.method, at whose call a rank fails; start: before all."""
+# More of them, in runs that change strategies.
 OF_CHANGES = {
     "pull": "megatron_balance.training.weights:WeightExchange.pull_slot",
     "push": "megatron_balance.training.weights:WeightExchange.push_slot",
     "gradient": "megatron_balance.megatron.roles:Roles._add_to_main_grad",
 }
-"""More of them, in runs that change strategies."""
 KINDS = ("kill", "stop", "exception", "memory", "exit")
 
 

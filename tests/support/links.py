@@ -2,8 +2,6 @@
 written down with whole arrays of indices, as Megatron cuts tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +12,8 @@ from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterT
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme, Strategy
 
+# Parameters begin at multiples of this in a buffer (Megatron: 64).
 PAD = 4
-"""Parameters begin at multiples of this in a buffer (Megatron: 64)."""
 
 
 @dataclass(frozen=True)

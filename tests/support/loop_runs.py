@@ -12,8 +12,6 @@ own model, groups, optimizer and data, no arguments of Megatron's.
   samples as fit, ragged, behind one another (nested tensors); the call says a length of 1.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -25,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Of the documents: one a sample, so that plain causal attention is right; the rest is padding.
 LENGTHS = (64, 17, 40, 5, 33, 64, 2, 50)
-"""Of the documents: one a sample, so that plain causal attention is right; the rest is padding."""
+# `SPIKY`: the step, from 0, whose losses leap by what the loop tells the rerun machine.
 SIZE, VOCABULARY, STEPS, SPIKY = 64, 96, 3, 1
-"""`SPIKY`: the step, from 0, whose losses leap by what the loop tells the rerun machine."""
+# The number of the second step, in a loop of NeMo's shape that resumes behind step 4.
 SKIPPED_TO = 8
-"""The number of the second step, in a loop of NeMo's shape that resumes behind step 4."""
 
 
 @dataclass

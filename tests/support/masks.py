@@ -1,7 +1,5 @@
 """Masks that tests draw from, and masks as dense tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -9,8 +7,8 @@ from numpy.typing import NDArray
 
 from megatron_balance.ir.mask import MASKS, Mask
 
+# Masks that the contract suite draws from.
 NAMES = (*MASKS, "window_3", "window_40")
-"""Masks that the contract suite draws from."""
 
 
 def visible(mask: Mask) -> Callable[[int], NDArray[np.bool_]]:

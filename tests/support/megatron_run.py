@@ -8,8 +8,6 @@ and means "cpu"; the test process stays as it is. One job is one line of JSON to
 line back.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import faulthandler
@@ -34,10 +32,9 @@ from typing import Any, Literal
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_BYTES = 6000
 DUMP_S = 1.0  # between asking the ranks for their stacks and killing them
+# Of the ranks' stores: below the range from which Linux serves those who ask for any free port, as
+# gloo's connections do.
 PORTS = range(15000, 32000)
-"""Of the ranks' stores: below the range from which Linux serves those who ask for any free port, as
-gloo's connections do.
-"""
 # What torch and Megatron import only while a job runs: for the first optimizer, for checkpoints,
 # for tokenizers.
 IMPORTED_LATE = (
@@ -54,6 +51,12 @@ IMPORTED_LATE = (
     "megatron_balance.pretrain_gpt",
 )
 
+# Our own entry; the same, with transfers between stages counted, or with samples without documents
+# and gradients written (`pipeline_runs`), or with gradients alone, or with the documents that it
+# trains (`trained_documents`), of ours or of a data set of the script (`numbered_data`); roles of
+# several strategies (`role_runs`, argv[0] names them); the launcher (argv[0] is the script); the
+# script alone, on the CPU but without balance; a loop of its own (`loop_runs`); our own, with
+# samples of each rank's memory (`tools.faults.soak`).
 Entry = Literal[
     "pretrain_gpt",
     "counted",
@@ -68,13 +71,6 @@ Entry = Literal[
     "loop",
     "watched",
 ]
-"""Our own entry; the same, with transfers between stages counted, or with samples without documents
-and gradients written (`pipeline_runs`), or with gradients alone, or with the documents that it trains
-(`trained_documents`), of ours or of a data set of the script (`numbered_data`); roles of several
-strategies (`role_runs`, argv[0] names them); the launcher (argv[0] is the script); the script alone,
-on the CPU but without balance; a loop of its own (`loop_runs`); our own, with samples of each
-rank's memory (`tools.faults.soak`).
-"""
 
 
 @dataclass(frozen=True)
@@ -91,17 +87,17 @@ class Job:
     kill_after: tuple[str, int] | None = None
     kill_with: int = signal.SIGKILL
     freeze: int | None = None
+    # Folders put in front of sys.path.
     path: tuple[str, ...] = ()
-    """Folders put in front of sys.path."""
+    # Put into a rank (`injected.Fault`).
     fault: tuple[str, str, int, int] | None = None
-    """Put into a rank (`injected.Fault`)."""
+    # For the others to fail by themselves once one rank has.
     grace_s: float = 10.0
-    """For the others to fail by themselves once one rank has."""
+    # The rank that `kill_after` kills, in place of all.
     kill_only: int | None = None
-    """The rank that `kill_after` kills, in place of all."""
+    # Whether a rank that saves spawns the process for the results, as Megatron does; a fork takes
+    # seconds less, and is no process of its own memory.
     spawns: bool = False
-    """Whether a rank that saves spawns the process for the results, as Megatron does; a fork takes
-    seconds less, and is no process of its own memory."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +110,8 @@ class Result:
     ended: tuple[int, ...]
     logs: Path
     seconds: float
+    # Command lines of planning processes that outlived their ranks by more than data workers do.
     left: tuple[str, ...] = ()
-    """Command lines of planning processes that outlived their ranks by more than data workers do."""
 
     @property
     def failed(self) -> int | None:
@@ -354,9 +350,9 @@ def _enter(job: Job) -> int:
         return 0
     sys.argv = [job.entry, *job.argv]
     if job.entry == "counted":
-        from tests.support import counted_transfers
+        from tests.support import pipeline_runs
 
-        counts = counted_transfers.install()
+        counts = pipeline_runs.install_counts()
         code = entry.run(pretrain_gpt.main)
         sys.stdout.write(f"{counts.line()}\n")
         return code

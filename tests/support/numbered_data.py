@@ -3,8 +3,6 @@
 packed samples say by cu_seqlens where a conversation ends. On any Megatron that we train on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,8 +14,8 @@ import numpy as np
 from megatron_balance.workloads.idx import CorpusWriter
 
 Kind = Literal["script", "packed"]
+# Tokens of the conversations of each line. All fit, however Megatron pads them.
 PACKED = (300, 140, 40), (480,), (20, 7, 210, 64), (90,)
-"""Tokens of the conversations of each line. All fit, however Megatron pads them."""
 
 
 def write_joined(prefix: Path, lengths: Sequence[int], end: int) -> str:

@@ -25,21 +25,31 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_balance.errors import BalanceError
+
 if TYPE_CHECKING:
     from megatron_balance.runtime.groups import Groups
 
 NUM_RANKS = 8
 WORLDS = (1, 2, 3, 4, 8)
+# Worlds that are two nodes, so that collectives run in some groups and point-to-point transfers in
+# all others.
 RANKS_PER_NODE = {4: 2, 8: 4}
-"""Worlds that are two nodes, so that collectives run in some groups and point-to-point transfers in
-all others.
-"""
 IMPORTS = "tests.support.rank_imports"
 _GRACE_S = 3.0  # what the other ranks get once one has failed
 
 
 class RankError(AssertionError):
     """A job failed, died or hung on some rank."""
+
+
+def said(call: Callable[..., object], *given: Any, otherwise: str = "", **named: Any) -> str:
+    """The error that a call raises on this rank, or `otherwise`."""
+    try:
+        call(*given, **named)
+    except (BalanceError, RuntimeError) as error:
+        return str(error)
+    return otherwise
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Transformers' models whose positions are no mere look-up: balanced, and each document alone."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +18,14 @@ from megatron_balance import Model
 from megatron_balance.errors import BalanceError
 from megatron_balance.model_config import unproved
 from megatron_balance.torch import SequenceBalancer, Settings, hf
-from tests.support.pool import World
+from tests.support.pool import World, said
 from tests.support.torch_jobs import compiling
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 64, 32, 4, 2, 8
+# Tokens of a document up to which its table is the original one.
 ORIGINAL = 16
-"""Tokens of a document up to which its table is the original one."""
+# RoBERTa's padding token.
 PADDING = 1
-"""RoBERTa's padding token."""
 
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -134,14 +132,14 @@ class Case:
     model: str
     lengths: tuple[int, ...] = (40, 7, ORIGINAL, ORIGINAL + 1, 25)
     planner: str = "te_ring"
+    # In the form that is not reentrant, or "reentrant".
     checkpointed: bool | str = False
-    """In the form that is not reentrant, or "reentrant"."""
     compiled: bool = False
     sharded: bool = False
+    # The attention, of a model that was made with another.
     set_later: bool = False
-    """The attention, of a model that was made with another."""
+    # The attention, put past Transformers' own ways.
     untreated: bool = False
-    """The attention, put past Transformers' own ways."""
 
     @property
     def is_encoder(self) -> bool:
@@ -296,12 +294,4 @@ def on_one_batch(world: World, model: str) -> list[str]:
     with balancer_of(case) as balancer:
         batch = balancer.evaluate(documents(case)[world.rank :: world.size])
         models = [balanced(case), balanced(Case(model, untreated=True))]
-        return [_said(lambda each=each: each(**hf.inputs(batch))) for each in models]
-
-
-def _said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except BalanceError as error:
-        return str(error)
-    return ""
+        return [said(each, **hf.inputs(batch)) for each in models]

@@ -1,7 +1,5 @@
 """Small programs in text, forward only, that verify: what unit tests start from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_balance.compile.join import join, split

@@ -2,8 +2,6 @@
 what torch imports while they run.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.util
@@ -18,9 +16,6 @@ NEEDED = [
     "tests.support.nano_batches",
     "tests.support.jobs",
     "tests.support.routed",
-    "tests.support.steady",
-    "tests.support.tick_jobs",
-    "tests.support.training_jobs",
 ]
 if importlib.util.find_spec("triton") is not None:
     NEEDED += ["megatron_balance.runtime.movers.triton.mover", "triton.experimental.gluon"]

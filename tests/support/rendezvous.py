@@ -8,8 +8,6 @@ leave together: all that are reached over new pairs must be there. A collective 
 communicator's ranks at its first use of each kind.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -20,8 +18,8 @@ from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.compile.proof.runs import IssuedCall, interleaved
 from megatron_balance.ir.plan import MicrobatchPlan
 
+# (from, to).
 Pair: TypeAlias = tuple[int, int]
-"""(from, to)."""
 
 
 class GroupCall(NamedTuple):

@@ -4,8 +4,6 @@ processes, beside those of one rank with the whole model.
 The rank's command line begins with the strategies, separated by commas.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -22,6 +20,7 @@ from tests.support.megatron_run import Job, Trainer
 from tests.support.role_traps import no_parallel_state, no_world_group
 from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
 
+# Sizes that TP 2, 3 and 4 divide.
 MODEL: dict[str, Any] = {
     **GPT,
     "num-layers": 4,
@@ -31,13 +30,12 @@ MODEL: dict[str, Any] = {
     "seq-length": 64,
     "max-position-embeddings": 64,
 }
-"""Sizes that TP 2, 3 and 4 divide."""
 RUN: dict[str, Any] = {
     **LOOP,
     **LOCAL_LAYERS,
     "global-batch-size": 8,
     "train-iters": 1,
-    "lr": 1e-3,
+    "lr": 0.001,
     "vocab-size": 90,
     "make-vocab-size-divisible-by": 48,
     "seed": 11,
@@ -45,6 +43,7 @@ RUN: dict[str, Any] = {
     "use-distributed-optimizer": True,
     "balance-device": "cpu",
 }
+# On four ranks, in turn; the fourth leaves a rank over.
 STRATEGIES = (
     "tp2-pp1-cp1+tp1-pp2-cp1",
     "tp3-pp1-cp1+tp1-pp1-cp1",
@@ -52,13 +51,12 @@ STRATEGIES = (
     "tp1-pp1-cp1+tp2-pp1-cp1",
     "tp2-pp1-cp1+tp1-pp2-cp1",
 )
-"""On four ranks, in turn; the fourth leaves a rank over."""
+# Tokens of each microbatch: TP 2, 3 and 4 divide them, as sequence parallelism wants.
 LENGTHS = (36, 24, 60, 48, 12)
-"""Tokens of each microbatch: TP 2, 3 and 4 divide them, as sequence parallelism wants."""
+# How late each slot of weights, and of gradients, is sent.
 LATE_S = 0.02
-"""How late each slot of weights, and of gradients, is sent."""
+# Elements to which a parameter is rounded up in a role's memory.
 ALIGNED = 128
-"""Elements to which a parameter is rounded up in a role's memory."""
 
 
 class Checker:
@@ -101,8 +99,8 @@ class Checker:
             overlap=True,
         )
         apart = {each: Apart(ranks_per_node=2) for each in strategies[:2]}
+        # The first two without overlap.
         self.at_once = Roles(config.model, self.layout, list(apart), timedelta(seconds=60), apart=apart)
-        """The first two without overlap."""
         named = dict(named_parameters(unwrap_model(self.model[0])))
         (shards,) = getattr(optimizer, "chained_optimizers", [optimizer])
         self.starts = {

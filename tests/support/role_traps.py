@@ -1,7 +1,5 @@
 """Traps for what may not happen while roles train, in one rank's process."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys
@@ -10,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# Getters of `parallel_state` that may be asked inside a role (by the function that has its group
+# looked up; by any), and why.
 ALLOWED = {
     ("get_global_memory_buffer", ""): "scratch memory for gathered rows, of no layout",
     ("is_initialized", ""): "says only that there are groups",
@@ -18,8 +18,6 @@ ALLOWED = {
         "linear_with_grad_accumulation_and_async_allreduce",
     ): "RowParallelLinear names no group there, and none is used: it gathers nothing and reduces nothing",
 }
-"""Getters of `parallel_state` that may be asked inside a role (by the function that has its group
-looked up; by any), and why."""
 
 
 def install() -> None:
@@ -157,11 +155,11 @@ def no_parallel_state() -> Iterator[None]:
             setattr(module, name, getter)
 
 
+# Of `torch.distributed`, in the world's group if none is given.
 CALLS = (
     *("isend", "irecv", "send", "recv", "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
     *("reduce_scatter_tensor", "all_to_all_single", "barrier"),
 )
-"""Of `torch.distributed`, in the world's group if none is given."""
 
 
 @contextmanager

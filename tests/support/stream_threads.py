@@ -29,8 +29,8 @@ from megatron_balance.runtime.groups import Groups, stream_groups
 from tests.support.rendezvous import GroupCall, Meeting
 
 _PATIENCE_S = 20.0
+# How long nothing may change while all ranks stand or wait. Data under way takes milliseconds.
 _QUIET_S = 5.0
-"""How long nothing may change while all ranks stand or wait. Data under way takes milliseconds."""
 
 
 class HangError(RuntimeError):

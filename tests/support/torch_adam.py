@@ -3,8 +3,6 @@ checkpoint as it is: it asks for the one step that all states have before there 
 takes that step for a tensor of each parameter.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training in plain PyTorch on the ranks of a pool that is their whole world, and by one rank."""
 
-from __future__ import annotations
-
 import io
 import os
 import runpy
@@ -27,13 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from megatron_balance import Model
 from megatron_balance.errors import BalanceError
 from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention, hf, knapformer
-from tests.support.pool import World
+from tests.support.pool import World, said
 from tools.zoo import Case, Found, run_case
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY, LAYERS = 4, 2, 8, 32, 64, 2
 MODEL = Model(HEADS, KV_HEADS, HEAD_DIM, num_layers=LAYERS, hidden_size=WIDTH, ffn_size=4 * WIDTH)
+# Of the documents of a step; the first is longer than a rank's share.
 LENGTHS = (200, 33, 2, 61, 1, 90)
-"""Of the documents of a step; the first is longer than a rank's share."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,13 @@ class Way:
     steps: int = 20
     backward: str = "keep"
     backend: str = "eager"
+    # Parts of the world that share documents, each for itself.
     pools: int = 1
-    """Parts of the world that share documents, each for itself."""
+    # Of queries, and of keys and values (model gpt).
     heads: tuple[int, int] = (HEADS, KV_HEADS)
-    """Of queries, and of keys and values (model gpt)."""
     ranks_per_node: int = 2
+    # Of the planner.
     options: tuple[tuple[str, int], ...] = ()
-    """Of the planner."""
 
     def name(self) -> str:
         """For people: what differs from the plainest way is said."""
@@ -420,14 +418,7 @@ def differentiate_twice(world: World) -> list[str]:
         (routes.post_attn(routes.pre_attn(routed, routed, routed)[1])[1], routed),
         (routes.reverse_route(routed)[1], routed),
     ]
-    told: list[str] = []
-    for out, leaf in made:
-        try:
-            torch.autograd.grad(out.sum(), leaf, create_graph=True)
-            told.append("")
-        except BalanceError as error:
-            told.append(str(error))
-    return told
+    return [said(torch.autograd.grad, out.sum(), leaf, create_graph=True) for out, leaf in made]
 
 
 def share_groups(world: World) -> tuple[int, int]:
@@ -451,13 +442,13 @@ def share_groups(world: World) -> tuple[int, int]:
 def tell(world: World, given: Sequence[Any]) -> str:
     """The error on this rank when rank r gives documents `given[r]`; then that all can still talk."""
     balancer = SequenceBalancer("zeppelin", MODEL, settings=Settings(ranks_per_node=2))
-    said = "balanced"
+    told = "balanced"
     try:
         balancer(given[world.rank])
     except BalanceError as error:
-        said = f"{type(error).__name__}: {error}"
+        told = f"{type(error).__name__}: {error}"
     assert balancer([torch.arange(5)]).plan.lengths == (5,) * world.size
-    return said
+    return told
 
 
 def refuse(world: World) -> str:
@@ -468,14 +459,10 @@ def refuse(world: World) -> str:
     batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
         [torch.arange(3)] * (world.rank == 0)
     )
-    said = []
-    for take in (batch.gather, lambda logits: batch.global_loss(logits.sum())):
-        try:
-            take(model(**hf.inputs(batch)).logits[0])
-        except BalanceError as error:
-            said.append(str(error))
+    takes = (batch.gather, lambda logits: batch.global_loss(logits.sum()))
+    told = [said(lambda take=take: take(model(**hf.inputs(batch)).logits[0])) for take in takes]
     dist.barrier()
-    return " / ".join(said)
+    return " / ".join(told)
 
 
 def second_llama(attention: str) -> Any:
@@ -507,15 +494,10 @@ def take_of_second_model(world: World) -> SecondTaken:
 
     batch.mean_loss(summed(model(**hf.inputs(batch)).logits)).backward()
     loss = summed(past(input_ids=batch.tokens[None], position_ids=batch.position_ids[None]).logits)
-    said = []
-    for take in (batch.mean_loss, batch.global_loss):
-        try:
-            take(loss)
-        except BalanceError as error:
-            said.append(str(error))
+    told = [said(take, loss) for take in (batch.mean_loss, batch.global_loss)]
     of_past = float(batch.global_loss(loss, attended=0))
     balanced = float(batch.global_loss(summed(ours(**hf.inputs(batch)).logits)))
-    return SecondTaken(" / ".join(said), balanced, of_past)
+    return SecondTaken(" / ".join(told), balanced, of_past)
 
 
 def router_loss(world: World) -> tuple[float, Tensor, float]:

@@ -3,8 +3,6 @@
 In a corpus whose document of number n holds nothing but the token n, a label names its document.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import Counter

@@ -5,8 +5,6 @@ Only the driver is stood in for; the arguments go through Triton's own specialis
 for a launch.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -7,8 +7,6 @@ hardware and torch round. Sums of several rows and merges are in another order: 
 value in fp32, and the last place of a narrower output.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

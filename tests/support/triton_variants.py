@@ -2,8 +2,6 @@
 built at the start, as JSON. Run as a module; nothing is compiled.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Signatures are read, not imported: their packages need a GPU, and libraries of their own.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from inspect import Parameter, Signature

@@ -1,7 +1,5 @@
 """Fixtures of the unit tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.cli import CommandLine

@@ -1,7 +1,5 @@
 """Models by the names of other libraries: Transformers' config.json, Megatron's flags."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +25,7 @@ LLAMA = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 2,
     "vocab_size": 1000,
-    "rope_theta": 5e5,
+    "rope_theta": 500000.0,
 }
 EXPECTED = Model(6, 2, 16, num_layers=3, hidden_size=96, ffn_size=200, gated_ffn=True, name="llama", vocab_size=1000)
 
@@ -166,7 +164,6 @@ GPT_OSS = {
     "head_dim": 64,
     "hidden_size": 2880,
     "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
     "num_attention_heads": 64,
     "num_experts_per_tok": 4,
     "num_hidden_layers": 24,
@@ -175,6 +172,7 @@ GPT_OSS = {
     "sliding_window": 128,
     "tie_word_embeddings": False,
     "vocab_size": 201088,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
 }
 LLAMA_3_2_1B = {
     "model_type": "llama",

@@ -1,7 +1,5 @@
 """The judge itself: right on programs written by hand, and strict about what a rank holds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The estimate of a layer against the simulator, and bounds below it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -24,15 +22,17 @@ MODEL = load_model("llama3-8b")
 H200, A800 = (load_cluster(name).build(num_ranks=16, ranks_per_node=8) for name in ("h200", "a800"))
 Range = tuple[float, float]
 ALIKE: dict[str, Range] = dict.fromkeys(("causal", "full", "window"), (0.99, 1.01))
+# By planner and mask, the estimate of a layer over that of the round engine, of all of `CASES`. A
+# mask that is not there: none of the planner, or no case of its own.
 NEAR: list[tuple[str, dict[str, Any], dict[str, Range]]] = [
     # Layers keep or replay by the same memory on both sides (policy auto).
-    *(
-        (name, {}, ALIKE)
-        for name in ("te_ring", "hydraulis", "megatron", "hybrid_dp", "ulysses", "flexsp", "knapformer", "auto")
-    ),
+    *((name, {}, ALIKE) for name in ("te_ring", "hydraulis", "megatron", "hybrid_dp", "ulysses", "knapformer", "auto")),
     *((name, {}, ALIKE) for name in ("llama_all_gather", "wlb_sharding", "wlb_llm", "packing")),
     ("distca", {}, {mask: ALIKE[mask] for mask in ("causal", "window")}),
     ("megatron_dynamic", {}, ALIKE),
+    # Its integer program takes seconds for each plan: for one mask.
+    ("flexsp", {}, {"causal": ALIKE["causal"]}),
+    ("flexsp", {"solver": "greedy"}, {mask: ALIKE[mask] for mask in ("full", "window")}),
     ("knapformer", {"slack": 2.0}, ALIKE),
     # Rings whose first hops owners make in the remap; here the holder makes them.
     ("zeppelin", {"rule": "paper"}, {**ALIKE, "causal": (0.98, 1.01), "full": (0.98, 1.01)}),
@@ -45,9 +45,6 @@ NEAR: list[tuple[str, dict[str, Any], dict[str, Range]]] = [
     ("zeppelin", {"group_size": 2, "num_waves": 3}, {"causal": (0.99, 1.02), "full": (0.99, 1.02)}),
     ("zeppelin", {"group_size": 16}, {"causal": (0.99, 1.01)}),
 ]
-"""By planner and mask, the estimate of a layer over that of the round engine, of all of `CASES`. A
-mask that is not there: none of the planner, or no case of its own.
-"""
 
 
 def drawn(seed: int, num_tokens: int, mean: float, sigma: float) -> list[int]:
@@ -65,12 +62,13 @@ LATENTS = replace(
     query_rank=1536,
     latent_travels=True,
 )
+# By number of ranks.
 BATCHES = {
     16: [LENGTHS, drawn(0, 65536, 7.8, 1.3), drawn(1, 65536, 6.5, 1.6)],
     32: [drawn(2, 131072, 8.8, 1.0), drawn(3, 131072, 7.8, 1.3)],
     10: [[12001, *drawn(4, 24000, 5.5, 0.3)]],
 }
-"""By number of ranks."""
+# Model, cluster, ranks, number of the batch.
 CASES = [
     (load_model("llama-7b"), "a800", 16, 0),
     (MODEL, "h200", 16, 1),
@@ -81,9 +79,8 @@ CASES = [
     # Heads and nodes that groups of ranks do not divide; sequences of less than a tile.
     (load_model("llama-550m"), "a800", 10, 0),
 ]
-"""Model, cluster, ranks, number of the batch."""
+# Ranks of a node, by ranks, where not 8.
 NODES = {10: 5}
-"""Ranks of a node, by ranks, where not 8."""
 MASKS = {"causal": ("causal",), "full": ("full",), "window": ("window_1024", "window_4096")}
 
 
@@ -138,7 +135,9 @@ def test_an_estimate_is_near_what_the_simulator_says(
 
 
 def test_every_planner_has_its_tolerances() -> None:
-    there = {(name, mask) for name, options, masks in NEAR for mask in masks if not options or name == "zeppelin"}
+    there = {
+        (name, mask) for name, options, masks in NEAR for mask in masks if not options or name in ("zeppelin", "flexsp")
+    }
     assert there >= {(name, mask) for name, planner in PLANNERS.items() for mask in planner.masks}
 
 

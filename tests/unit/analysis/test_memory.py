@@ -1,19 +1,43 @@
 """Bytes of a rank, worked by hand."""
 
-from __future__ import annotations
-
+import dataclasses
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_balance import Model
+from megatron_balance.analysis import backward
+from megatron_balance.analysis.estimate import Estimate, estimate
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import (
+    LOGIT_BYTES,
+    OPTIMIZER_BYTES,
+    PARTIAL_BYTES,
     Holding,
     Sharding,
     layer_activation_bytes,
     rank_memory,
 )
+from megatron_balance.analysis.step_memory import MARGIN, StepMemory, max_len, most_tokens, stages_of
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.modules import head_module, layer_flops, num_parameters
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import Layers
+from megatron_balance.ir.strategy import Scheme
+from megatron_balance.model_config import pretrained
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.zeppelin import InWaves, Search
+from megatron_balance.planning.choice import PlannerChoice, capacity, choose_planner, planning_cost
+from megatron_balance.simulator.setup import Setup, StageSetup, step_memory
+from megatron_balance.simulator.step import simulate_step
+from tests.support.deepseek import DEEPSEEK_V3
 
 MODEL = Model(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size=1000)
 LAYER = 512 * (2 * 512 + 2 * 128) + 3 * 512 * 1024
@@ -119,3 +143,251 @@ def test_experts_are_shared_out() -> None:
     moe = replace(MODEL, num_experts=8, experts_per_token=2)
     whole, shared = (rank_memory(moe, 0, 0, Sharding(experts=e)).weights for e in (1, 8))
     assert whole - shared == pytest.approx(2 * 4 * 7 * 3 * 512 * 1024)
+
+
+# The memory of a step by the layout that runs: what a rank of a job like DeepSeek-V3's holds, and
+# what planners decide by it.
+
+STAGES, LAYERS = 16, 4
+DEEPSEEK = replace(Model(**pretrained({**DEEPSEEK_V3, "num_nextn_predict_layers": 1})), num_layers=STAGES * LAYERS)
+SMALL = Model(8, 8, 64, num_layers=12, hidden_size=512, ffn_size=1024, vocab_size=1000)
+EXPERT = 3 * 7168 * 2048
+MIXED = [30011, 19000, 7301, 6000, 5003, 4000, 3000, 2500, 2000, 1700, 1500, 1200, 900, 700, 400, 321]
+
+
+def of_deepseek(ranks: int, experts: int, recompute: str = "none") -> StepMemory:
+    """`ranks` of each of 16 stages, and as many microbatches as there are stages."""
+    stages = stages_of(DEEPSEEK, ranks, recompute=recompute, pipeline=STAGES, experts=experts)  # pyright: ignore[reportArgumentType]
+    return StepMemory(DEEPSEEK, tuple(stages)).of_microbatches(STAGES)
+
+
+def test_the_state_of_a_rank_of_2048_gpus_is_the_sum_on_paper() -> None:
+    """128 ranks a stage; each has 4 of the 256 experts, which 2 ranks have. It was 4,160 GB, as if of
+    one stage with all experts.
+    """
+    latents = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168
+    router = 7168 * 256
+    others = LAYERS * (latents + EXPERT + router + 2 * 7168) + 3 / STAGES * (8 * EXPERT - router)
+    others += 7168 * 129280  # of the first stage: the embedding
+    experts = (STAGES * LAYERS - 3) / STAGES * 4 * EXPERT
+    state = 6 * (others + experts) + 12 * (others / 128 + experts / 2)
+    assert state / 1e9 == pytest.approx(19.8, abs=0.05)
+    assert of_deepseek(128, 64).stages[0].state_bytes == pytest.approx(state, rel=1e-6)
+    assert StepMemory.one_stage(DEEPSEEK, 128).of_microbatches(1).stages[0].state_bytes == pytest.approx(
+        4.3e12, rel=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "recompute", "tokens", "replays"),
+    [
+        # 19.8 GB of state; 64 layers in flight of 1,024 tokens hold 455 kB each and receive 147 kB:
+        # 59 GB of the 72 that are filled.
+        (128, 64, "none", 1024, False),
+        # As many of 4,096 would hold 119 GB.
+        (128, 64, "none", 4096, True),
+        # Full recomputation holds 14 kB each: 3.8 GB.
+        (128, 64, "full", 4096, False),
+        # 16 ranks a stage have 16 experts each: 61 GB of state.
+        (16, 16, "none", 1024, True),
+        (16, 16, "full", 2048, False),
+    ],
+)
+def test_zeppelin_keeps_where_the_layout_that_runs_has_room(
+    ranks: int, experts: int, recompute: str, tokens: int, replays: bool
+) -> None:
+    """It replayed on any number of H800, whose ranks would each have held 671 billion parameters."""
+    cluster = load_cluster("h800").build(num_ranks=ranks)
+    for memory, expected in ((None, True), (of_deepseek(ranks, experts, recompute), replays)):
+        context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK), memory=memory)
+        assert Search((tokens * ranks,), context, tokens).most_would_replay() == expected
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_zeppelin_searches_and_compares_by_the_memory_that_it_is_told(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, seen, compared = of_deepseek(16, 16, "full") if told else None, list[bool](), list[StepMemory | None]()
+    placed = Search.placed
+
+    def noted(self: Search, *, replays: bool) -> InWaves | None:
+        seen.append(replays)
+        compared.append(self.machine.memory)
+        return placed(self, replays=replays)
+
+    monkeypatch.setattr(Search, "placed", noted)
+    cluster = load_cluster("a800-ib").build(num_ranks=16)
+    context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK), memory=memory)
+    choose_planner("zeppelin", {}).plan_step((tuple(MIXED[3:]),), context)
+    assert seen == [not told]
+    assert set(compared) == {memory}
+
+
+def test_auto_takes_the_fastest_where_it_took_what_needs_the_least() -> None:
+    """On 512 H800, 32 ranks a stage."""
+    cluster = load_cluster("h800").build(num_ranks=32)
+    context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK))
+    steps = {
+        told: choose_planner("auto", {}).plan_step(
+            ((*MIXED * 2,),) * 2, replace(context, memory=of_deepseek(32, 32, "full") if told else None)
+        )[0]
+        for told in (False, True)
+    }
+    assert "nothing fits" in steps[False].plans[0].note
+    assert "fit" not in steps[True].plans[0].note
+    seconds = {told: float(step.plans[0].note.split("ms")[0].split()[-1]) for told, step in steps.items()}
+    assert seconds[True] < 0.95 * seconds[False], [step.plans[0].note for step in steps.values()]
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 2),
+    st.sampled_from([backward.Recomputed(), backward.Recomputed("uniform")]),
+    st.integers(0, 3_000_000),
+    st.floats(0.2e9, 4e9),
+)
+def test_stages_that_are_left_out_change_no_decision(
+    pipeline: int, number: int, chunks: int, recompute: backward.Recomputed, kept: int, memory_bytes: float
+) -> None:
+    stages = tuple(
+        backward.Stage(
+            12 // pipeline + (at == pipeline - 1), Sharding(pipeline=pipeline, stage=at, optimizer=2), recompute, chunks
+        )
+        for at in range(pipeline)
+    )
+    received = backward.ReceivedBytes(*(np.array([kept, kept // part]) for part in (2, 3, 4)))
+    own = backward.MicrobatchBytes(np.array([900, 1100]), received)
+    memory = StepMemory(SMALL, stages)
+    every = [backward.step_bytes([own] * number, SMALL, stage) for stage in stages]
+    found = memory.of_microbatches(number)
+    decision = found.decide(own, memory_bytes)
+    assert len(found.stages) <= 2
+    expected = backward.decide(every, "auto", memory_bytes)
+    assert replace(decision, peak_bytes=0.0, keep_bytes=0.0, replay_bytes=0.0) == replace(
+        expected, peak_bytes=0.0, keep_bytes=0.0, replay_bytes=0.0
+    )
+    for bytes_of in ("peak_bytes", "keep_bytes", "replay_bytes"):
+        assert getattr(decision, bytes_of) == pytest.approx(getattr(expected, bytes_of))
+
+
+def test_whether_a_remap_stays_is_asked_of_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[StepMemory | None] = []
+
+    def noted(plan: MicrobatchPlan, machine: Machine) -> Estimate:
+        told.append(machine.memory)
+        return estimate(plan, machine)
+
+    monkeypatch.setattr("megatron_balance.planning.layers.estimate", noted)
+    lengths = (1786, 16857, 2484, 8655, 13212, 1377, 487, 10695, 1580, 4224, 1494)
+    cluster, model = load_cluster("a800").build(num_ranks=16, ranks_per_node=8), load_model("llama-7b")
+    memory = StepMemory(model, tuple(stages_of(model, 16, pipeline=2)))
+    context = StepContext(cluster, model, AnalyticCost(cluster, model), memory=memory)
+    layers = Layers(routing="pays", remap=True, remap_when="pays")
+    choose_planner("knapformer", {}, layers=layers).plan_step((lengths,) * 2, context)
+    assert set(told) == {memory.of_microbatches(2)}
+
+
+@pytest.mark.parametrize(
+    ("experts", "planner"),
+    [
+        (1, choose_planner("zeppelin", {})),
+        (8, choose_planner("zeppelin", {})),
+        # The exchange of all ranks waits for one with a quarter more tokens than on average.
+        (8, choose_planner("knapformer", {"topology": "g12n1+g1n4"})),
+    ],
+)
+def test_an_estimate_is_of_the_experts_that_a_rank_has_and_of_the_way_to_the_others(
+    experts: int, planner: PlannerChoice
+) -> None:
+    """A layer of experts is as long as it is simulated, and as many layers keep."""
+    cluster = load_cluster("h100").build(num_ranks=16, ranks_per_node=4)
+    model = replace(load_model("moe-8x550m"), expert_split=experts)
+    own = planning_cost(cluster, model, None)
+    plan = planner.plan(Batch(tuple(MIXED)), cluster, model, own)
+    machine = Machine(cluster, model, AnalyticCost(cluster, model))
+    setup = Setup("auto", experts=experts, engine="rounds")
+    told = step_memory(StageSetup(machine, setup)).of_microbatches(1)
+    found, step = estimate(plan, Machine(cluster, model, own, memory=told)), simulate_step([plan], machine, setup)
+    assert found is not None
+    around = sum(step.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
+    assert found.layer_s == pytest.approx((step.step_s - around) / model.num_layers, rel=0.02)
+    without = estimate(plan, Machine(cluster, model, machine.cost, memory=told))
+    assert without is not None
+    assert (found.layer_s > 1.2 * without.layer_s) == (experts > 1), "beyond that tolerance"
+    assert found.backward.keeping == step.backward.keeping
+    assert found.backward.peak_bytes == pytest.approx(step.backward.peak_bytes, rel=0.02)
+
+
+def test_it_is_told_to_the_planning_process_as_it_is() -> None:
+    memory = of_deepseek(32, 16, "full")
+    assert StepMemory.from_json(json.loads(json.dumps(memory, default=dataclasses.asdict))) == memory
+
+
+# The capacity of a rank is the inverse of the memory model
+
+FOUR_LAYERS = Model(
+    num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size=1000
+)
+SMALL_GPUS = Cluster(32, 8, memory_bytes=4e9)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4, 32])
+def test_a_ring_as_full_as_the_capacity_says_fills_what_is_usable(num_ranks: int) -> None:
+    cluster = replace(SMALL_GPUS, num_ranks=num_ranks, ranks_per_node=min(8, num_ranks))
+    tokens = capacity(cluster, FOUR_LAYERS)
+    plan = choose_planner("te_ring", {}).plan(
+        Batch((tokens * num_ranks,)), cluster, FOUR_LAYERS, AnalyticCost(cluster, FOUR_LAYERS)
+    )
+    (stage,) = stages_of(FOUR_LAYERS, num_ranks)
+    found = backward.step_bytes([backward.microbatch_bytes([plan], FOUR_LAYERS)], FOUR_LAYERS, stage)
+    assert backward.decide([found], "auto", cluster.memory_bytes).fits
+    assert float(found.peak(0).max()) == pytest.approx(backward.USABLE * cluster.memory_bytes, rel=2e-3)
+
+
+def test_recomputation_makes_room_and_microbatches_in_flight_take_it() -> None:
+    def room(num_microbatches: int = 1, **more: object) -> int:
+        return most_tokens(FOUR_LAYERS, 32, 4e9, stages_of(FOUR_LAYERS, 32, **more), num_microbatches)  # pyright: ignore[reportArgumentType]
+
+    assert room(recompute="full") > 2 * room()
+    assert room(4, pipeline=2) < room(1, pipeline=2)
+    assert room(4) == room()
+
+
+def test_what_a_preset_holds_by_default_is_what_its_memory_model_says() -> None:
+    """An H100 was said to hold 12,720 tokens of llama-7b, and 8,192 need more than it has."""
+    assert capacity(load_cluster("h100").build(num_ranks=64), load_model("llama-7b")) < 8192
+
+
+# MaxLen of a scheme: what the first and the last stage hold
+
+LLAMA_32B = replace(load_model("llama2-32b"), num_heads=64, num_kv_heads=64, head_dim=104)
+GPU_BYTES, ALL_RANKS = 80e9, 64
+
+
+def test_the_first_stage_holds_what_c1_counts() -> None:
+    """PP microbatches of its layers, its weights and gradients, its share of all optimizer state."""
+    table = head_module(LLAMA_32B).weights / 2
+    stage = (num_parameters(LLAMA_32B) - 2 * table) / 4 / 8 + table / 8
+    states = (2 + 4) * stage + OPTIMIZER_BYTES * num_parameters(LLAMA_32B) / ALL_RANKS
+    one_layer = PARTIAL_BYTES * LLAMA_32B.num_heads * (LLAMA_32B.head_dim + 1)
+    per_token = (LLAMA_32B.num_layers * layer_activation_bytes(LLAMA_32B) + one_layer) / 8
+    expected = ((1 - MARGIN) * GPU_BYTES - states) / per_token
+    assert max_len(Scheme(8, 4), LLAMA_32B, GPU_BYTES, ALL_RANKS) == pytest.approx(expected, abs=1)
+
+
+def test_the_last_stage_has_the_logits() -> None:
+    wordy = replace(LLAMA_32B, vocab_size=4_000_000)
+    table = head_module(wordy).weights / 2
+    stage = (num_parameters(wordy) - 2 * table) / 4 / 8 + table / 8
+    states = (2 + 4) * stage + OPTIMIZER_BYTES * num_parameters(wordy) / ALL_RANKS
+    per_token = (LLAMA_32B.num_layers / 4 * layer_activation_bytes(wordy) + LOGIT_BYTES * wordy.vocab_size) / 8
+    expected = ((1 - MARGIN) * GPU_BYTES - states) / per_token
+    assert max_len(Scheme(8, 4), wordy, GPU_BYTES, ALL_RANKS) == pytest.approx(expected, abs=1)
+
+
+def test_more_of_anything_never_holds_less_and_a_model_too_large_holds_none() -> None:
+    for more, fewer in ((Scheme(8, 4), Scheme(4, 4)), (Scheme(8, 4), Scheme(8, 2)), (Scheme(4, 4, 2), Scheme(4, 4))):
+        assert max_len(more, LLAMA_32B, GPU_BYTES, ALL_RANKS) > max_len(fewer, LLAMA_32B, GPU_BYTES, ALL_RANKS)
+    assert max_len(Scheme(8), LLAMA_32B, GPU_BYTES, 1024) > max_len(Scheme(8), LLAMA_32B, GPU_BYTES, ALL_RANKS)
+    assert max_len(Scheme(), LLAMA_32B, GPU_BYTES, ALL_RANKS) == 0

@@ -2,8 +2,6 @@
 (`tests.support.trace_reader`); and traces that are broken, which both refuse.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +10,11 @@ from typing import Any
 import pytest
 
 from megatron_balance.analysis.trace_format import Trace, TrackSpan
-from tests.support import trace_processor, trace_reader
+from tests.support import trace_reader
 from tests.support.cli import CommandLine
 from tests.support.trace_reader import Event
 
-needs_processor = pytest.mark.skipif(trace_processor.find() is None, reason=trace_processor.NOT_FOUND)
+needs_processor = pytest.mark.skipif(trace_reader.find() is None, reason=trace_reader.NOT_FOUND)
 
 SMALL = {
     "num_attention_heads": 8,
@@ -44,7 +42,7 @@ def test_a_simulated_step_opens_without_a_complaint(capsys, tmp_path: Path, comm
     machine = f"--ranks 8 --ranks-per-node 4 --model {model}"
     CommandLine(capsys).printed(f"simulate --planner {command} {machine} --trace {out}")
     found = trace_reader.read(out.read_text())
-    trace_processor.assert_the_same(trace_processor.open_trace(out, tmp_path), found)
+    trace_reader.assert_the_same(trace_reader.open_trace(out, tmp_path), found)
     assert_arrows_lead_from_senders_to_receivers(found)
 
 
@@ -134,12 +132,12 @@ BROKEN = {
     "counter of words": (with_("C", 0, args={"bytes": "many"}), "value 'many'", "json_parser_failure"),
     "process without a name": (with_("M", 0, args={"name": ""}), "is empty", "json_parser_failure"),
 }
+# The processor says nothing of these; what it shows is not what the file means.
 MOVED = {
     "arrow without an end": (without("f"), "do not end"),
     "arrow to what began first": (to_the_outer_span, "drawn backwards"),
     "counter without values": (with_("C", 0, args={}), "without values"),
 }
-"""The processor says nothing of these; what it shows is not what the file means."""
 
 
 def broken(tmp_path: Path, change: Callable[[list[Event]], None], said: str) -> Path:
@@ -159,8 +157,8 @@ def test_our_reader_refuses_what_the_processor_complains_of(
     tmp_path: Path, change: Callable[[list[Event]], None], said: str, complaint: str
 ) -> None:
     file = broken(tmp_path, change, said)
-    if trace_processor.find() is not None:
-        assert complaint in trace_processor.open_trace(file, tmp_path).complaints
+    if trace_reader.find() is not None:
+        assert complaint in trace_reader.open_trace(file, tmp_path).complaints
 
 
 @pytest.mark.parametrize(("change", "said"), MOVED.values(), ids=MOVED)
@@ -168,14 +166,14 @@ def test_our_reader_refuses_what_the_processor_shows_otherwise(
     tmp_path: Path, change: Callable[[list[Event]], None], said: str
 ) -> None:
     file = broken(tmp_path, change, said)
-    if trace_processor.find() is not None:
+    if trace_reader.find() is not None:
         opened, meant = (
-            trace_processor.open_trace(file, tmp_path),
+            trace_reader.open_trace(file, tmp_path),
             trace_reader.read(json.dumps({"traceEvents": whole()})),
         )
         assert opened.sound
         with pytest.raises(AssertionError):
-            trace_processor.assert_the_same(opened, meant)
+            trace_reader.assert_the_same(opened, meant)
 
 
 def test_our_reader_refuses_an_arrow_that_falls_to_a_span_that_is_over(tmp_path: Path) -> None:
@@ -187,6 +185,6 @@ def test_our_reader_refuses_an_arrow_that_falls_to_a_span_that_is_over(tmp_path:
 def test_what_is_no_trace_is_refused_by_both(tmp_path: Path) -> None:
     for text in ('{"traceEvents": [{"ph": "X"', "no trace"):
         (tmp_path / "cut.json").write_text(text)
-        assert trace_processor.open_trace(tmp_path / "cut.json", tmp_path).refused
+        assert trace_reader.open_trace(tmp_path / "cut.json", tmp_path).refused
         with pytest.raises(ValueError, match="Expecting"):
             trace_reader.read(text)

@@ -1,23 +1,51 @@
 """Figures in closed form against the ops of the expanded program."""
 
-from __future__ import annotations
-
+import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.backward import largest_exchange
+from megatron_balance.analysis.backward import (
+    USABLE,
+    MicrobatchBytes,
+    ReceivedBytes,
+    Recomputed,
+    Stage,
+    StepBytes,
+    check_fits,
+    decide,
+    held_layers,
+    largest_exchange,
+    microbatch_bytes,
+    step_bytes,
+)
+from megatron_balance.analysis.change import (
+    Change,
+    Layouts,
+    PipelineWork,
+    base_for,
+    base_sync_s,
+    change,
+    held_bytes,
+    role_bytes,
+)
+from megatron_balance.analysis.link import WeightTraffic, layer_slot
+from megatron_balance.analysis.memory import Sharding, layer_activation_bytes
 from megatron_balance.analysis.statistics import plan_statistics, traffic
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile.pipeline import Projector, expand, layout
-from megatron_balance.errors import InvalidProgramError
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.errors import InfeasibleError, InvalidProgramError
+from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind
+from megatron_balance.ir.strategy import Strategy
 from tests.support import by_hand
 from tests.support.masks import NAMES
 from tests.support.strategies import ALL_PLANNERS, Case, cases
@@ -153,3 +181,237 @@ def test_an_unknown_comm_pattern_is_an_error() -> None:
     plan = by_hand.plan((4,), 1, Zone("z", "telepathy", (0,), (0,)))
     with pytest.raises(InvalidProgramError, match="zone z: unknown comm pattern 'telepathy'"):
         plan_statistics(plan, model_of(plan))
+
+
+# Keep or replay by layer: the prediction, the decision and its sentence.
+
+LLAMA = load_model("llama-7b")
+MODEL = Model(8, 8, 64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size=1)
+GB = 1e9
+
+
+def microbatch(tokens: int = 1000, kept: int = 1_000_000, replayed: int = 100_000, ranks: int = 2) -> MicrobatchBytes:
+    return MicrobatchBytes(
+        np.full(ranks, tokens), ReceivedBytes(np.full(ranks, kept), np.full(ranks, replayed), np.zeros(ranks, int))
+    )
+
+
+def of(other: float, kept: list[float], replayed: float = 0.0, layers: int = 4) -> StepBytes:
+    each = np.zeros(len(kept))
+    return StepBytes(other, each, each, np.array(kept), np.full(len(kept), replayed), layers)
+
+
+def test_a_ring_of_64_ranks_keeps_the_keys_of_all_others():
+    plan = by_hand.pool("ring", [64 * 4096], 64, ranks_per_node=8, heads=(32, 32))
+    found = step_bytes([microbatch_bytes([plan], LLAMA)], LLAMA, Stage(32, Sharding(optimizer=64)))
+    assert found.layers * found.kept.max() == 63 * 4096 * LLAMA.kv_bytes_per_token * 32
+    assert round(found.layers * found.kept.max() / GB) == 135
+
+
+def test_a_head_exchange_keeps_its_heads_only():
+    plan = by_hand.pool("head_exchange", [32 * 8192], 32, ranks_per_node=8, heads=(32, 32))
+    found = step_bytes([microbatch_bytes([plan], LLAMA)], LLAMA, Stage(32, Sharding(optimizer=32)))
+    # A rank attends with one of 32 heads to all tokens: queries, keys and values of 31 of 32 tokens.
+    assert found.kept.max() == 31 * 8192 * 3 * 128 * 2
+    assert found.layers * found.kept.max() < 10 * GB
+
+
+@pytest.mark.parametrize(
+    ("recompute", "numbers", "most"),
+    [
+        (Recomputed(), (5, 4, 3, 2, 1), 5),
+        (Recomputed("core_attention"), (1, 1, 1, 1, 1), 1),
+        (Recomputed("uniform", 1), (1, 1, 1, 1, 1), 1),
+        (Recomputed("uniform", 2), (2, 1, 2, 1, 1), 2),
+        (Recomputed("block", 2), (1, 1, 4, 3, 2), 4),
+    ],
+)
+def test_layers_are_numbered_by_what_keeping_costs(recompute, numbers, most):
+    assert held_layers(recompute, 5)[:2] == (numbers, most)
+
+
+def test_auto_keeps_in_as_many_layers_as_fit():
+    step = of(10.0, [2.0, 1.0], replayed=1.0)
+    for memory, keeping in ((18.0, 4), (17.9, 3), (17.0, 3), (16.9, 2), (13.0, 1), (12.9, 0), (1.0, 0)):
+        decision = decide([step], "auto", memory / USABLE)
+        assert decision.keeping == keeping, memory
+    assert decide([step], "auto", None).keeping == 4
+    assert decide([step], "keep", 1.0).keeping == 4
+    assert decide([step], "replay", 100.0).keeping == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.integers(1, 6),
+    st.integers(1, 60),
+)
+def test_a_mix_fits_and_one_layer_more_would_not(ranks, replayed, layers, memory):
+    other, kept = (np.array(column, dtype=float) for column in zip(*ranks, strict=True))
+    step = StepBytes(1.0, other, np.zeros(len(ranks)), kept, np.minimum(replayed, kept), layers)
+    keeping = decide([step], "auto", memory / USABLE).keeping
+    fits = [float(step.peak(k).max()) <= memory + 1e-9 for k in range(layers + 1)]
+    assert fits[keeping] or not any(fits)
+    assert not any(fits[keeping + 1 :])
+
+
+def test_stages_decide_together_by_the_fullest():
+    first, last = of(10.0, [2.0]), replace(of(10.0, [1.0]), stage=1)
+    assert decide([first, last], "auto", 14.0 / USABLE).keeping == 2
+    assert decide([last], "auto", 14.0 / USABLE).keeping == 4
+
+
+def test_pipeline_stages_hold_what_their_microbatches_in_flight_received():
+    batches = [microbatch(kept=kept) for kept in (1, 5, 7, 2, 1)]
+    kept = [step_bytes(batches, MODEL, Stage(2, Sharding(pipeline=2, stage=stage))).kept.max() for stage in (0, 1)]
+    assert kept == [12, 7]
+    # Interleaved: warm-up of 2 x 1 + 1 x 2 passes and one more, of chunks of one layer.
+    interleaved = Stage(2, Sharding(pipeline=2, stage=0), chunks=2)
+    assert interleaved.passes(5) == 5
+    assert step_bytes(batches, MODEL, interleaved).kept.max() == pytest.approx(14 / 3 * 5)
+
+
+def test_what_is_computed_again_is_held_for_one_run_at_a_time():
+    full = step_bytes([microbatch()], MODEL, Stage(4, recompute=Recomputed("uniform", 2)))
+    plain = step_bytes([microbatch()], MODEL, Stage(4))
+    assert (full.layers, plain.layers) == (2, 4)
+    assert plain.activations.max() == 4 * 1000 * layer_activation_bytes(MODEL)
+    assert full.activations.max() == 2 * 1000 * layer_activation_bytes(MODEL, "full")
+    assert full.working.max() == 2 * 1000 * layer_activation_bytes(MODEL)
+
+
+def test_the_sentence_says_the_decision_the_peak_and_the_alternatives():
+    mixed = decide([of(10 * GB, [2 * GB, 3 * GB], replayed=1 * GB)], "auto", 20 * GB)
+    assert mixed.sentence() == (
+        "backward: keep in 2 of 4 layers, replay in 2; predicted peak 17.0 of 20.0 GB on rank 1 "
+        "(all keep: 22.0 GB, all replay: 11.0 GB)"
+    )
+    told = decide([replace(of(10 * GB, [3 * GB]), stage=1)], "keep", 20 * GB)
+    assert told.sentence().startswith(
+        "backward: keep as configured; predicted peak 22.0 of 20.0 GB on rank 0 of stage 1, which does not fit"
+    )
+
+
+def test_a_step_that_fits_in_no_way_is_an_error_that_says_what_would_fit():
+    batch, stage = microbatch(tokens=100_000), Stage(4, Sharding(optimizer=2))
+    needs = float(step_bytes([batch], MODEL, stage).peak(0).max())
+    decision = decide([step_bytes([batch], MODEL, stage)], "auto", 0.9 * needs)
+    with pytest.raises(InfeasibleError) as failed:
+        check_fits(decision, [batch], MODEL, [stage])
+    told = str(failed.value)
+    (fewer,) = re.findall(r"at most ([\d,]+) tokens", told)  # a change that is said to fit does
+    batch_of_fewer = microbatch(tokens=int(fewer.replace(",", "")))
+    assert decide([step_bytes([batch_of_fewer], MODEL, stage)], "auto", 0.9 * needs).fits
+    assert "full activation recomputation" in told
+    assert "tokens on a rank, in place of 100,000" in told
+    assert "set 'backward: replay'" in told
+    check_fits(decide([step_bytes([batch], MODEL, stage)], "replay", 0.9 * needs), [batch], MODEL, [stage])
+    check_fits(decide([step_bytes([batch], MODEL, stage)], "auto", 1.2 * needs), [batch], MODEL, [stage])
+
+
+# Pull and push of a change, on links.
+
+EIGHT_LAYERS = Model(
+    num_heads=8, num_kv_heads=8, head_dim=16, num_layers=4, hidden_size=128, ffn_size=256, vocab_size=512
+)
+CLUSTER = Cluster(num_ranks=8, ranks_per_node=4, intra_bytes_per_s=1e9, nic_bytes_per_s=1e8)
+BASE = Strategy.parse("4*tp2-pp1-cp1")
+
+
+def test_the_base_as_a_strategy_moves_what_all_gather_and_reduce_scatter_do() -> None:
+    """32B on 64 A800s, <16,1,1> x 4: a quarter of a sixteenth from each of three others."""
+    cluster, model = load_cluster("a800-ib").build(), load_model("llama2-32b")
+    model = replace(model, num_heads=64, num_kv_heads=64, head_dim=104)
+    base = Strategy.parse("4*tp16-pp1-cp1")
+    assert change(base, base, model, cluster).whole_s == pytest.approx(base_sync_s(base, model, cluster), rel=1e-3)
+
+
+def test_bytes_are_those_of_weights_that_ranks_lack() -> None:
+    """Each of four TP 2 ranks of two pipelines pulls its half but for the quarter that it owns."""
+    strategy = Strategy.parse("2*tp2-pp1-cp1")
+    found = change(BASE, strategy, EIGHT_LAYERS, CLUSTER).traffic.described(CLUSTER)
+    per_rank = held_bytes(strategy, EIGHT_LAYERS, 8)[0] / 6
+    assert found["pull_bytes"] == pytest.approx(4 * 2 * per_rank * 3 / 4, rel=0.01)
+    assert found["push_bytes"] == 2 * found["pull_bytes"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3),
+    st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    st.lists(st.integers(0, 9), min_size=6, max_size=6),
+)
+def test_what_is_uncovered_is_what_a_clock_says(
+    given_works: list[tuple[int, int, int]], pull: list[int], push: list[int]
+) -> None:
+    """One microbatch a pipeline, four layers, at most four slots of them."""
+    slots = max(4 // stages for stages, _, _ in given_works)
+    pull_s, push_s = (np.array([*each[: slots + 1], each[5]], dtype=float) for each in (pull, push))
+    moved = Change(4, pull_s, push_s, (0.0, 0.0), WeightTraffic(np.zeros((2, 1, 2, 2), dtype=np.int64)))
+    works = [PipelineWork(stages, 4.0 * (f + b), f, b) for stages, f, b in given_works]
+    arrived, ends = np.cumsum(pull_s), list[float]()
+    ready = np.zeros(slots + 2)
+    for work in works:
+        count, now = 4 // work.stages, float(arrived[0])
+        slot_of = [int(layer_slot(np.array(layer % count), count, slots)) for layer in range(4)]
+        for layer in range(4):
+            now = max(now, float(arrived[slot_of[layer]])) + work.forward_s
+        now = max(now, float(arrived[-1]))
+        ready[-1] = max(ready[-1], now)
+        for layer in reversed(range(4)):
+            now += work.backward_s
+            ready[slot_of[layer]] = max(ready[slot_of[layer]], now)
+        ready[0] = max(ready[0], now)
+        ends.append(now)
+    done = 0.0
+    for slot in reversed(range(slots + 2)):
+        done = max(done, float(ready[slot])) + push_s[slot]
+    first, second = moved.uncovered_s(works, overlap=True)
+    assert first == pytest.approx(max(ends) - max(work.own_s for work in works))
+    assert second == pytest.approx(done - max(ends))
+    assert first + second >= moved.least_s(overlap=True) - 1e-9
+
+
+def test_without_overlap_all_of_it_is_uncovered() -> None:
+    moved = change(BASE, Strategy.parse("8*tp1-pp1-cp1"), EIGHT_LAYERS, CLUSTER)
+    works = [PipelineWork(1, 1.0, 0.05, 0.1)] * 8
+    assert moved.uncovered_s(works, overlap=False) == moved.whole_s
+    assert moved.least_s(overlap=False) == sum(moved.whole_s)
+    assert sum(moved.uncovered_s(works, overlap=True)) < sum(moved.whole_s)
+    assert moved.pull_s.sum() == pytest.approx(moved.whole_s[0], rel=0.01)
+
+
+def test_roles_share_the_memory_of_the_largest() -> None:
+    """The base layout is no role."""
+    strategies = tuple(map(Strategy.parse, ("tp1-pp1-cp1+tp2-pp1-cp1", "tp4-pp1-cp1", "4*tp2-pp1-cp1")))
+    found = role_bytes(Layouts(BASE, strategies), EIGHT_LAYERS, 8)
+    whole = held_bytes(Strategy.parse("tp1-pp1-cp1"), EIGHT_LAYERS, 8)[0]
+    assert found == pytest.approx(np.array([1, 1 / 2, 1 / 2, 1 / 4, 0, 0, 0, 0]) * whole)
+
+
+def test_the_base_where_nobody_says_one() -> None:
+    mixed, even = Strategy.parse("tp4-pp1-cp1+tp2-pp2-cp1"), Strategy.parse("2*tp1-pp2-cp2")
+    assert base_for([mixed, even], 8) == even
+    assert base_for([mixed], 8) == Strategy.parse("2*tp4-pp1-cp1")
+    assert base_for([Strategy.parse("tp3-pp1-cp1+tp2-pp1-cp1")], 8) == Strategy.parse("4*tp2-pp1-cp1")
+
+
+# Bytes of pulls and pushes, and the seconds that links take for them
+
+
+def test_seconds_are_those_of_the_fullest_link_or_nic():
+    """Four ranks on two nodes, a NIC for two; [way, rank, inside or between nodes, direction]."""
+    table = np.zeros((2, 4, 2, 2), dtype=np.int64)
+    table[0, :, 0] = [[100, 40], [40, 100], [0, 0], [0, 0]]
+    table[0, :, 1] = [[30, 0], [30, 0], [0, 20], [0, 40]]
+    table[1, 3, 0] = [0, 500]
+    cluster = Cluster(4, 2, intra_bytes_per_s=100.0, nic_bytes_per_s=10.0, ranks_per_nic=2)
+    assert WeightTraffic(table).described(cluster) == {
+        "pull_bytes": 200,
+        "pull_bytes_inter_node": 60,
+        "predicted_pull_s": 6.0,
+        "push_bytes": 0,
+        "push_bytes_inter_node": 0,
+        "predicted_push_s": 5.0,
+    }
+    handed_on = WeightTraffic(table, handed_on=True).described(cluster)
+    assert (handed_on["predicted_pull_s"], handed_on["predicted_push_s"]) == (6.0 + 1.0, 0.0 + 5.0)

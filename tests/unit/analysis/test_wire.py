@@ -1,19 +1,27 @@
 """Bytes on the way: sizes that source, target and proxies agree on, pieces that tile them, and
 tensors that come out as they went in."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+from megatron_balance.analysis import wire
+from megatron_balance.analysis.statistics import Traffic, traffic
+from megatron_balance.analysis.wire import ALIGN, HeadSizes, NicOf, Payload, is_collective
+from megatron_balance.compile.pipeline import expand
+from megatron_balance.ir.columns import Message, Rows
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
+from megatron_balance.ir.program import Kind
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, pack, parcel_bytes, shapes, unpack
+from megatron_balance.runtime.lower.regions import without
+from megatron_balance.runtime.recorder import Traced, hidden_share
+from tests.support import by_hand
 
-from megatron_balance.ir.program import Kind  # noqa: E402
-from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, pack, parcel_bytes, shapes, unpack  # noqa: E402
-from megatron_balance.runtime.lower.regions import without  # noqa: E402
-from megatron_balance.runtime.recorder import Traced, hidden_share  # noqa: E402
+torch = pytest.importorskip("torch")
 
 FORMS = [
     CallForm.of(AttentionShape(1, 1, 5), torch.bfloat16, "fp32"),
@@ -69,3 +77,197 @@ def test_hidden_share_is_what_was_not_waited_for() -> None:
     ]
     assert hidden_share(trace) == pytest.approx(0.75)
     assert hidden_share(trace[1:2]) == 1.0
+
+
+# The wire format without torch: sizes of messages, parcels and pieces, one by one and in arrays.
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes"),
+    [
+        (Kind.Q, [7 * 3 * 5 * 2]),
+        (Kind.KV, [2 * 7 * 3 * 5 * 2]),
+        (Kind.OUT, [7 * 3 * 5 * 2, 7 * 3 * 4]),
+        (Kind.OUT_GRAD, [2 * 7 * 3 * 5 * 2, 7 * 3 * 4]),
+        (Kind.Q_GRAD, [7 * 3 * 5 * 4]),
+        (Kind.KV_GRAD, [2 * 7 * 3 * 5 * 4]),
+    ],
+)
+def test_tensors_of_a_message(kind: Kind, num_bytes: list[int]) -> None:
+    assert (
+        list(wire.tensor_bytes([(kind, 7, 3)], HeadSizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4)))
+        == num_bytes
+    )
+
+
+def test_a_latent_travels_in_place_of_keys_and_values() -> None:
+    sizes = HeadSizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3, latent_dim=7)
+    found = {kind: list(wire.tensor_bytes([(kind, 1, 1)], sizes)) for kind in (Kind.KV, Kind.OUT, Kind.KV_GRAD)}
+    assert found == {Kind.KV: [7 * 2], Kind.OUT: [3 * 2, 4], Kind.KV_GRAD: [7 * 4]}
+
+
+def test_keys_and_values_of_two_widths_are_two_tensors() -> None:
+    sizes = HeadSizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3)
+    expected = {
+        Kind.Q: [5 * 2],
+        Kind.KV: [5 * 2, 3 * 2],
+        Kind.OUT: [3 * 2, 4],
+        Kind.OUT_GRAD: [2 * 3 * 2, 4],
+        Kind.Q_GRAD: [5 * 4],
+        Kind.KV_GRAD: [5 * 4, 3 * 4],
+    }
+    assert {kind: list(wire.tensor_bytes([(kind, 1, 1)], sizes)) for kind in Kind} == expected
+
+
+@given(num_bytes=st.integers(0, 3000), count=st.integers(1, 9))
+def test_pieces_are_near_equal_aligned_and_tile_the_parcel(num_bytes: int, count: int) -> None:
+    pieces = wire.piece_bounds(num_bytes, count)
+    assert [0, *(stop for _, stop in pieces)] == [*(start for start, _ in pieces), num_bytes]
+    assert all(start % ALIGN == 0 for start, stop in pieces if start < stop)
+    sizes = [stop - start for start, stop in pieces]
+    assert max(sizes) - min(sizes) < 2 * ALIGN
+    assert wire.piece_bytes(np.array([num_bytes]), count)[:, 0].tolist() == sizes
+
+
+@given(
+    carried=messages, element=st.sampled_from([2, 4, 8]), dim=st.integers(1, 9), value_dim=st.none() | st.integers(1, 9)
+)
+def test_arrays_of_messages_have_the_sizes_of_each(
+    carried: list[tuple[Kind, int, int]], element: int, dim: int, value_dim: int | None
+) -> None:
+    carried = list({(kind, heads): (kind, rows, heads) for kind, rows, heads in carried}.values())
+    carried.sort(key=lambda message: (message[0], message[2]))
+    table = np.zeros((len(carried), Message.WIDTH), dtype=np.int64)
+    table[:, Message.DST] = 1
+    for row, (kind, rows, heads) in zip(table, carried, strict=True):
+        row[Message.KIND], row[Message.HEAD_STOP], row[Message.TOKENS] = kind, heads, rows
+    parcels = Payload.of(Model(4, 2, dim, bytes_per_element=element, value_dim=value_dim)).parcels(table)
+    sizes = HeadSizes(dim, element, max(4, element), max(4, element), value_dim)
+    each = list(wire.tensor_bytes(carried, sizes))
+    # Tensors begin aligned, and the last one is not padded.
+    assert parcels.packed.tolist() == [sum(map(wire.padded, each[:-1])) + each[-1]]
+    assert parcels.direct.tolist() == [sum(each)]
+    assert parcels.padded.tolist() == [sum(wire.padded(size) for size in each)]
+
+
+# Bytes on every link of a whole program: by hand for small ones, and in the sizes that the executor
+# packs.
+
+MODEL = Model(num_heads=2, num_kv_heads=1, head_dim=8, bytes_per_element=2)
+TOKEN = 2 * 8 * 2  # bytes of the keys and values of a token
+TOKEN_GRAD = 2 * 8 * 4  # of their gradients, in fp32
+
+
+def plan_of(pattern: str, ranks_per_node: int, num_ranks: int = 4, tokens: int = 64) -> MicrobatchPlan:
+    return by_hand.pool(
+        pattern, (tokens,), num_ranks, ranks_per_node=ranks_per_node, heads=(MODEL.num_heads, MODEL.num_kv_heads)
+    )
+
+
+def traffic_of(plan: MicrobatchPlan, ranks_per_nic: int = 1, policy: str | None = None) -> Traffic:
+    program = expand(plan, policy)  # pyright: ignore[reportArgumentType]
+    return traffic(program, Payload.of(MODEL), ranks_per_node=plan.ranks_per_node, ranks_per_nic=ranks_per_nic)
+
+
+def test_a_ring_crosses_a_node_at_one_rank_and_one_nic() -> None:
+    moved = traffic_of(plan_of("ring", 2))
+    # 16 tokens a rank. From rank 1 to rank 2 go those of rank 1, the first 8 of rank 0, whose
+    # others nobody needs, and those of rank 3.
+    crossing = moved.inter_node_sent
+    assert (crossing > 0).tolist() == [False, True, False, True]
+    assert moved.nic_sent.tolist() == [[0, int(crossing[1])], [0, int(crossing[3])]]
+    assert moved.nic_received.tolist() == [[int(crossing[3]), 0], [int(crossing[1]), 0]]
+    assert crossing[1] == TOKEN * (16 + 16 + 8)
+
+
+def test_routed_every_nic_carries_its_share_and_the_node_passes_on_the_rest() -> None:
+    plan = plan_of("ring", 2)
+    direct = traffic_of(plan)
+    routed = traffic_of(replace(plan, routing=Routing(1, (0,))))
+    assert routed.nic_sent.sum() == direct.nic_sent.sum()
+    for node in routed.nic_sent.tolist():
+        assert node[0] == pytest.approx(node[1], abs=3 * wire.ALIGN)
+    # Half of what crosses goes to a proxy first, and half comes from one.
+    passed_on = routed.intra_node_sent.sum() - direct.intra_node_sent.sum()
+    assert passed_on == pytest.approx(direct.nic_sent.sum(), abs=12 * wire.ALIGN)
+
+
+def test_one_nic_for_both_ranks_of_a_node_leaves_nothing_to_route_over() -> None:
+    plan = plan_of("ring", 2)
+    assert (
+        traffic_of(replace(plan, routing=Routing(2, (0,))), 2).nic_sent.tolist()
+        == traffic_of(plan, 2).nic_sent.tolist()
+    )
+
+
+def test_gradients_come_back_in_fp32() -> None:
+    plan = plan_of("ring", 2)
+    forward, both = traffic_of(plan), traffic_of(plan, policy="keep")
+    backward = both.nic_sent - forward.nic_sent
+    # The other way, so what one node sent it now receives.
+    assert backward.tolist() == (forward.nic_received * TOKEN_GRAD // TOKEN).tolist()
+
+
+def test_an_all_gather_over_the_pool_is_gloos_ring_and_over_fewer_ranks_goes_directly() -> None:
+    block = 16 * TOKEN
+    pool = traffic_of(plan_of("all_gather", 2))
+    assert pool.inter_node_sent.tolist() == [0, 3 * block, 0, 3 * block]
+    some = replace(plan_of("all_gather", 2), zones=(Zone("some", "all_gather", (0, 2), (0,)),))
+    assert traffic_of(some).inter_node_sent.tolist() == [32 * TOKEN, 0, 32 * TOKEN, 0]
+
+
+def test_a_remap_moves_inputs_there_and_outputs_back() -> None:
+    plan = by_hand.plan((8, 4), 2, *by_hand.each_local(2), ranks_per_node=1)
+    moved = traffic_of(replace(plan, moves=Rows.of(3, [(0, 1, 2)]), routing=Routing(1, (REMAP,))))
+    query, lse = 2 * 8 * 2, 2 * 4
+    assert moved.inter_node_sent.tolist() == [2 * (query + lse), 2 * (query + TOKEN)]
+    assert moved.inter_node_received.tolist() == [2 * (query + TOKEN), 2 * (query + lse)]
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node", "ranks_per_nic"), [(8, 4, 2), (6, 3, 2), (4, 8, 1)])
+def test_neighbours_share_a_nic(num_ranks: int, ranks_per_node: int, ranks_per_nic: int) -> None:
+    nics = NicOf(num_ranks, ranks_per_node, ranks_per_nic)
+    ranks = np.arange(num_ranks)
+    assert nics.sums(ranks, np.ones_like(ranks)).sum() == num_ranks
+    for rank in range(num_ranks):
+        same = [other for other in ranks.tolist() if nics.nic(np.array(other)) == nics.nic(np.array(rank))]
+        assert len(same) <= ranks_per_nic
+        assert len({other // ranks_per_node for other in same}) == 1
+
+
+def test_sizes_are_those_that_the_executor_packs() -> None:
+    torch = pytest.importorskip("torch")
+    from megatron_balance.runtime.lower import memory
+
+    rng = np.random.default_rng(0)
+    for element, dtype, wide in (
+        (2, torch.bfloat16, torch.float32),
+        (4, torch.float32, torch.float32),
+        (8, torch.float64, torch.float64),
+    ):
+        for dim in (4, 5, 64):
+            ours = Payload.of(Model(4, 2, dim, bytes_per_element=element))
+            form = memory.CallForm(dim, dtype, wide, wide)
+            for _ in range(20):
+                kinds = np.sort(rng.choice(len(Kind), int(rng.integers(1, 4)), replace=False))
+                rows = [[0, 0, 1, int(kind), 0, int(rng.integers(1, 4)), int(rng.integers(1, 50))] for kind in kinds]
+                carried = [(Kind(kind), tokens, heads) for *_, kind, _, heads, tokens in rows]
+                found = ours.parcels(np.array(rows))
+                assert found.packed.tolist() == [memory.parcel_bytes(carried, form)]
+                tensors = [shape for message in carried for shape in memory.shapes(message, form)]
+                assert found.direct.tolist() == [sum(int(np.prod(shape)) * kind.itemsize for shape, kind in tensors)]
+                for count in (1, 3, 4, 8):
+                    pieces = [stop - start for start, stop in wire.piece_bounds(int(found.packed[0]), count)]
+                    assert wire.piece_bytes(found.packed, count)[:, 0].tolist() == pieces
+
+
+@pytest.mark.parametrize(("size", "ranks_per_node"), [(1, 1), (4, 2), (8, 4), (6, 4), (4, 4), (4, 8), (4, 1)])
+def test_collectives_are_where_the_runtime_has_groups(size: int, ranks_per_node: int) -> None:
+    pytest.importorskip("torch")
+    from megatron_balance.runtime import groups
+
+    made = set(groups._wanted(size, ranks_per_node))  # pyright: ignore[reportPrivateUsage]
+    candidates = {tuple(range(a, b)) for a in range(size) for b in range(a + 1, size + 1)} | {
+        tuple(reversed(range(size)))
+    }
+    assert {group for group in candidates if is_collective(group, size, ranks_per_node)} == made

@@ -1,7 +1,6 @@
 """`megatron-balance plan`: the keys of its JSON, and a sentence for every mistake."""
 
-from __future__ import annotations
-
+import argparse
 import json
 import re
 import subprocess
@@ -11,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.cli import main
+from megatron_balance import __version__
+from megatron_balance.cli import main, verify
+from megatron_balance.cli.inputs import tokens
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import PLANNERS
+from tests.support.cli import CommandLine
+from tests.support.processes import ended
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -271,7 +275,194 @@ def test_help_lists_planners_clusters_and_models(capsys):
 
 def test_module_and_script_are_the_same_program():
     command = [sys.executable, "-m", "megatron_balance", "plan", "--planner", "te_ring", "--lengths", "8", "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = ended(command)
     assert result.returncode == 0
     assert json.loads(result.stdout)["planner"] == "te_ring"
     assert result.stderr == ""
+
+
+# The verb `strategies`: its table, its JSON, the file for training, and mistakes.
+
+COMMAND = "strategies --dataset commoncrawl --tokens 20000 --seq-length 4096 --ranks 4 --batches 1 --schemes a800-7b"
+
+
+def test_json_and_the_file_name_the_same_strategies(run, tmp_path):
+    out = tmp_path / "found.txt"
+    found = run.json(f"{COMMAND} --out {out} --json")
+    assert (found["num_ranks"], found["batches"]) == (4, 1)
+    lines = [line.partition("#")[0].strip() for line in out.read_text().splitlines()]
+    written = [Strategy.parse(line) for line in lines if line]
+    assert [str(each) for each in written] == [row["strategy"] for row in found["strategies"]]
+    assert sum(row["best_share"] for row in found["strategies"]) == pytest.approx(1)
+    assert found["strategies"][0]["max_tokens"] >= 4096
+
+
+def test_people_see_a_table(run):
+    out = run.printed(COMMAND)
+    assert "longest sequence" in out
+    assert "4 GPUs, a800-7b; commoncrawl, 1 step of 20,000 tokens" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--tokens 0", "--tokens 0: must be at least 1"),
+        ("--schemes a800-8b", "no scheme named 'a800-8b', did you mean"),
+        ("--plan-costs x.json", "--schemes and --plan-costs are both given"),
+        ("--out nowhere/x.txt", "--out nowhere/x.txt: no folder nowhere"),
+        ("--out .", "--out .: is a folder"),
+        ("--out /proc/strategies.txt", "--out /proc/strategies.txt: cannot be written: No such file"),
+        ("--ranks 70000", "--ranks 70000: more than 65536"),
+        ("--ranks 1", "fits no pipeline of 1 GPUs: none"),
+    ],
+)
+def test_a_mistake_is_one_line(run, more, message):
+    assert message in run.error(f"{COMMAND} {more}")
+
+
+# The verb `tune`: the trade-off as a table and as JSON, and mistakes in one line
+
+SAMPLE = "--dataset wlb-skew --tokens 16384 --batches 60 --ranks 2 --model llama-7b --tokens-per-rank 16384 --queues 1"
+
+
+def test_tune_prints_what_it_weighed(run: CommandLine) -> None:
+    found = run.json(f"tune wlb_llm {SAMPLE} --json")
+    assert found["steps"] >= 10
+    chosen = next(trial for trial in found["trials"] if trial["chosen"])
+    assert chosen["thresholds"] == found["thresholds"]
+    assert chosen["delay"] <= 0.5
+    assert chosen["imbalance"] <= found["trials"][0]["imbalance"]
+    said = f"planner: {{thresholds: [{', '.join(map(str, found['thresholds']))}]}}"
+    assert said in run.printed(f"tune wlb_llm {SAMPLE}")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("tune te_ring --lengths 4,5", "tune: planner 'te_ring' has nothing to tune; these have: wlb_llm"),
+        ("tune wlb_llm --lengths 4,5 --planner te_ring", "name the one planner to tune right behind 'tune'"),
+        ("tune wlb_llm --lengths 4,5", "expected a sample of steps of at least 2 microbatches"),
+        (f"tune wlb_llm {SAMPLE} --most-delay -1", "--most-delay -1: expected at least 1, 1 and 0"),
+    ],
+)
+def test_mistakes_are_one_line(run: CommandLine, command: str, message: str) -> None:
+    assert message in run.error(command)
+
+
+# Ways of all verbs: the bare call, numbers of tokens, where results go.
+
+
+def test_a_bare_call_prints_help(run: CommandLine) -> None:
+    assert run.printed("").startswith("usage: megatron-balance")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert (stop.value.code, capsys.readouterr().out) == (0, f"megatron-balance {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("word", "number"), [("4096", 4096), ("128k", 131072), ("1.5K", 1536), ("2m", 2097152), (" 7 ", 7), ("-3", -3)]
+)
+def test_tokens_may_be_thousands(word: str, number: int) -> None:
+    assert tokens(word) == number
+
+
+@pytest.mark.parametrize("word", ["", "k", "0.3k", "4.5", "1g", "nan", "infk", "9" * 30, "1e999999999k", "0x10"])
+def test_what_is_no_number_of_tokens_is_refused(word: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected whole tokens such as 4096 or 128k"):
+        tokens(word)
+
+
+def test_lengths_and_tokens_take_thousands(run: CommandLine) -> None:
+    report = run.json("plan --planner te_ring --ranks 4 --lengths 4k,512 --json")
+    assert report["results"][0]["num_tokens"] == 4608
+    report = run.json("plan --planner te_ring --ranks 4 --dataset github --tokens 4k --tokens-per-rank 1k --json")
+    assert (report["results"][0]["num_tokens"], report["capacity_tokens_per_rank"]) == (4096, 1024)
+    assert "argument --tokens: expected whole tokens such as 4096 or 128k, got '4x'" in run.error(
+        "plan --planner te_ring --dataset github --tokens 4x"
+    )
+
+
+def test_a_plan_on_standard_output_is_the_plan_alone(run: CommandLine, tmp_path: Path) -> None:
+    command = "plan --planner zeppelin --ranks 4 --lengths 900,20"
+    run.printed(f"{command} --out", tmp_path / "plan.json")
+    assert run.printed(f"{command} --out -") == (tmp_path / "plan.json").read_text()
+    assert "--out - and --json both write to standard output" in run.error(f"{command} --out - --json")
+
+
+def test_a_table_may_stand_behind_the_options(run: CommandLine) -> None:
+    before, behind = (run.json(f"reproduce zeppelin {words}") for words in ("table2 --json", "--json table2"))
+    assert before == behind
+    assert {row["table"] for row in behind["rows"]} == {"table2"}
+    assert "'table3'" in run.error("reproduce zeppelin table2 --json table3")
+
+
+FULL = Path("/dev/full")
+
+EACH = """
+import os, runpy, sys
+import megatron_balance.cli
+for words in sys.argv[1:]:
+    if not (child := os.fork()):
+        sys.argv = ["megatron-balance", *words.split()]
+        runpy.run_module("megatron_balance", run_name="__main__")
+        sys.exit("it returned")
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_a_line() -> None:
+    commands = ["plan --planner te_ring --ranks 2 --lengths 9 --out -", "--version", "", "plan --help"]
+    with FULL.open("w") as full:
+        command = [sys.executable, "-c", EACH, *commands]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == 4 * "error: standard output cannot be written: No space left on device\n2\n"
+
+
+NUMBERS = [
+    ("plan --planner te_ring --ranks 8 --dataset github --tokens 99999999999999999", "expected at most 100000000000"),
+    ("plan --planner te_ring --ranks 8 --dataset github --tokens 4096 --batches 999999999", "in 1000000 batches at"),
+    ("plan --planner te_ring --ranks 8 --dataset g8b4i256f1s0 --batches 999999999", "expected at most 10000000"),
+    ("plan --planner te_ring --ranks 8000000 --lengths 8", "a cluster of 8000000 ranks: expected at most 1048576"),
+    ("simulate --planner te_ring --ranks 8 --lengths 8 --microbatches 99999999", "--microbatches 99999999: expected"),
+    ("simulate --planner te_ring --ranks 8 --dataset github --global-tokens 99999999999999999", "expected at most"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), NUMBERS, ids=[said for _, said in NUMBERS])
+def test_numbers_that_no_machine_has_room_for_are_refused_at_once(run: CommandLine, command: str, said: str) -> None:
+    assert said in run.error(command)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyError("of nobody"), 70, "KeyError: 'of nobody'\n"),
+        (RecursionError("too deep"), 70, "RecursionError: too deep\n"),
+        (PermissionError(1, "not here"), 70, "PermissionError: [Errno 1] not here\n"),
+        (MemoryError("466 TiB for an array"), 2, "error: not enough memory: 466 TiB for an array\n"),
+    ],
+)
+def test_a_traceback_has_an_exit_code_of_its_own(
+    run: CommandLine, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, said: str
+) -> None:
+    """1 says that a plan does not hold."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(verify, "read", fails)
+    answer = run("verify plan.json")
+    assert (answer.code, answer.out) == (code, "")
+    assert answer.err.endswith(said)
+    assert ("Traceback" in answer.err) == (code == 70)
+
+
+def test_a_trace_on_standard_output_is_the_trace_alone(run: CommandLine, tmp_path: Path) -> None:
+    command = "simulate --planner zeppelin --ranks 4 --model gpt-tiny --lengths 900,20 --trace"
+    run.printed(command, tmp_path / "trace.json")
+    assert run.printed(f"{command} -") == (tmp_path / "trace.json").read_text()
+    assert "--trace - and --json both write to standard output" in run.error(f"{command} - --json")

@@ -1,7 +1,5 @@
 """`plan --out` and `verify`: a plan file is proved, and any change to it is found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The analytic cost model against hand-worked numbers, and that more never costs less."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -10,11 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model
+from megatron_balance.cost import fits, kernel
 from megatron_balance.cost.analytic import CALL_S, LAUNCH_S, AnalyticCost
-from megatron_balance.cost.base import MachineCost, remap_s
-from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS, backward_factor
-from megatron_balance.cost.parallel import wide_ranks
+from megatron_balance.cost.base import Link, MachineCost, remap_s
+from megatron_balance.cost.parallel import (
+    CollectiveGroup,
+    all_gather_s,
+    all_to_all_s,
+    experts_s,
+    gradient_sync_s,
+    group_of,
+    reduce_scatter_s,
+    stage_transfer_s,
+    wide_ranks,
+)
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Rectangles, num_pairs
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 
 CLUSTER = Cluster(
     16,
@@ -56,28 +68,30 @@ def test_head_dims_that_the_kernel_pads_cost_the_padded_size() -> None:
 
 
 def test_short_runs_of_queries_and_keys_fill_whole_tiles_and_cost_a_thread_block_each() -> None:
-    long, whole, nano_batch = (COST.attention_s(1e6, run) for run in (1 << 30, TILE_TOKENS, TILE_TOKENS / 2))
+    long, whole, nano_batch = (
+        COST.attention_s(1e6, run) for run in (1 << 30, kernel.TILE_TOKENS, kernel.TILE_TOKENS / 2)
+    )
     assert long == pytest.approx(COST.attention_s(1e6), rel=1e-6)
-    assert whole == pytest.approx((1 + BLOCK_TILES) * 128 / 129 * long)
-    assert nano_batch == pytest.approx(128**2 / (64 * 65) * (1 + BLOCK_TILES) * long)
+    assert whole == pytest.approx((1 + kernel.BLOCK_TILES) * 128 / 129 * long)
+    assert nano_batch == pytest.approx(128**2 / (64 * 65) * (1 + kernel.BLOCK_TILES) * long)
 
 
 def test_a_launch_takes_its_tiles_and_thread_blocks_over_the_whole_gpu() -> None:
     # 32 blocks of 128 queries see 1, 2, ... 32 tiles of keys.
-    assert attend(COST, causal(4096)) == pytest.approx(LAUNCH_S + 32 * (32 * 33 / 2 + 32 * BLOCK_TILES) * TILE_S)
+    assert attend(COST, causal(4096)) == pytest.approx(LAUNCH_S + 32 * (32 * 33 / 2 + 32 * kernel.BLOCK_TILES) * TILE_S)
 
 
 def test_one_block_of_queries_takes_as_long_as_its_own_sm_needs() -> None:
     alone = [0, 8192, 8320, 0, 1, 0, 8192, 0, 1]
-    assert attend(COST, alone) == pytest.approx(LAUNCH_S + (64 + BLOCK_TILES) * TILE_S * 100)
+    assert attend(COST, alone) == pytest.approx(LAUNCH_S + (64 + kernel.BLOCK_TILES) * TILE_S * 100)
     on_cpu = AnalyticCost(replace(CLUSTER, num_sms=0), MODEL)
-    assert attend(on_cpu, alone) == pytest.approx(LAUNCH_S + (64 + BLOCK_TILES) * TILE_S)
+    assert attend(on_cpu, alone) == pytest.approx(LAUNCH_S + (64 + kernel.BLOCK_TILES) * TILE_S)
 
 
 def test_backward_has_five_products_for_two_at_a_lower_rate() -> None:
     forward, backward = (attend(COST, causal(4096), backward=b) - LAUNCH_S for b in (False, True))
     assert backward / forward == pytest.approx(2.5 * 73 / 63)
-    assert backward_factor() == pytest.approx(2.5 * 73 / 63)
+    assert kernel.backward_factor() == pytest.approx(2.5 * 73 / 63)
 
 
 def test_launches_are_told_apart_and_empty_ones_are_free() -> None:
@@ -200,7 +214,6 @@ def test_an_extra_token_never_takes_less_time(length: int, start: int, backward:
 
 # The seconds of a remap
 
-
 EVEN_HEADS = Model(32, 32, 128)
 SHARED_NICS = Cluster(
     16, 8, intra_bytes_per_s=400e9, nic_bytes_per_s=50e9, ranks_per_nic=2, intra_alpha_s=2e-6, inter_alpha_s=9e-6
@@ -217,3 +230,184 @@ def test_a_remap_takes_the_fullest_or_emptiest_ranks_link_and_the_nics_of_such_a
     across = [*[1100.0] * 8, *[900.0] * 8]
     over_nics = 2 * 9e-6 + 800 * token_bytes / 4 / 50e9
     assert remap_s(across, SHARED_NICS, REMAP_COST) == pytest.approx(2 * 2e-6 + 100 * token_bytes / 400e9 + over_nics)
+
+
+# Tiles of the attention kernel, counted by closed forms, against counting them one by one.
+
+
+def counted(pair: list[int]) -> tuple[int, int, int, int]:
+    """Tiles, thread blocks, tiles of the longest one, visible pairs; the slow way."""
+    _, q_start, q_stop, _, _, k_start, k_stop, _, _ = pair
+    blocks: list[int] = []
+    for first in range(q_start, q_stop, 128):
+        last = min(first + 128, q_stop) - 1
+        blocks.append(-(-max(0, min(last + 1, k_stop) - k_start) // 128))
+    visible = sum(max(0, min(q + 1, k_stop) - k_start) for q in range(q_start, q_stop))
+    return sum(blocks), len(blocks), max(blocks), visible
+
+
+def test_tiles_are_those_that_one_by_one_counting_finds() -> None:
+    generator = np.random.default_rng(7)
+    rows: list[list[int]] = []
+    for _ in range(400):
+        q, k = sorted(generator.integers(0, 700, 2).tolist()), sorted(generator.integers(0, 700, 2).tolist())
+        rows.append([0, q[0], q[1] + 1, 0, 4, k[0], k[1] + 1, 0, 1])
+    pairs = np.array(rows)
+    columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
+    visible = num_pairs(Rectangles(*(pairs[:, column] for column in columns)), CAUSAL)
+    found = np.stack([*kernel.tiles(pairs), visible], axis=1)
+    assert found.tolist() == [list(counted(row)) for row in rows]
+
+
+@pytest.mark.parametrize("size", [1, 5, 128, 129, 300])
+def test_tiles_that_a_window_hides_whole_are_left_out(size: int) -> None:
+    """Of the queries of a rank and the keys that its halo has (`compile.halo`)."""
+    generator = np.random.default_rng(size)
+    rows: list[list[int]] = []
+    wanted: list[list[int]] = []
+    for _ in range(200):
+        start, stop = sorted(generator.integers(0, 900, 2).tolist())
+        stop, first = stop + 1, max(0, start - size + 1)
+        rows.append([0, start, stop, 0, 4, first, stop, 0, 1])
+        blocks = [
+            -(-(min(q + 128, stop) - first) // 128) - (max(q - size + 1, first) - first) // 128
+            for q in range(start, stop, 128)
+        ]
+        wanted.append([sum(blocks), len(blocks), max(blocks)])
+    found = np.stack(kernel.tiles(np.array(rows), SlidingWindow(size)), axis=1)
+    assert found[:, :2].tolist() == [row[:2] for row in wanted]
+    assert (found[:, 2] >= [row[2] for row in wanted]).all()
+    assert (found[:, 2] <= [row[2] + 1 for row in wanted]).all()
+
+
+def test_head_dims_are_padded_to_the_next_kernel() -> None:
+    assert [kernel.padded_head_dim(dim) for dim in (16, 64, 100, 128, 129)] == [32, 64, 128, 128, 160]
+
+
+def test_padding_a_head_dim_copies_every_operand_and_result_once() -> None:
+    """Two queries over three keys, named twice, one of two key heads; heads of 100 become 104."""
+    pair = (0, 5, 7, 0, 2, 4, 7, 0, 1)
+    pairs = np.array([pair, pair])
+    launch = np.zeros(2, dtype=np.int64)
+    rows = 2 * 2 + 3 * 1
+    assert kernel.padding_elements(pairs, launch, 1, (100, 100), backward=False).tolist() == [2 * (100 + 104) * rows]
+    assert kernel.padding_elements(pairs, launch, 1, (100, 100), backward=True).tolist() == [4 * (100 + 104) * rows]
+    assert kernel.padding_elements(pairs, launch, 1, (104, 104), backward=True).tolist() == [0]
+    assert kernel.padding_elements(pairs, launch, 1, (192, 128), backward=False).tolist() == [(192 + 128) * rows], (
+        "v and out"
+    )
+    cluster, model = Cluster(1, 1, memory_bytes_per_s=1e9), Model(2, 1, 100)
+    costs = [AnalyticCost(cluster, model, pads=pads).attend_s(pairs, launch, 1)[0] for pads in (True, False)]
+    assert costs[0] - costs[1] == pytest.approx(2 * 204 * rows * 2 / 1e9)
+
+
+# Least squares without negative coefficients.
+
+
+def test_a_quadratic_is_found_again() -> None:
+    truth = fits.Quadratic(2e-9, 3e-6, 4e-3)
+    lengths = [128, 512, 2048, 8192, 32768]
+    fitted = fits.fit_quadratic(lengths, [truth.time_s(length) for length in lengths])
+    assert (fitted.a, fitted.b, fitted.c) == pytest.approx((truth.a, truth.b, truth.c), rel=1e-6)
+
+
+def test_columns_that_say_the_same_are_fitted_by_one_of_them() -> None:
+    assert fits.least_squares([[2.0, 4.0], [3.0, 6.0]], [4.0, 6.0], what="twice") == (2.0, 0.0)
+
+
+def test_no_coefficient_is_negative_whatever_the_noise() -> None:
+    fitted = fits.fit_quadratic([1, 2, 3, 4], [1.0, 3.9, 9.2, 15.8])
+    assert fitted.a > 0
+    assert min(fitted.b, fitted.c) >= 0
+    assert fitted.time_s(3) == pytest.approx(9, rel=0.05)
+
+
+def test_a_links_alpha_and_rate_are_found_again() -> None:
+    sizes = [1e3, 1e5, 1e7]
+    link = fits.fit_link(sizes, [2e-5 + size / 25e9 for size in sizes])
+    assert (link.alpha_s, link.bytes_per_s) == pytest.approx((2e-5, 25e9))
+
+
+def test_a_rate_is_found_even_where_noise_hides_it() -> None:
+    link = fits.fit_link([1e3, 2e3], [2e-3, 1.9e-3])
+    assert link.alpha_s >= 0
+    assert 0 < link.bytes_per_s < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: fits.fit_quadratic([1, 1, 2], [1, 1, 2]), "at least 3 different lengths"),
+        (lambda: fits.fit_link([5, 5], [1, 1]), "at least 2 different message sizes"),
+        (lambda: fits.fit_link([1, 2], [0, 1]), "must be positive seconds"),
+    ],
+)
+def test_too_little_to_fit_is_refused(call, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        call()
+
+
+# Collectives and what surrounds a plan, against formulas worked by hand.
+
+INTRA, INTER = Link(1e-6, 100e9), Link(10e-6, 25e9)
+NODE, NODES = CollectiveGroup(8, 8, INTRA, INTER), CollectiveGroup(16, 8, INTRA, Link(10e-6, 100e9))
+SPREAD = CollectiveGroup(4, 1, INTRA, INTER)
+
+
+def test_a_ring_takes_one_step_for_every_other_rank() -> None:
+    assert all_gather_s(1e6, NODE) == pytest.approx(7 * (1e-6 + 1e-5))
+    assert reduce_scatter_s(1e6, NODE) == all_gather_s(1e6, NODE)
+
+
+def test_a_ring_over_nodes_goes_at_the_pace_of_its_slowest_step() -> None:
+    slow = CollectiveGroup(16, 8, INTRA, INTER)
+    assert all_gather_s(1e6, slow) == pytest.approx(15 * (10e-6 + 1e6 / 25e9))
+    assert all_gather_s(1e6, SPREAD) == pytest.approx(3 * (10e-6 + 1e6 / 25e9))
+
+
+def test_an_all_to_all_goes_over_the_links_inside_and_the_nics_at_once() -> None:
+    inside = 7 * (1e-6 + 1e6 / 100e9)
+    away = 8 * (10e-6 + 8 * 1e6 / 100e9)
+    assert all_to_all_s(16e6, NODES) == pytest.approx(max(inside, away))
+    assert all_to_all_s(8e6, NODE) == pytest.approx(7 * (1e-6 + 1e-5))
+
+
+def test_one_rank_has_nothing_to_wait_for() -> None:
+    alone = CollectiveGroup(1, 1, INTRA, INTER)
+    assert all_gather_s(1e9, alone) == all_to_all_s(1e9, alone) == 0.0
+
+
+def test_a_groups_nics_are_those_of_its_ranks_on_a_node() -> None:
+    cluster = Cluster(16, 8, nic_bytes_per_s=25e9, ranks_per_nic=2)
+    assert group_of(cluster, 16, 8).inter.bytes_per_s == 100e9
+    assert group_of(cluster, 2, 1).inter.bytes_per_s == 25e9
+    assert group_of(cluster, 2, 1, busy_nics=True).inter.bytes_per_s == 12.5e9
+    with pytest.raises(ConfigError, match="9 ranks on a node: custom has 8"):
+        group_of(cluster, 18, 9)
+    with pytest.raises(ConfigError, match="a group of 9 ranks cannot have 8 on each node"):
+        group_of(cluster, 9, 8)
+
+
+def test_gradients_are_summed_in_fp32_and_weights_gathered_in_bf16() -> None:
+    assert gradient_sync_s(8e6, NODE) == pytest.approx(7 * (2e-6 + (4e6 + 2e6) / 100e9))
+
+
+def test_experts_are_reached_by_two_all_to_alls() -> None:
+    moe = Model(8, 8, 64, hidden_size=512, num_experts=8, experts_per_token=2)
+    cluster = Cluster(8, 8)
+    group = group_of(cluster, 8, 8, busy_nics=True)
+    assert experts_s(moe, 100, cluster, 8) == pytest.approx(2 * all_to_all_s(100 * 2 * 512 * 2, group))
+    assert experts_s(replace(moe, num_experts=0), 100, cluster, 8) == 0.0
+
+
+def test_a_stage_hands_on_hidden_states() -> None:
+    assert stage_transfer_s(Model(8, 8, 64, hidden_size=512), 1000, INTER) == pytest.approx(
+        10e-6 + 1000 * 512 * 2 / 25e9
+    )
+
+
+def test_tensor_parallelism_that_does_not_fit_a_node_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor parallelism 3 does not divide h's nodes of 8 ranks"):
+        wide_ranks(Cluster(16, 8, name="h"), 3)
+    with pytest.raises(ConfigError, match="one must divide the other"):
+        wide_ranks(Cluster(24, 24, ranks_per_nic=3), 2)

@@ -1,18 +1,21 @@
 """Latency of a sequence under a parallel scheme, and its quadratic."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.modules import ExpertLoad, expert_part
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme
+from megatron_balance.model_config import pretrained
 from megatron_balance.planners.pipelines import check_scheme, fit_scheme, sequence_s
+from tests.support.deepseek import DEEPSEEK_V3
 
 MODEL = load_model("llama-7b")
 CLUSTER = load_cluster("a800-ib").build()
@@ -88,3 +91,84 @@ def test_a_scheme_says_its_name_and_size() -> None:
     assert (str(Scheme(2, 4, 8)), Scheme(2, 4, 8).num_ranks) == ("tp2-pp4-cp8", 64)
     with pytest.raises(ConfigError, match="tensor parallelism 3 does not divide"):
         fit_scheme(Scheme(3), MODEL, CLUSTER, analytic, LENGTHS)
+
+
+# Uneven routing of tokens to experts: shares of documents, and the busiest rank of a group.
+
+MOE = Model(8, 8, 64, hidden_size=512, ffn_size=1024, num_experts=8, experts_per_token=2)
+
+
+def test_even_routing_gives_the_busiest_rank_its_groups_mean():
+    tokens = np.array([[100.0, 60.0], [0.0, 240.0]])
+    assert ExpertLoad().busiest(tokens, MOE, 4).tolist() == pytest.approx([40.0, 60.0])
+
+
+def test_counted_experts_make_their_rank_the_busiest():
+    load = ExpertLoad.counted([30, 10, 10, 10, 10, 10, 10, 10])
+    assert load.shares[0] == pytest.approx(0.3)
+    assert load.busiest(np.array([[1000.0]]), MOE, 8) == pytest.approx([300.0])
+    assert load.busiest(np.array([[1000.0]]), MOE, 4) == pytest.approx([400.0])  # a rank with two of the experts
+
+
+def test_a_group_with_all_documents_is_busier_than_one_of_none_and_less_than_one_of_few():
+    load, rng = ExpertLoad(spread=1.0), np.random.default_rng(5)
+    lengths = rng.integers(500, 1500, size=64).astype(np.float64)
+    mixed = np.tile(lengths / 8, (8, 1))
+    few = np.zeros((8, 64), dtype=np.float64)
+    few[np.arange(64) // 8, np.arange(64)] = lengths
+    even = lengths.sum() / 8 / 8
+    assert even < load.busiest(mixed, MOE, 8).max() < 0.9 * load.busiest(few, MOE, 8).mean()
+    assert load.busiest(few, MOE, 8).tolist() == ExpertLoad(spread=1.0).busiest(few, MOE, 8).tolist()
+
+
+def test_documents_deviate_by_the_spread_and_visit_no_expert_twice():
+    for spread, found in ((0.0, 0.0), (0.25, 0.25), (0.5, 0.5)):
+        shares = ExpertLoad(spread=spread).of_documents(5000, MOE)
+        assert shares.sum(axis=1) == pytest.approx(np.ones(5000))
+        assert 8 * shares.std(axis=0).mean() == pytest.approx(found, rel=0.03)
+    apart = ExpertLoad(spread=1.7).of_documents(5000, MOE)
+    assert apart.sum(axis=1) == pytest.approx(np.ones(5000))
+    assert apart.max() == pytest.approx(0.5)
+
+
+def test_the_expert_part_is_that_of_the_products():
+    hidden, ffn = 512, 1024
+    mlp, rest = 2 * 3 * hidden * ffn * 2, 2 * 4 * hidden * hidden + 2 * hidden * 8
+    assert expert_part(MOE) == pytest.approx(mlp / (mlp + rest))
+
+
+def test_a_rank_reads_the_weights_of_its_own_experts_alone():
+    """DeepSeek-V3's on an H800: reading all 256 and the shared one takes 6.76 ms, computing the nine
+    that each of 4,096 tokens visits 4.10.
+    """
+    cluster = load_cluster("h800").build(num_ranks=64)
+    expert = 3 * 7168 * 2048
+    computing_s, reading_s = 4096 * 9 * 2 * expert / (0.8 * 989e12), 257 * expert * 2 / 3.35e12
+    assert (1e3 * computing_s, 1e3 * reading_s) == pytest.approx((4.10, 6.76), abs=0.01)
+    model = Model(**pretrained(DEEPSEEK_V3))
+    for backward in (False, True):
+        alone, shared = (
+            AnalyticCost(cluster, replace(model, expert_split=ranks)).layer_s(4096, backward=backward)
+            for ranks in (1, 64)
+        )
+        assert alone - shared == pytest.approx((1 + backward) * (reading_s - computing_s))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ExpertLoad.counted([1, -1]), "must be 0 or more"),
+        (lambda: ExpertLoad.counted([0, 0]), "one of them more"),
+        (lambda: ExpertLoad.counted([]), "one of them more"),
+        (lambda: ExpertLoad.counted([float("nan")]), "one of them more"),
+        (lambda: ExpertLoad(spread=-0.1), "spread of experts' shares -0.1"),
+        (lambda: ExpertLoad(spread=float("nan")), "spread of experts' shares nan"),
+        (lambda: ExpertLoad((0.5, 0.6)), "sum to 1"),
+        (lambda: ExpertLoad.counted([1, 1]).of_documents(1, MOE), "shares of 2 experts; the model has 8"),
+        (lambda: ExpertLoad.counted([3, 0, 0, 0, 1, 0, 0, 0]).of_documents(1, MOE), "none has more than 0.5"),
+        (lambda: ExpertLoad(spread=1.8).of_documents(1, MOE), "below 1.73"),
+    ],
+)
+def test_loads_that_cannot_be_are_refused(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()

@@ -1,14 +1,21 @@
 """The inputs of a planner: batch, cluster, model."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir import arrays
+from megatron_balance.ir.arrays import as_array, as_rows, concat, key
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Fragment, Pair, Rows
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow, kind_of, mask_named
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
+from megatron_balance.ir.strategy import Scheme, Strategy
+from tests.support.masks import visible
 
 
 @pytest.mark.parametrize(
@@ -90,3 +97,212 @@ def test_linear_flops_count_projections_and_a_gated_mlp() -> None:
 def test_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         Model(num_heads=heads, num_kv_heads=kv_heads, head_dim=8)
+
+
+# Strategies: text, ranks, nodes.
+
+
+def test_a_strategy_is_read_and_printed() -> None:
+    strategy = Strategy.parse("tp4-pp1-cp1+2*tp1-pp2-cp1")
+    assert strategy.pipelines == (Scheme(4), Scheme(1, 2), Scheme(1, 2))
+    assert (str(strategy), strategy.num_ranks) == ("tp4-pp1-cp1+2*tp1-pp2-cp1", 8)
+    assert [strategy.ranks_of(pipeline) for pipeline in range(3)] == [range(4), range(4, 6), range(6, 8)]
+    assert str(Strategy.parse("tp1-pp1-cp1+tp1-pp1-cp1")) == "2*tp1-pp1-cp1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "tp4",
+        "tp4-pp1-cp0",
+        "0*tp1-pp1-cp1",
+        "tp1-pp1-cp1+",
+        " tp1-pp1-cp1",
+        "tp1-pp1-cp1*2",
+        "99999999*tp1-pp1-cp1",
+        "2*",
+    ],
+)
+def test_another_text_is_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected .*such as '") as caught:
+        Strategy.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tp_group_lies_inside_a_node_unless_it_is_larger() -> None:
+    Strategy.parse("tp16-pp1-cp1+tp8-pp1-cp1+2*tp2-pp2-cp1").check(num_ranks=33, node_size=8)  # one left over
+    for text in ("tp1-pp1-cp1+tp8-pp1-cp1", "2*tp6-pp1-cp1", "tp8-pp1-cp1+tp12-pp1-cp1", "tp1-pp1-cp1+tp16-pp1-cp1"):
+        with pytest.raises(ConfigError, match="crosses nodes of 8"):
+            Strategy.parse(text).check(num_ranks=64, node_size=8)
+    with pytest.raises(ConfigError, match="takes 9 ranks, and there are 8"):
+        Strategy.parse("9*tp1-pp1-cp1").check(num_ranks=8, node_size=8)
+
+
+def test_a_rank_has_one_seat_in_megatrons_order_tp_cp_pp() -> None:
+    strategy = Strategy.parse("tp2-pp1-cp1+tp2-pp3-cp2")
+    seats = [strategy.seat(rank) for rank in range(14)]
+    places = [(seat.pipeline, seat.first, seat.stage, seat.context, seat.tensor) for seat in seats if seat]
+    expected = [(0, 0, 0, 0, tp) for tp in range(2)]
+    expected += [(1, 2, pp, cp, tp) for pp in range(3) for cp in range(2) for tp in range(2)]
+    assert places == expected
+    assert seats == list(strategy.seats())
+    assert strategy.seat(14) is None
+
+
+# Masks: the run of keys of each query, and everything that follows from it.
+
+MASKS = (CAUSAL, FULL, SlidingWindow(3))
+LENGTH = 9
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_queries_is_the_inverse_of_keys(mask: Mask) -> None:
+    shown = visible(mask)(LENGTH)
+    seq, keys = np.zeros(LENGTH, dtype=np.int64), np.arange(LENGTH)
+    first, stop = mask.queries(seq, keys)
+    queries = np.arange(LENGTH)[:, None]
+    assert (((queries >= first) & (queries < stop)) == shown).all()
+    assert [mask.queries(0, key) for key in range(LENGTH)] == list(zip(first.tolist(), stop.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_pairs_are_counted(mask: Mask) -> None:
+    assert [mask.num_pairs(length) for length in range(LENGTH)] == [
+        int(visible(mask)(length).sum()) for length in range(LENGTH)
+    ]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_pairs_of_rectangles_are_counted(mask: Mask) -> None:
+    shown = visible(mask)(LENGTH)
+    spans = [(a, b) for a in range(LENGTH) for b in range(a, LENGTH + 1)]
+    rows = np.array([(*q, *k) for q in spans for k in spans])
+    counted = [int(shown[a:b, c:d].sum()) for a, b, c, d in rows.tolist()]
+    assert arrays.num_pairs(arrays.Rectangles(*rows.T), mask).tolist() == counted
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_a_rectangle_is_trimmed_to_what_the_mask_shows_of_it(mask: Mask) -> None:
+    shown = visible(mask)(LENGTH)
+    spans = [(a, b) for a in range(LENGTH) for b in range(a + 1, LENGTH + 1)]
+    rows = np.array([(0, q0, q1, 0, 1, k0, k1, 0, 1) for q0, q1 in spans for k0, k1 in spans])
+    for row, got, seen in zip(
+        rows.tolist(), arrays.trim_pairs(rows, mask).tolist(), arrays.sees(rows, mask).tolist(), strict=True
+    ):
+        (q0, q1), (k0, k1) = row[Pair.Q_SPAN], row[Pair.K_SPAN]
+        block = shown[q0:q1, k0:k1]
+        queries, keys = np.flatnonzero(block.any(axis=1)) + q0, np.flatnonzero(block.any(axis=0)) + k0
+        assert seen == bool(len(queries))
+        if seen:
+            assert (got[Pair.Q_SPAN], got[Pair.K_SPAN]) == ([queries[0], queries[-1] + 1], [keys[0], keys[-1] + 1])
+        else:
+            assert got[Pair.Q_START] >= got[Pair.Q_STOP]
+            assert got[Pair.K_START] >= got[Pair.K_STOP]
+
+
+def test_masks_are_found_by_name() -> None:
+    assert [mask_named(mask.name) for mask in MASKS] == list(MASKS)
+    assert [kind_of(mask) for mask in MASKS] == ["causal", "full", "window"]
+    with pytest.raises(ConfigError, match="unknown mask 'half'; known: causal, full, window_KEYS"):
+        mask_named("half")
+    for name in ("window", "window_0", "window_-3", "window_07"):
+        with pytest.raises(ConfigError, match=f"unknown mask '{name}'"):
+            mask_named(name)
+    with pytest.raises(ConfigError, match="at least 1 key, got 0"):
+        SlidingWindow(0)
+
+
+def test_a_plan_names_a_mask_that_is_not_causal() -> None:
+    zone = Zone("pool", "ring", (0,), (0,))
+    plan = MicrobatchPlan("test", (4,), 1, 1, 1, 1, (zone,))
+    assert '"mask"' not in to_json(plan)
+    others = [replace(plan, mask=mask) for mask in (FULL, SlidingWindow(3), SlidingWindow(30))]
+    assert [from_json(to_json(each)) for each in others] == others
+    assert len({each.fingerprint() for each in (plan, *others)}) == 4
+
+
+# Arithmetic on token intervals, against sets of tokens.
+
+
+def draw(seed: int, count: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    start = rng.integers(0, 20, count)
+    return np.column_stack([rng.integers(0, 3, count), start, start + rng.integers(0, 6, count)])
+
+
+def tokens(row: np.ndarray) -> set[tuple[int, int]]:
+    seq, start, stop = row.tolist()
+    return {(seq, at) for at in range(start, stop)}
+
+
+def test_a_key_is_taken_apart_again() -> None:
+    seq, position = np.array([0, 3, 70_000]), np.array([5, 0, 1 << 39])
+    assert arrays.key_seq(key(seq, position)).tolist() == seq.tolist()
+    assert arrays.key_position(key(seq, position)).tolist() == position.tolist()
+
+
+def test_overlaps_are_all_pairs_that_share_a_token() -> None:
+    for seed in range(30):
+        wanted, held = draw(seed, seed % 7), draw(seed + 100, seed % 11)
+        held = held[held[:, Fragment.START] < held[:, Fragment.STOP]]
+        row, found = arrays.overlaps(wanted, held)
+        expected = [
+            (i, j) for i, one in enumerate(wanted) for j, other in enumerate(held) if tokens(one) & tokens(other)
+        ]
+        assert sorted(zip(row.tolist(), found.tolist(), strict=True)) == expected
+        assert (np.diff(row) >= 0).all()
+
+
+def test_of_disjoint_intervals_the_bounds_hold_those_that_overlap_and_no_others() -> None:
+    for seed in range(30):
+        wanted, held = draw(seed, 5), arrays.union(draw(seed + 100, 6))
+        for one, first, last in zip(wanted, *arrays.overlap_bounds(wanted, held), strict=True):
+            expected = [j for j, other in enumerate(held) if tokens(one) & tokens(other)]
+            assert list(range(first, last)) == expected
+
+
+def test_a_union_is_disjoint_and_a_token_held_twice_is_found() -> None:
+    for seed in range(30):
+        rows = draw(seed, seed % 9)
+        held = [token for row in rows for token in tokens(row)]
+        for joined, expected in (
+            (arrays.union(rows), set(held)),
+            (arrays.held_twice(rows), {t for t in held if held.count(t) > 1}),
+        ):
+            assert [t for row in joined for t in sorted(tokens(row))] == sorted(expected)  # in order, none twice
+            assert not any(
+                a[0] == b[0] and a[2] == b[1] for a, b in zip(joined, joined[1:], strict=False)
+            )  # touching ones are one
+
+
+def test_rows_give_back_what_they_were_made_of() -> None:
+    rows = Rows.of(3, [(0, 5, -1), (2**40, 7, 8)])
+    assert list(rows) == [(0, 5, -1), (2**40, 7, 8)]
+    assert len(rows) == 2
+
+
+def test_rows_are_compared_and_hashed_by_content() -> None:
+    assert Rows.of(2, [(1, 2)]) == Rows.of(2, [[1, 2]])
+    assert hash(Rows.of(2, [(1, 2)])) == hash(Rows.of(2, [(1, 2)]))
+    assert Rows.of(2, [(1, 2)]) != Rows.of(1, [(1,), (2,)])
+
+
+def test_no_rows_are_false() -> None:
+    assert not Rows(4)
+    assert len(Rows(4)) == 0
+    assert list(Rows(4)) == []
+
+
+def test_a_row_of_another_width_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"row \(1, 2\) has 2 columns, expected 3"):
+        Rows.of(3, [(1, 2)])
+
+
+def test_rows_and_arrays_are_the_same_table() -> None:
+    rows = Rows.of(2, [(1, 2), (3, 4)])
+    table = as_array(rows)
+    assert table.tolist() == [[1, 2], [3, 4]]
+    assert not table.flags.writeable
+    assert as_rows(table[:, ::-1]) == Rows.of(2, [(2, 1), (4, 3)])
+    assert concat([rows, Rows(2), rows], 2).tolist() == [[1, 2], [3, 4], [1, 2], [3, 4]]

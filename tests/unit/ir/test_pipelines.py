@@ -1,7 +1,5 @@
 """Steps of several pipelines: text, JSON, fingerprint, each pipeline's own part, and their proof."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

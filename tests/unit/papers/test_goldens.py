@@ -1,7 +1,5 @@
 """Every row of every paper: as golden as it was, and made of no number that it is compared with."""
 
-from __future__ import annotations
-
 import fnmatch
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,8 +21,8 @@ ENTRIES = [
     for name, entry in entries.items()
 ]
 once = cache(rows_of)
+# Patterns of all tables of a paper.
 SHARED = {"*, authors' coefficients", "*, our costs"}
-"""Patterns of all tables of a paper."""
 
 
 def changed(value: Any) -> Any:

@@ -1,26 +1,49 @@
 """Placements and comm patterns: facts about where tokens lie and what small programs look like."""
 
-from __future__ import annotations
-
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_balance import patterns, reference
+from megatron_balance.analysis.backward import largest_exchange
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.rounds import coupled
+from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.compile import remap
 from megatron_balance.compile.join import join, split
-from megatron_balance.compile.pipeline import expand, layout, project
+from megatron_balance.compile.order import IssueOrder, issue_orders
+from megatron_balance.compile.pipeline import Projector, expand, layout, project
 from megatron_balance.compile.proof.meaning import verify
+from megatron_balance.compile.proof.runs import prove
+from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.plan import REMAP, Routing, TaskTable, Zone
+from megatron_balance.ir.arrays import Ints, as_array, as_rows
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Held, Rows, Transfer
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, TaskTable, Zone, from_json, to_json
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.text import text
+from megatron_balance.lab.report.study import placement
+from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns import zigzag as zigzag_module
+from megatron_balance.patterns.base import CommPattern, Context, Load, ZoneMessages, ZoneWork, prefix_pairs
 from megatron_balance.patterns.head_exchange import head_slices
+from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
 from megatron_balance.patterns.zigzag import fragments, tokens, zigzag
-from tests.support import by_hand
+from megatron_balance.planning.layers import Layers, with_layers
+from megatron_balance.simulator.attention import EngineName, attention_call
+from tests.support import by_hand, dense
 from tests.support.by_hand import plan, pool
+from tests.support.strategies import random_once_per_node, random_shares, random_zones
+from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops
 
 PATTERNS = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_exchange_once", "head_ring")
 
@@ -289,3 +312,205 @@ def test_pairs_and_shared_tokens_of_a_rank_are_those_of_its_fragments() -> None:
         assert zigzag_module.pairs_per_rank(placed).tolist() == causal
         shared = [int((rows[:, 2] - rows[:, 1])[placed.parts[rows[:, 0]] > 1].sum()) for rows in held]
         assert zigzag_module.shared_tokens(placed).tolist() == shared
+
+
+# A pattern that says no more than it must: its sends and work answer all other questions.
+
+MODEL = Model(4, 2, 16)
+ENGINES: tuple[EngineName, ...] = ("events", "rounds")
+
+
+class Broadcast(CommPattern[Zone]):
+    """All tokens lie on the first rank; every rank attends an equal part of each sequence's
+    queries."""
+
+    def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
+        del num_ranks
+        return zone.ranks
+
+    def num_exchanges(self, zone: Zone) -> int:
+        del zone
+        return 2
+
+    def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
+        rows = np.array([(seq, 0, lengths[seq]) for seq in zone.seqs], dtype=np.int64).reshape(-1, 3)
+        return rows if rank == zone.ranks[0] else rows[:0]
+
+    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        del across
+        first, whole = zone.ranks[0], self.place(zone, context.lengths, zone.ranks[0])
+        blocks = Blocks.of([whole, *(part(whole, at, len(zone.ranks)) for at in range(1, len(zone.ranks)))])
+        block, others = np.arange(1, len(zone.ranks)), np.array(zone.ranks[1:])
+        there = [
+            table_of(0, first, others, Kind.Q, 0, context.num_heads, block, 0),
+            table_of(0, first, others, Kind.KV, 0, context.num_kv_heads, 0, 0),
+        ]
+        rows = np.concatenate([*there, table_of(1, others, first, Kind.OUT, 0, context.num_heads, block, 0)])
+        if rank is not None:
+            rows = rows[(rows[:, [Send.SRC, Send.DST]] == rank).any(axis=1)]
+        sizes = np.append(0, np.cumsum(blocks.rows[:, 2] - blocks.rows[:, 1]))
+        return Sends(rows, lambda: np.diff(sizes[blocks.begin]), lambda: blocks)
+
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
+        whole = self.place(zone, context.lengths, zone.ranks[0])
+        own = part(whole, zone.ranks.index(rank), len(zone.ranks))
+        yield ZoneWork(1, as_rows(prefix_pairs(own, context)))
+
+
+def part(whole: Ints, at: int, size: int) -> Ints:
+    rows = whole.copy()
+    rows[:, 1], rows[:, 2] = whole[:, 2] * at // size, whole[:, 2] * (at + 1) // size
+    return rows[rows[:, 1] < rows[:, 2]]
+
+
+@pytest.fixture
+def broadcast_plan(monkeypatch: pytest.MonkeyPatch) -> MicrobatchPlan:
+    monkeypatch.setitem(patterns.PATTERNS, "broadcast", Broadcast())
+    zones = Zone("far", "broadcast", (1, 0, 3), (0, 2)), Zone("ring", "ring", (2, 3), (1,))
+    return MicrobatchPlan("by_hand", (30, 12, 7), 4, 2, 4, 2, zones)
+
+
+def test_it_is_verified_counted_and_laid_out(broadcast_plan: MicrobatchPlan) -> None:
+    verify(expand(broadcast_plan, "replay"))
+    assert_figures_are_those_of_the_ops(broadcast_plan, ranks_per_nic=1)
+    held = remap.fragments(broadcast_plan)
+    for rank in range(4):
+        assert (
+            held[held[:, Held.RANK] == rank][:, Held.FRAGMENT].tolist()
+            == Projector(broadcast_plan).attention_layout(rank).tolist()
+        )
+    assert from_json(to_json(broadcast_plan)) == broadcast_plan
+
+
+def test_it_is_remapped_and_routed(broadcast_plan: MicrobatchPlan) -> None:
+    cluster = Cluster(4, 2)
+    cost = AnalyticCost(cluster, MODEL)
+    layered = with_layers(broadcast_plan, cluster, cost, Layers(routing="always", remap=True))
+    assert layered.moves
+    assert layered.routing is not None
+    verify(expand(layered, "replay"))
+    assert_figures_are_those_of_the_ops(layered, ranks_per_nic=1)
+    # Its load decides whether routing pays: one rank of each node sends all, the other's NIC is
+    # idle.
+    heavy = replace(broadcast_plan, lengths=(300_000, 12, 7))
+    paying = with_layers(heavy, cluster, cost, Layers(routing="pays"))
+    assert paying.routing is not None
+    assert 0 in paying.routing.zones
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_is_simulated_by_both_engines(broadcast_plan: MicrobatchPlan, policy: Policy) -> None:
+    cluster = Cluster(4, 2)
+    machine = Machine(cluster, MODEL, AnalyticCost(cluster, MODEL))
+    alone = replace(broadcast_plan, zones=(replace(broadcast_plan.zones[0], seqs=(0, 1, 2)),))
+    exact, rounds = (attention_call(alone, machine, policy, name=name) for name in ENGINES)
+    for a, b in zip(exact, rounds, strict=True):
+        assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.15)
+        assert b.bytes_moved.sum() == pytest.approx(a.bytes_moved.sum(), rel=1e-9)
+
+
+def test_the_rest_is_answered_too(broadcast_plan: MicrobatchPlan) -> None:
+    assert coupled(broadcast_plan).tolist() == [0, 0, 0, 0]
+    assert largest_exchange(broadcast_plan).tolist() == [74, 0, 12, 74]  # of two heads
+    # the ring alone says what starts at once
+    assert issue_orders(broadcast_plan, "replay") == (IssueOrder(), IssueOrder(first=frozenset({0})))
+    longest = placement(broadcast_plan)["longest"]
+    assert [(row["seq"], row["num_ranks"]) for row in longest] == [(0, 3), (1, 2), (2, 3)]
+    assert plan_statistics(broadcast_plan, MODEL)["partial_tokens_received_per_rank"] == [0, 25, 0, 0]
+
+
+# The table of what all ranks send, against that of each rank and against closed forms.
+
+CLUSTER = Cluster(12, 4)
+
+
+def zones(mask: Mask) -> Iterator[tuple[Context, AnyPlanZone]]:
+    """Zones of every kind, of random plans, each in its context."""
+    model = Model(8, 2, 16, attention="full" if mask == FULL else "causal")
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        batch = Batch(tuple(rng.integers(1, int(rng.choice([9, 400])), 6).tolist()))
+        for make in (random_zones, random_once_per_node, random_shares):
+            plan = make(batch, CLUSTER, model, seed)
+            yield from ((Context.of(plan), zone) for zone in plan.zones)
+
+
+def rows_of(sends: Sends, rank: int | None = None) -> list[tuple[int, ...]]:
+    """(exchange, transfer) of all that moves, or that `rank` sends; without targets of all-gathers."""
+    number, rows = sends.transfers()
+    gathers = [at for at, call in sends.calls.items() if call.collective == "all_gather"]
+    table = np.column_stack([number, rows])
+    table[np.isin(number, gathers), 1 + Transfer.DST] = -1
+    return sorted(set(map(tuple, table[(rows[:, Transfer.SRC] == rank) | (rank is None)].tolist())))
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_the_table_of_all_ranks_is_the_union_of_those_of_each(mask: Mask) -> None:
+    for context, zone in zones(mask):
+        pattern = pattern_of(zone)
+        whole, ranks = pattern.sends(zone, context), pattern.ranks(zone, context.num_ranks)
+        each = {rank: pattern.sends(zone, context, rank) for rank in ranks}
+        assert rows_of(whole) == sorted(row for rank, own in each.items() for row in rows_of(own, rank))
+        assert whole.calls == {at: call for own in each.values() for at, call in own.calls.items()}
+        if whole.again is not None:
+            again = [(rank, own.again) for rank, own in each.items() if own.again is not None]
+            assert rows_of(whole.again) == sorted(row for rank, own in again for row in rows_of(own, rank))
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_messages_count_the_tokens_of_the_rows(mask: Mask) -> None:
+    for context, zone in zones(mask):
+        sends = pattern_of(zone).sends(zone, context)
+        _, rows = sends.transfers()
+        tokens = rows[:, Transfer.STOP] - rows[:, Transfer.START]
+        assert int(sends.messages()[:, -1].sum()) == int(tokens.sum())
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_closed_forms_say_what_the_table_says(mask: Mask) -> None:
+    for context, zone in zones(mask):
+        pattern = pattern_of(zone)
+        if not pattern.num_exchanges(zone):
+            continue
+        closed, counted = Load(context.num_ranks), Load(context.num_ranks)
+        pattern.receive(closed, zone, context)
+        CommPattern.receive(pattern, counted, zone, context)
+        if "once" not in zone.pattern:  # there a token comes in parts of its heads, and counts once
+            assert (closed.tokens == counted.tokens).all()
+        assert (closed.token_heads == counted.token_heads).all()
+        most = CommPattern.largest_exchange(pattern, zone, context)
+        assert pattern.largest_exchange(zone, context).tolist() == most.tolist()
+        if isinstance(zone, Zone):
+            assert pattern.tokens([zone], context).tolist() == CommPattern.tokens(pattern, [zone], context).tolist()
+
+
+def test_an_all_gather_brings_each_rank_the_blocks_of_all_others() -> None:
+    rows = np.array([(0, rank, -1, 1, 0, 2, tokens) for rank, tokens in enumerate((3, 4, 0))])
+    load = Load(3)
+    load.receive(ZoneMessages(rows, "all_gather", (0, 1, 2)))
+    assert load.tokens[1].tolist() == [4, 3, 7]
+    assert load.token_heads[1].tolist() == [8, 6, 14]
+
+
+# A stored plan of every comm pattern is read, proved and run, whichever class its name stands for.
+
+# By comm pattern: a plan with a remap and routing as `to_json` wrote it, and its fingerprint.
+STORED = json.loads((Path(__file__).parent / "stored_plans.json").read_text())
+
+
+def test_every_pattern_has_a_stored_plan() -> None:
+    assert STORED.keys() == patterns.PATTERNS.keys()
+
+
+@pytest.mark.parametrize("policy", ["keep", "replay"])
+@pytest.mark.parametrize("pattern", STORED)
+def test_a_stored_plan_is_read_proved_and_run(pattern: str, policy: Policy) -> None:
+    plan = from_json(json.dumps(STORED[pattern]["plan"]))
+    assert plan.fingerprint() == STORED[pattern]["fingerprint"]
+    assert json.loads(to_json(plan)) == STORED[pattern]["plan"]
+    program = prove(plan, policy)
+    x = dense.draw(plan.lengths, plan.num_heads, plan.num_kv_heads, head_dim=5)
+    ours = reference.run(program, x.q, x.k, x.v, x.scale, x.dout)
+    theirs = dense.attention(x)
+    for what in ("out", "q_grad", "k_grad", "v_grad"):
+        assert dense.worst(getattr(ours, what), getattr(theirs, what)) < 1e-12

@@ -1,11 +1,9 @@
 """flexsp: groups of different sizes, the integer program against brute force, and life without
-SciPy.
-"""
-
-from __future__ import annotations
+SciPy."""
 
 import importlib
 import logging
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
@@ -15,10 +13,15 @@ from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, Model, make_planner, verify
 from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.analysis.step_memory import StepMemory, stages_of
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import flexsp
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.baselines import redundant_pairs
 from megatron_balance.planners.flexsp import (
     FlexSpOptions,
     Groups,
@@ -29,7 +32,10 @@ from megatron_balance.planners.flexsp import (
     improve,
     plan_batch,
 )
+from megatron_balance.planners.hydraulis import HydraulisOptions
+from megatron_balance.planners.pipelines import pipelines_of
 from megatron_balance.solvers.milp import NoAnswerError
+from megatron_balance.solvers.packing import best_fit
 
 MODEL = Model(32, 8, 128)
 LENGTHS = [24957, 8593, 25756, 17251, 28869, 6177, 5610, 592, 9331, 15506]
@@ -242,3 +248,94 @@ def test_buckets_round_up_by_as_little_as_can_be(tokens: list[int], num_buckets:
         for cuts in combinations(range(1, len(order)), count)
     )
     assert sum(tokens[items[0]] - tokens[item] for items in made for item in items) == least
+
+
+# packing: packs of one size, what is cut attends to its own beginning only, redundant attention
+# counted apart.
+
+PACKED = Model(8, 2, 16)
+
+
+def packed_plan(lengths: list[int], num_ranks: int = 4) -> MicrobatchPlan:
+    return make_planner("packing", Cluster(num_ranks, num_ranks), PACKED)(lengths)
+
+
+def test_sequences_that_fill_packs_stay_whole() -> None:
+    plan = packed_plan([6, 4, 10, 3, 7, 8, 2])
+    assert plan.zones == (
+        Zone("local", "ring", (0,), (2,)),
+        Zone("local", "ring", (1,), (5, 6)),
+        Zone("local", "ring", (2,), (3, 4)),
+        Zone("local", "ring", (3,), (0, 1)),
+    )
+
+
+def test_what_fits_no_pack_is_cut_where_packs_end_and_sees_all_its_earlier_keys() -> None:
+    plan = packed_plan([25, 9, 6])  # packs of 10: 9 and 6 whole, 25 into what is left, 1 + 4 + 10 + 10
+    cut = plan.zones[0]
+    assert isinstance(cut, TaskTable)
+    assert list(cut.fragments) == [(0, 0, 0, 1), (1, 0, 1, 5), (2, 0, 5, 15), (3, 0, 15, 25)]
+    assert list(cut.tasks) == [(0, 0, 0, 1, 0, 1), (1, 0, 1, 5, 0, 5), (2, 0, 5, 15, 0, 15), (3, 0, 15, 25, 0, 25)]
+    assert plan.zones[1:] == (Zone("local", "ring", (0,), (1,)), Zone("local", "ring", (1,), (2,)))
+    assert plan_statistics(plan, PACKED)["kv_tokens_received_per_rank"] == [0, 1, 5, 15]
+    verify(plan, "replay")
+
+
+@given(lengths=st.lists(st.integers(1, 300), max_size=12), num_ranks=st.integers(1, 9))
+def test_every_rank_has_the_same_tokens(lengths: list[int], num_ranks: int) -> None:
+    tokens = plan_statistics(packed_plan(lengths, num_ranks), PACKED)["tokens_per_rank"]
+    assert max(tokens) - min(tokens) <= 1
+
+
+def test_redundant_pairs_are_those_of_each_query_with_the_sequences_before_its_own() -> None:
+    assert redundant_pairs([3, 2, 4]) == (0, 6, 20)
+    assert redundant_pairs([]) == ()
+
+
+@given(pack=st.lists(st.integers(1, 100), max_size=8))
+def test_a_pack_with_its_redundant_pairs_is_one_causal_sequence(pack: list[int]) -> None:
+    own = sum(n * (n + 1) // 2 for n in pack)
+    assert own + sum(redundant_pairs(pack)) == sum(pack) * (sum(pack) + 1) // 2
+
+
+def test_best_fit_takes_the_bin_with_the_least_room_and_the_lower_of_two() -> None:
+    assert best_fit([5, 5, 4, 9, 2], [6, 5, 10, 10]) == [1, 0, 2, 3, 2]
+    assert best_fit([3, 3], [3]) == [0, None]
+    assert best_fit([], []) == []
+
+
+# The memory that a planner inside a pipeline is told: that of its scheme.
+
+LLAMA = load_model("llama-7b")
+CLUSTER = load_cluster("h100").build(num_ranks=16, ranks_per_node=8)
+TOLD = StepMemory(LLAMA, tuple(stages_of(LLAMA, 16, recompute="full")), "replay")
+CONTEXT = StepContext(
+    CLUSTER, LLAMA, AnalyticCost(CLUSTER, LLAMA), options=HydraulisOptions(tokens_per_rank=8192), memory=TOLD
+)
+STRATEGY = Strategy.parse("tp2-pp2-cp2+tp1-pp1-cp8")
+
+
+def test_it_is_of_the_stages_of_its_scheme_and_of_all_ranks_that_share_the_optimizer() -> None:
+    halves, whole = (inside.memory for inside in pipelines_of(STRATEGY, CONTEXT).inside)
+    assert halves is not None
+    assert whole is not None
+    assert (halves.asked, halves.stages[0].recompute) == (TOLD.asked, TOLD.stages[0].recompute)
+    assert [(each.num_layers, each.sharding.optimizer) for each in halves.stages] == [(16, 4), (16, 4)]
+    assert [(each.num_layers, each.sharding.optimizer) for each in whole.stages] == [(32, 16)]
+
+
+def test_a_rank_that_is_one_gpu_has_its_part_of_a_groups_state() -> None:
+    of_groups, of_gpus = (
+        pipelines_of(STRATEGY, replace(CONTEXT, of_ranks=of_ranks)).inside[0].memory for of_ranks in (False, True)
+    )
+    assert of_groups is not None
+    assert of_gpus is not None
+    for group, gpu in zip(of_groups.stages, of_gpus.stages, strict=True):
+        assert gpu.state_bytes is not None
+        assert group.state_bytes == pytest.approx(2 * gpu.state_bytes)
+    assert of_gpus.model == LLAMA.share(2)
+
+
+def test_a_jobs_own_layout_is_what_it_is_told() -> None:
+    own = Strategy.parse("2*tp1-pp1-cp8")
+    assert [inside.memory for inside in pipelines_of(own, replace(CONTEXT, strategy=own)).inside] == [TOLD, TOLD]

@@ -1,7 +1,5 @@
 """knapformer: topologies, the knapsack, and the search for a topology."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -193,8 +191,8 @@ def test_auto_is_as_fast_as_any_of_the_papers_topologies(codes: str) -> None:
         assert seconds("auto", lengths) <= best * (1 + 1e-9)
 
 
-# Images of 512 x 512 pixels on 31 GPUs and a clip of five seconds on one, a quarter of the work. Fixed
-# before the search for topologies was written, to judge it by.
+# Not the paper's: images of 512 x 512 pixels on 31 GPUs and a clip of five seconds on one, a quarter
+# of the work. Fixed before the search for topologies was written, to judge it by.
 IMAGES_AND_A_LONG_CLIP = "g1b1i1024f85s1,g31b28i512f1s0"
 
 

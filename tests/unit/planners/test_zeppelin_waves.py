@@ -1,7 +1,5 @@
 """Zeppelin's rule `waves`: shares that are even in work and tokens, priced, within the capacity."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -40,11 +38,11 @@ from megatron_balance.simulator.step import simulate_step
 from megatron_balance.solvers.groups import with_rounding
 
 MODEL = Model(32, 32, 128, num_layers=1)
+# A batch of 262,144 tokens, as drawn for Zeppelin's Table 2 (github).
 MIXED = (60698, 59330, 47518, 43678, 13144, 7420, 6199, 5543, 4986, 3068, 3036, 1698, 1676, 1543, 1513, 1094)
-"""A batch of 262,144 tokens, as drawn for Zeppelin's Table 2 (github)."""
 
+# Another one.
 RINGS = (1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15674, 32352)
-"""Another one."""
 
 
 def cluster(num_ranks: int = 64) -> Cluster:

@@ -1,10 +1,7 @@
 """The protocol every planner meets: a planner of steps, with a carry, above other planners; traits
 are fields of its entry."""
 
-from __future__ import annotations
-
 import ast
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +9,34 @@ from pathlib import Path
 import pytest
 
 import megatron_balance
+from megatron_balance import make_planner
+from megatron_balance.analysis.step_memory import max_len
+from megatron_balance.config import load_cluster, load_model, load_scheme_table, names
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.table import (
+    FORMAT,
+    AttentionTable,
+    CostTable,
+    Curve,
+    LayerTable,
+    LinkTable,
+    Source,
+    save_table,
+)
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import AnyPlanZone, Zone
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan
+from megatron_balance.ir.strategy import Scheme
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import Planner, StepContext
-from megatron_balance.planning.choice import StepMode, choose_planner, step_mode
+from megatron_balance.planning.choice import StepMode, choose_planner, load_config, planning_cost, step_mode
+from megatron_balance.planning.step_planner import PlanAhead, PlanSpec
+from megatron_balance.planning.strategies import PredictedCosts, TableCosts
+from tests.support.cli import CommandLine
+from tests.support.processes import ended
 
 CLUSTER, MODEL = Cluster(4, 2), Model(8, 2, 16)
 CONTEXT = StepContext(CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL))
@@ -145,7 +161,6 @@ def test_no_file_outside_planners_and_papers_decides_by_a_planners_name() -> Non
 
 # Plans that agree between processes
 
-
 FINGERPRINTS = """
 from megatron_balance import Cluster, Model, make_planner
 from megatron_balance.planners import PLANNERS
@@ -159,12 +174,8 @@ for name in PLANNERS:
 
 
 def printed_by(code: str, hash_seed: str = "0") -> str:
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)},
+    process = ended(
+        [sys.executable, "-c", code], check=True, env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)}
     )
     return process.stdout
 
@@ -177,3 +188,215 @@ def test_processes_with_different_hash_seeds_make_the_same_plans() -> None:
 
 def test_every_planner_has_options_with_a_capacity_that_defaults_to_none() -> None:
     assert all(planner.options().tokens_per_rank is None for planner in PLANNERS.values())
+
+
+# Planning by a measured cost table: in Python, on the command line, in a configuration and in the
+# process that plans ahead.
+
+TWO_NODES, SMALL = Cluster(8, 4), Model(8, 8, 16)
+LENGTHS = (4000, 300, 300, 300, 300, 300, 300, 300)
+
+
+def table(file: Path, pair_s: float) -> Path:
+    """A table with links of 1 GB/s, on which a (query, key) pair takes `pair_s`."""
+    q, k = (16, 4096), (16, 8192)
+    grid = tuple(tuple(pair_s * a * b for b in k) for a in q)
+    attention = AttentionTable("plain", "float32", 8, 8, 16, q, k, k, 1e-6, 1e-6, grid, grid, grid, grid)
+    layer = LayerTable(128, 512, False, (16, 4096), (1e-12, 1e-10), (2e-12, 2e-10))
+    links = tuple(
+        LinkTable(name, "gloo", (1000, 1000000), (1e-5 + 1e-6, 1e-5 + 1e-3)) for name in ("intra_node", "inter_node")
+    )
+    made = CostTable(
+        FORMAT,
+        Source("a CPU", "cpu", "2026-11-20", "0.1.0", "2.13.0", 1, 5),
+        attention,
+        Curve((16, 4096), (1e-6, 1e-5)),
+        Curve((1000, 1000000), (1e-6, 1e-4)),
+        layer,
+        links,
+    )
+    save_table(made, file)
+    return file
+
+
+def num_ranks(zone: AnyPlanZone) -> int:
+    assert isinstance(zone, Zone)
+    return len(zone.ranks)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """Attention so slow that links count for nothing."""
+    return table(tmp_path / "slow.json", 1e-6)
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Path:
+    """Attention so quick that moving anything is dear."""
+    return table(tmp_path / "quick.json", 1e-15)
+
+
+def test_a_planner_that_prices_follows_the_table(slow: Path, quick: Path) -> None:
+    spread = make_planner(
+        "zeppelin", TWO_NODES, SMALL, Layers(), slow, tokens_per_rank=4200, rule="groups", group_size=1
+    )(LENGTHS)
+    kept = make_planner(
+        "zeppelin", TWO_NODES, SMALL, Layers(), quick, tokens_per_rank=4200, rule="groups", group_size=1
+    )(LENGTHS)
+    assert max(map(num_ranks, spread.zones)) == 8
+    assert max(map(num_ranks, kept.zones)) < 8
+
+
+def test_the_process_that_plans_ahead_has_the_same_table(slow: Path) -> None:
+    spec = PlanSpec("zeppelin", TWO_NODES, SMALL, Layers(), {"tokens_per_rank": 4200}, str(slow))
+    ahead = PlanAhead(spec)
+    try:
+        ahead.submit("first", (LENGTHS,))
+        ready = ahead.take("first")
+    finally:
+        ahead.close()
+    assert ready is not None
+    assert ready.step is not None
+    assert ready.step.plans[0] == make_planner("zeppelin", TWO_NODES, SMALL, Layers(), slow, tokens_per_rank=4200)(
+        LENGTHS
+    )
+
+
+def test_command_line_and_configuration_name_the_table(
+    slow: Path, quick: Path, tmp_path: Path, run: CommandLine
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "planner: {name: zeppelin, tokens_per_rank: 4200, rule: groups, group_size: 1}\n"
+        "cluster: {num_ranks: 8, ranks_per_node: 4}\n"
+        "model: {num_heads: 8, num_kv_heads: 8, head_dim: 16}\nrouting: never\nremap: false\n"
+        f"lengths: {list(LENGTHS)}\nplan_costs: slow.json\n"
+    )
+    assert load_config(config).plan_costs == slow
+
+    def fingerprint(*more: str) -> str:
+        return run.json("plan --json --config", config, *more)["results"][0]["fingerprint"]
+
+    cluster = load_config(config).cluster
+    assert cluster is not None
+
+    def planned(file: Path) -> str:
+        planner = make_planner(
+            "zeppelin", cluster.build(), SMALL, Layers(), file, tokens_per_rank=4200, rule="groups", group_size=1
+        )
+        return planner(LENGTHS).fingerprint()
+
+    assert fingerprint() == planned(slow)
+    assert fingerprint("--plan-costs", str(quick)) == planned(quick)
+    assert planned(slow) != planned(quick)
+
+
+def test_a_table_of_another_head_dim_or_none_at_all_is_refused(slow: Path, tmp_path: Path, run: CommandLine) -> None:
+    with pytest.raises(ConfigError, match="measured with head dim 16, llama-7b has 128"):
+        planning_cost(TWO_NODES, Model(32, 32, 128, name="llama-7b"), slow)
+    with pytest.raises(ConfigError, match=r"nowhere\.json"):
+        planning_cost(TWO_NODES, SMALL, tmp_path / "nowhere.json")
+    assert "head dim 16" in run.error("plan --planner zeppelin --lengths 100,20 --ranks 4 --plan-costs", slow)
+
+
+# Costs of pipelines: the authors' tables, predictions, and a sentence for each mistake.
+
+A800 = load_cluster("a800-ib").build()
+LLAMA = load_model("llama-7b")
+PREDICTED = PredictedCosts(AnalyticCost(A800, LLAMA), A800, LLAMA)
+TABLE = """
+name: mine
+hidden_size: 100
+num_layers: 10
+vocab_size: 1000
+gpu_memory_bytes: 1e8
+reserved_bytes: 1e7
+state_bytes: 200
+sharded_share: 0.75
+vocabulary_bytes: 16
+activation_bytes: {1: 40, 2: 50}
+milliseconds:
+  tp1-pp1-cp1: [1e-6, 0.1, 20]
+  tp2-pp2-cp2: [1e-7, 0.02, 5]
+"""
+
+
+@pytest.fixture
+def scheme_table(tmp_path):
+    def of(text: str = TABLE) -> TableCosts:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return TableCosts(load_scheme_table(str(path)))
+
+    return of
+
+
+def test_shipped_tables_hold_what_the_paper_packs_to() -> None:
+    """32B, 64 GPUs: <16,1,1> holds the context of 32K, <8,1,1> not; <2,1,1> nothing."""
+    assert names("scheme") == ["a800-13b", "a800-32b", "a800-7b"]
+    costs = TableCosts(load_scheme_table("a800-32b"))
+    assert costs.pipeline(Scheme(16), 64).max_tokens > 32768 > costs.pipeline(Scheme(8), 64).max_tokens
+    assert Scheme(2) not in costs.schemes(64)
+    assert Scheme(16) not in costs.schemes(8)
+    found = costs.pipeline(Scheme(8, 2), 64)
+    assert (found.a, found.b, found.c, found.stages) == (1.06789378e-09, 7.10582460e-05, 0.0617678259, 2)
+
+
+def test_maxlen_of_a_table_by_the_printed_formula(scheme_table) -> None:
+    layers, vocabulary = 10 * 100**2 * 200, 100 * 1000 * 16
+    # One stage holds both vocabulary tables.
+    states = 0.75 / 4 * (layers + 2 * vocabulary) + 0.25 * (layers + 2 * vocabulary)
+    assert scheme_table().pipeline(Scheme(), 4).max_tokens == int((9e7 - states) / (10 * 100 * 40))
+    states = 0.75 / 8 * (layers + 2 * vocabulary) + 0.25 / 2 * (layers / 2 + vocabulary)
+    assert scheme_table().pipeline(Scheme(2, 2, 2), 8).max_tokens == int((9e7 - states) / (10 * 100 / 4 * 50))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[1e-6, 0.1, 20]", "[1e-6, 0.1]", "tp1-pp1-cp1: expected"),
+        ("[1e-6, 0.1, 20]", "[1e-6, -0.1, 2]", "none negative"),
+        ("tp1-pp1-cp1", "tp1", "scheme 'tp1': expected tpA-ppB-cpC"),
+        ("tp1-pp1-cp1", "2*tp1-pp1-cp1", "expected one scheme"),
+        ("name: mine", "name: mine\nstate_byte: 1", "unknown key, did you mean 'state_bytes'"),
+        ("sharded_share: 0.75", "sharded_share: 1.75", "sharded_share"),
+        ("name: mine", "", "name: missing"),
+    ],
+)
+def test_a_wrong_table_is_one_sentence(scheme_table, old, new, message) -> None:
+    with pytest.raises(ConfigError, match="(?s)" + message):
+        scheme_table(TABLE.replace(old, new))
+
+
+def test_a_scheme_that_there_is_nothing_for_is_refused(scheme_table) -> None:
+    with pytest.raises(ConfigError, match="mine has no coefficients for tp4-pp1-cp1; it has tp1-pp1-cp1, tp2"):
+        scheme_table().pipeline(Scheme(4), 8)
+    with pytest.raises(ConfigError, match="no activation_bytes for tensor parallelism 2"):
+        scheme_table(TABLE.replace("{1: 40, 2: 50}", "{1: 40}")).pipeline(Scheme(2, 2, 2), 8)
+    with pytest.raises(ConfigError, match="splits the 32 heads of llama-7b 3 ways"):
+        PREDICTED.pipeline(Scheme(3), 64)
+    with pytest.raises(ConfigError, match="splits the 32 layers of llama-7b 3 ways"):
+        PREDICTED.pipeline(Scheme(1, 3), 64)
+    with pytest.raises(ConfigError, match="no scheme named 'a800-33b'"):
+        load_scheme_table("a800-33b")
+
+
+def test_predicted_costs_share_out_the_work_and_know_their_memory() -> None:
+    one, eight, staged = (PREDICTED.pipeline(each, 64) for each in (Scheme(2), Scheme(8), Scheme(2, 4)))
+    assert one.a / 4 == pytest.approx(eight.a, rel=0.1)
+    assert one.a / 4 == pytest.approx(staged.a, rel=0.1)
+    assert one.b / 4 < eight.b < one.b
+    assert staged.max_tokens == max_len(Scheme(2, 4), LLAMA, A800.memory_bytes, 64)
+    across = PREDICTED.pipeline(Scheme(16), 64)  # a group of two nodes
+    assert across.b * 16 > eight.b * 8
+    assert across.max_tokens > eight.max_tokens
+
+
+def test_schemes_divide_the_model_and_lie_well_on_nodes() -> None:
+    found = PREDICTED.schemes(64)
+    assert {Scheme(8, 2, 4), Scheme(16, 1, 1), Scheme(4, 32 // 16, 2)} <= set(found)
+    assert all(
+        s.num_ranks <= 64 and not LLAMA.num_layers % s.pipeline and not LLAMA.num_heads % s.tensor for s in found
+    )
+    small = PredictedCosts(PREDICTED.cost, replace(A800, memory_bytes=1e9), LLAMA)
+    assert small.schemes(8) == ()

@@ -1,7 +1,5 @@
 """Proofs beside planning: which steps, how they end, and that they end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -24,6 +22,7 @@ from megatron_balance.planners.base import JointStages
 from megatron_balance.planning import proofs
 from megatron_balance.planning.proofs import FIRST, Proofs, Prover, prove_step
 from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
+from tests.support.processes import ended
 
 SPEC = PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {}, prove_every=1)
 STEP = ((100, 90), (30,))
@@ -196,7 +195,7 @@ def test_a_proof_ends_with_the_process_that_began_it() -> None:
         "print(prover._child[0], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ran = ended([sys.executable, "-c", code])
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     deadline = time.monotonic() + 20
     while is_running(int(ran.stdout)) and time.monotonic() < deadline:

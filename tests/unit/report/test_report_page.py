@@ -1,7 +1,5 @@
 """The pages of reports: well-formed, escaped, self-contained; every plot is one that Plotly takes."""
 
-from __future__ import annotations
-
 import re
 import sys
 from html.parser import HTMLParser
@@ -11,8 +9,10 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.lab.report import page
-from tests.support import report_pages
-from tests.support.report_pages import HOSTILE, PICTURE, embedded
+from tests.support import browser
+from tests.support.browser import HOSTILE, PICTURE, embedded
+
+pytest.importorskip("plotly", reason="needs plotly, of the extra 'report'")
 
 go = pytest.importorskip("plotly.graph_objects", reason="needs plotly, of the extra 'report'")
 
@@ -48,7 +48,7 @@ class Document(HTMLParser):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
-    return report_pages.make(tmp_path_factory.mktemp("pages"))
+    return browser.make(tmp_path_factory.mktemp("pages"))
 
 
 @pytest.fixture(params=["simulated", "trained"])
@@ -145,3 +145,57 @@ def test_where_the_page_cannot_go_is_said_before_any_work(tmp_path, run, out, me
 
 def test_the_file_is_needed(run):
     assert "--out" in run.error("report --lengths 100")
+
+
+# Reports in a real browser: plots are drawn, nothing is complained about, nothing is fetched, and
+# no name becomes a script.
+
+
+@pytest.mark.skipif(browser.find() is None, reason=browser.NOT_FOUND)
+@pytest.mark.parametrize("which", ["simulated", "trained"])
+def test_a_page_is_drawn_without_a_word_and_without_a_network(pages, tmp_path, which):
+    seen = browser.view(pages[which], tmp_path)
+    plots = embedded(pages[which].read_text(encoding="utf-8"))
+    assert f'data-drawn="{len(plots)}"' in seen.dom
+    for plot in plots:
+        drawn = _of_plot(seen.dom, plot["id"])
+        assert 'class="main-svg"' in drawn, plot["id"]
+        marks = len(re.findall(r'class="(?:point|points|scatterlayer|trace [^"]*)"', drawn)) + drawn.count("<path")
+        assert marks >= len([trace for trace in plot["data"] if trace.get("visible") != "legendonly"]), plot["id"]
+    assert seen.console == ()
+    assert seen.requests == ()
+    assert "<title>pwned" not in seen.dom
+
+
+@pytest.mark.skipif(browser.find() is None, reason=browser.NOT_FOUND)
+def test_what_gets_into_a_page_neither_runs_nor_fetches(pages, tmp_path):
+    text = pages["trained"].read_text(encoding="utf-8")
+    planted = "<script>document.title = 'pwned'</script><img src='http://example.invalid/planted.png'>"
+    page = tmp_path / "planted.html"
+    page.write_text(text.replace('<main id="main">', f'<main id="main">{planted}'), encoding="utf-8")
+    seen = browser.view(page, tmp_path)
+    assert "<title>pwned" not in seen.dom
+    assert seen.requests == ()
+    assert any("Content Security Policy" in line for line in seen.console)
+    assert "data-drawn=" in seen.dom
+
+
+@pytest.mark.skipif(browser.find() is None, reason=browser.NOT_FOUND)
+def test_the_browser_would_tell(tmp_path):
+    """The tests above can fail: an error, a request and a changed title are seen."""
+    page = tmp_path / "bad.html"
+    page.write_text(
+        "<!DOCTYPE html><title>page</title><img src='http://example.invalid/x.png'><script>document.title = 'pwned'; "
+        "missing();</script>",
+        encoding="utf-8",
+    )
+    seen = browser.view(page, tmp_path)
+    assert "<title>pwned" in seen.dom
+    assert any("missing is not defined" in line for line in seen.console)
+    assert seen.requests == ("http://example.invalid/x.png",)
+
+
+def _of_plot(dom: str, name: str) -> str:
+    """The part of a document that is a plot's: up to its caption."""
+    begin = dom.index(f'id="{name}"')
+    return dom[begin : dom.index("<figcaption", begin)]

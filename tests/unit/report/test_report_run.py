@@ -1,8 +1,6 @@
 """The figures of a training run's report: every kind of damaged log is told apart, and what is said
 follows from the steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

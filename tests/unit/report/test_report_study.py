@@ -1,8 +1,6 @@
 """The figures of a simulated report: parts add up, what limits a step is what was made to, and
 suggestions do what they say."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -329,7 +327,6 @@ def test_a_runs_own_batches_are_simulated_by_every_planner_asked(study, run, tmp
 
 
 # Words about planners that a job can run or cannot, and what they save; rows by hand
-
 
 TRIED: dict[str, Any] = {"tries": [], "fits": True, "planner": "zeppelin", "step_s": 1.0}
 

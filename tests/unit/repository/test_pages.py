@@ -1,22 +1,34 @@
 """Links and paths in the documents lead somewhere."""
 
-from __future__ import annotations
-
+import argparse
+import ast
+import dataclasses
+import json
 import re
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from megatron_balance.analysis.backward import GRADIENT_COPIES, GRADIENT_ROUNDS
+from megatron_balance.cli import build_parser, main
 from megatron_balance.config import CommunicationChoice
+from megatron_balance.cost.table import save_table
 from megatron_balance.lab.papers.knapformer import RATE
 from megatron_balance.patterns import PATTERNS
+from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import load_config
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, LogNormal, Pareto
+from megatron_balance.workloads.idx import CorpusWriter
+from tests.support.cost_table import made
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megatron_balance"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Pages that send a reader to files: every path on them exists.
 MAPS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "index.md", ROOT / "docs" / "architecture.md"]
-"""Pages that send a reader to files: every path on them exists."""
 
 MADE = {"path/to/pretrain_gpt.py", "balance.yaml", ".bin/.idx", "megatron_balance/planners/mine.py"}
 MADE |= {"megatron_balance/patterns/mine.py", "megatron_balance/compile/mine.py"}
@@ -146,7 +158,6 @@ def test_every_comm_pattern_has_a_drawing_its_bytes_and_when_it_wins():
 
 # docs/cluster.md names flags, files and keys that exist
 
-
 CLUSTER_PAGE = (ROOT / "docs" / "cluster.md").read_text()
 
 
@@ -181,3 +192,358 @@ def test_its_step_figures_are_written():
     }
     assert {"plan_wait_ms", "imbalance_after", "bytes_sent_per_nic"} <= names
     assert not [name for name in names if not re.search(rf"\b{name}\b", written)]
+
+
+# Prose: how a docstring may begin, and how wide a page is.
+
+ROOMS = ("megatron_balance", "patches", "tests", "tools", "scripts")
+# First words of a docstring that name neither what is done nor what is returned.
+OPENINGS = ("Nothing", "What", "Who", "Which", "So many", "The same")
+
+WIDTH = 100
+WIDTH_PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(
+        page
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        if page.parent.name != "measurements" and page.name != "CHANGELOG.md"
+    ),
+]
+
+
+def docstrings(source: str) -> list[tuple[int, str]]:
+    """(line, text) of every docstring: of the module, of classes and functions, and under an
+    assignment."""
+    texts = []
+    below: list[ast.AST] = [ast.parse(source)]
+    for node in below:  # grows: blocks of statements, whose expressions hold no docstring
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        below += (each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr))
+        opens = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        for before, statement in zip([None, *body], body, strict=False):
+            if (before is None and opens) or isinstance(before, (ast.Assign, ast.AnnAssign)):
+                value = statement.value if isinstance(statement, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    texts.append((statement.lineno, value.value))
+    return texts
+
+
+def refused(text: str) -> bool:
+    """True if a docstring begins with one of the refused openings."""
+    return re.match(rf"\s*(?:{'|'.join(OPENINGS)})\b", text) is not None
+
+
+def test_openings_that_are_refused():
+    wrong = ["Nothing, if a plan can run.", "So many layers.", "The same of rows."]
+    right = ["Whole rows of a table.", "Reject arguments under which a plan cannot run."]
+    assert [text for text in wrong + right if refused(text)] == wrong
+
+
+def test_docstrings_of_values_are_seen_too():
+    assert docstrings('"""A."""\nX = 1\n"""B."""\ndef f():\n    """C."""\n    "not one"\n') == [
+        (1, "A."),
+        (3, "B."),
+        (5, "C."),
+    ]
+
+
+def test_docstrings_say_what_is_done_or_returned():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}"
+        for room in ROOMS
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for line, text in docstrings(path.read_text(encoding="utf-8"))
+        if refused(text)
+    ]
+    assert not wrong, "begin with an imperative, or with a noun phrase for what is returned:\n" + "\n".join(wrong)
+
+
+def prose(page: Path) -> list[tuple[int, str]]:
+    """(number, line) of a page's lines outside code fences and tables."""
+    lines, fenced = [], False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.lstrip().startswith("|"):
+            lines.append((number, line))
+    return lines
+
+
+def test_prose_fits_the_width():
+    """Links count by their text."""
+    wide = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in WIDTH_PAGES
+        for number, line in prose(page)
+        if len(re.sub(r"\]\([^)]*\)", "]", line)) > WIDTH
+    ]
+    assert not wide, f"more than {WIDTH} characters; break these lines:\n" + "\n".join(wide)
+
+
+# Every shell command of README, CONTRIBUTING and docs/ runs here, or stands in `ELSEWHERE` with the
+# reason why not; what is not run names verbs, tools, files and flags that are there. `megatron-
+# balance` commands that take longer than some seconds are `product` cases.
+
+TOUR = ROOT / "docs" / "tour.md"
+
+PROGRAMS = ["megatron-balance", "python", "python3.12", "torchrun", "pip", "pytest", "bash", "sh", "cd", "echo"]
+PROGRAMS += ["export", "source", "docker", "enroot", "sbatch", "srun", "git", "apt-get", "curl", "wget", "ncu", "nsys"]
+
+# Beginnings of commands that are not run here, and why.
+ELSEWHERE = {
+    "./scripts/demo.sh": "trains for minutes, in network namespaces",
+    "./scripts/test.sh": "is what runs this test",
+    "DATA=": "needs Slurm; tests/unit/repository/test_shipping.py submits the scripts to a stand-in",
+    "bash scripts/slurm/": "the same",
+    "docker build": "needs Docker and the base image; tests/unit/repository/test_shipping.py reads the Dockerfile",
+    "echo 'planner: zeppelin'": "writes the reader's configuration",
+    "enroot import": "needs enroot and the image",
+    "export OMP_NUM_THREADS": "of the shell that runs the tests",
+    "fresh/bin/": "installs a fresh environment; its script is run by tests/distributed/test_torch.py",
+    "megatron-balance compare --planner megatron --context-parallel 1 --model FOLDER": "published models, minutes",
+    "megatron-balance compare --planner zeppelin --planner auto --model FOLDER": "the same",
+    "megatron-balance compare --ranks 64 --cluster h200 --model llama3-8b": "run by test_tour.py, but for flexsp",
+    "megatron-balance doctor --write-cluster": "needs GPUs; tests/unit/cli/test_doctor.py runs it on stand-ins",
+    "megatron-balance reproduce distca --json": "the same as without --json, as all of them",
+    "megatron-balance reproduce knapformer --json": "the same",
+    "megatron-balance reproduce wlb_llm --json": "the same",
+    "megatron-balance reproduce zeppelin --json": "the same",
+    "megatron-balance trace DIR": "needs a run's traces; tests/unit/cli/test_cli_simulate.py joins some",
+    "pip install": "installs packages; tests/unit/repository/test_shipping.py reads what",
+    "pytest tests/": "is this suite",
+    "python -m tools.bench.host": "measures for minutes",
+    "python -m tools.bench.simulated": "needs network namespaces, and minutes",
+    "python -m tools.emulated_cluster": "needs network namespaces; tests/emulated runs it",
+    "python -m tools.faults": "searches for hours",
+    "python -m tools.megatron_": "needs checkouts of other Megatrons",
+    "python -m tools.torch_parity": "hours; tests/distributed/test_torch.py has one of each kind",
+    "python -m tools.zoo": "half an hour; tests/distributed/test_torch.py has one of each kind",
+    "python3.12 -m venv": "makes a fresh environment",
+    "source .venv": "of the reader's shell",
+    "torchrun --nnodes 2": "needs two nodes with GPUs",
+    "torchrun --nproc-per-node 8 -m megatron_balance profile --links": "eight processes, for minutes",
+    "torchrun --standalone --nproc-per-node 4 scripts/examples/": "tests/distributed runs these scripts",
+    "torchrun ... -m megatron_balance.launch": "the reader's own script; tests/megatron/test_launch.py has one",
+}
+
+LONG = ("reproduce ", "report --dataset", "report --planner", "report --run", "profile ", "compare  --dataset github")
+LONG += ("compare --ranks 64 --cluster a800-ib", "simulate --planner te_ring --lengths 40000")
+"""Beginnings of commands of `megatron-balance` that take longer than 5 s on a quiet machine."""
+
+
+def blocks(page: Path) -> list[str]:
+    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [text for language, text in fenced if language in ("", "sh", "bash", "console")]
+
+
+def is_command(line: str) -> bool:
+    word = line.split(" ", 1)[0]
+    known = word in PROGRAMS or word.startswith(("./", "fresh/bin/"))
+    return known or re.match(r"[A-Z_]+=\S|[a-z][\w./-]* (.* )?--?[a-z]", line) is not None  # or has an option
+
+
+def commands(page: Path) -> list[str]:
+    """Commands of a page's shell blocks without comments, each on one line; where lines have a prompt,
+    the others are output.
+    """
+    found: list[str] = []
+    for block in blocks(page):
+        lines = block.replace("\\\n", " ").splitlines()
+        prompted = [line[2:] for line in lines if line.startswith("$ ")]
+        if prompted or (lines and is_command(lines[0])):
+            found += [re.sub(r"\s+#.*", "", line).strip() for line in prompted or lines if line.strip()]
+    return found
+
+
+# Commands that test_tour.py runs, whose outputs it compares with the page.
+TOURED = re.findall(r"^\$ (megatron-balance .*)", TOUR.read_text(encoding="utf-8"), re.MULTILINE)
+
+COMMANDS = sorted({each for page in PAGES for each in commands(page)}.difference(TOURED))
+
+
+def why_elsewhere(command: str) -> str | None:
+    return next((why for beginning, why in ELSEWHERE.items() if command.startswith(beginning)), None)
+
+
+OWN = [each for each in COMMANDS if each.startswith("megatron-balance ") and why_elsewhere(each) is None]
+
+
+def is_long(command: str) -> bool:
+    return command.removeprefix("megatron-balance ").startswith(LONG)
+
+
+def test_every_command_of_a_page_is_run_or_listed_with_the_reason_why_not():
+    assert [each for each in COMMANDS if each not in OWN and why_elsewhere(each) is None] == []
+    begun = [*ELSEWHERE, *(f"megatron-balance {each}" for each in LONG)]
+    assert [each for each in begun if not any(command.startswith(each) for command in COMMANDS)] == []
+
+
+def furnish(desk: Path) -> None:
+    """Put the files into a folder that pages say a reader has."""
+    desk.mkdir()
+    table = made()
+    wide = dataclasses.replace(table.attention, num_heads=32, num_kv_heads=32, head_dim=128)
+    for name in ("costs.json", "measured.json"):
+        save_table(dataclasses.replace(table, attention=wide), desk / name)
+    (desk / "cluster.yaml").write_text("base: h200\n")
+    (desk / "balance.yaml").write_text("planner: zeppelin\ncluster: cluster.yaml\nplan_costs: costs.json\n")
+    (desk / "lengths.json").write_text("[[9000, 700, 300], [4000, 4000, 2000]]")
+    with CorpusWriter(desk / "PREFIX") as corpus:
+        for length in (30000, 70000, 40000, 900):
+            corpus.add_document(np.ones(length, dtype=np.uint16))
+    for name in ("te_ring", "zeppelin"):
+        run = desk / "out" / "demo" / name
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(f"planner: {{name: {name}, tokens_per_rank: 4000}}\n")
+        (run / "model.yaml").write_text("num_heads: 8\nnum_kv_heads: 8\nhead_dim: 64\nnum_layers: 4\n")
+        (run / "cluster.yaml").write_text("num_ranks: 4\nranks_per_node: 2\n")
+        steps = [{"step": at, "step_ms": 100.0 + at, "planner": name, "lengths": [[3000, 50]]} for at in range(9)]
+        (run / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+
+
+@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.product)])
+def test_commands_run_as_their_pages_have_them(long, run, tmp_path, monkeypatch):
+    """Each at a desk of its own."""
+    failed = []
+    for at, command in enumerate(each for each in OWN if is_long(each) == long):
+        furnish(tmp_path / str(at))
+        monkeypatch.chdir(tmp_path / str(at))
+        code, _, err = run("", *shlex.split(command)[1:])
+        failed += [(command, code, err)] * (code != 0)
+    assert failed == []
+
+
+# What they name, in blocks and within lines
+
+
+def spans(pages: Iterable[Path] = PAGES) -> set[str]:
+    """Code within lines, each on one line."""
+    text = "".join(re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in pages)
+    return {" ".join(each.split()) for each in re.findall(r"`([^`]+)`", text)}
+
+
+def options(command: str) -> list[str]:
+    """Options of a command, those behind `--` left out."""
+    words = command.split()
+    own = words[: words.index("--")] if "--" in words else words
+    return [word.partition("=")[0] for word in own if word.startswith("--")]
+
+
+def verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    below = (each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return {verb: each for choices in below for verb, each in choices.items()}
+
+
+def accepted(parser: argparse.ArgumentParser) -> set[str]:
+    """Options of a verb, and of the verbs below it."""
+    return set(parser._option_string_actions).union(*(accepted(each) for each in verbs(parser).values()))
+
+
+def test_options_of_verbs_that_pages_name_are_there():
+    parser = build_parser()
+    for command in COMMANDS:
+        if command.startswith("megatron-balance "):
+            parser.parse_args(shlex.split(command)[1:])  # raises
+    known = {verb: accepted(each) for verb, each in verbs(parser).items()}
+    missing = []
+    for command in sorted({*COMMANDS, *TOURED, *spans()}):
+        verb = command.removeprefix("megatron-balance ").split(" ")[0]
+        missing += [(command, each) for each in options(command) if verb in known and each not in known[verb]]
+    assert missing == []
+
+
+def test_tools_and_scripts_that_pages_call_are_there_with_their_options():
+    missing = []
+    today = [page for page in PAGES if page.name != "CHANGELOG.md"]  # tools whose question is answered go
+    for command in sorted({*COMMANDS, *spans(today)}):
+        called = re.search(r"^(?:\./|bash |python (?:-m )?|torchrun .*?)((?:tools|scripts)[./][\w./]+)", command)
+        if called is None:
+            continue
+        name = called[1]
+        path = ROOT / (name if "/" in name else name.replace(".", "/"))
+        path = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path
+        if not path.exists():
+            missing.append((command, name))
+            continue
+        shared = ROOT.joinpath(*path.relative_to(ROOT).parts[:2])  # tools/bench: options that its tools share
+        files = [path] if path.is_file() and path.parent == shared.parent else shared.rglob("*.py")
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
+        after = command[called.end() :]
+        missing += [(command, each) for each in options(after) if path.suffix in ("", ".py") and each not in text]
+    assert missing == []
+
+
+# Commands of the tour print what the page says, times aside; the README's table holds what
+# `compare` simulates.
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TOUR_TEXT = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+
+
+def commands_and_output(page: str) -> list[tuple[str, str]]:
+    """(command, output) of every `$ megatron-balance` in a code block; the output ends at the next
+    command."""
+    pairs = []
+    for block in re.findall(r"```\n(\$ megatron-balance .*?)```", page, re.DOTALL):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            pairs.append((command, output))
+    return pairs
+
+
+def without_times(text: str) -> list[str]:
+    """Lines without planning times: `12.3 ms`, and the column `plan ms` of a table."""
+    lines, column = [], None
+    for line in text.strip().splitlines():
+        cells = re.split("[┃│]", line)
+        if "┃" in line:
+            column = next((at for at, cell in enumerate(cells) if cell.strip() == "plan ms"), None)
+        if column is not None and "│" in line:
+            cells[column] = ""
+        lines.append(re.sub(r"[\d.]+ ms", "- ms", "|".join(cells)).rstrip())
+    return lines
+
+
+def test_every_command_prints_what_the_tour_says(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # one command's plan.json is the next one's input
+    monkeypatch.setenv("COLUMNS", "120")
+    toured = commands_and_output(TOUR_TEXT)
+    assert len(toured) >= 4
+    for command, expected in toured:
+        assert main(shlex.split(command)[1:]) == 0, command
+        assert without_times(capsys.readouterr().out) == without_times(expected), command
+
+
+def strategies() -> dict[str, list[str]]:
+    """Cells of each row of the README's table of strategies, by planner."""
+    section = README.partition("## Strategies")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip(" *†") for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("| `")
+    ]
+    return {row[0].strip("`"): row for row in rows}
+
+
+def test_the_table_of_strategies_has_every_planner_and_its_file():
+    assert strategies().keys() == PLANNERS.keys()
+    assert all((ROOT / "megatron_balance" / row[2].strip("`")).exists() for row in strategies().values())
+
+
+# flexsp is left out: its integer program takes seconds for each of the batches.
+COMPARED = [name for name in PLANNERS if name != "flexsp"]
+
+
+@pytest.mark.parametrize(
+    "names", [["te_ring", "zeppelin", "distca"], pytest.param(COMPARED, marks=pytest.mark.product)]
+)
+def test_the_table_of_strategies_holds_what_compare_simulates(run, names):
+    """The baseline and two that differ most in what they do; all of them are a `product`."""
+    command = next(line for line in README.splitlines() if line.startswith("megatron-balance compare "))
+    asked = (word for name in names for word in ("--planner", name))
+    speedups = {
+        row["planner"]: f"{row['speedup']:.2f}" for row in run.json("", *shlex.split(command)[1:], *asked)["rows"]
+    }
+    assert speedups == {name: strategies()[name][3] for name in names}

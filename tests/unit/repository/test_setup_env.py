@@ -1,7 +1,5 @@
 """scripts/setup_env.sh: finds a Python that is new enough, or says what to install."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -10,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import ended
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "setup_env.sh"
 # The answer of an interpreter that is too old, or of a pyenv shim without a version, to any check.
@@ -24,14 +24,7 @@ def find_python(home: Path, path: Path) -> subprocess.CompletedProcess[str]:
     bash = shutil.which("bash")
     assert bash
     environment = {"HOME": str(home), "PATH": str(path)}
-    return subprocess.run(
-        [bash, "-c", f"source {SCRIPT}; find_python"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return ended([bash, "-c", f"source {SCRIPT}; find_python"], env=environment)
 
 
 def program(path: Path, text: str) -> None:
@@ -55,17 +48,13 @@ def test_a_wheel_that_cannot_be_had_is_said_and_leaves_the_others(tmp_path):
     with zipfile.ZipFile(tmp_path / "megatron_core-0.18.2-cp312-cp312-manylinux.whl", "w") as wheel:
         wheel.writestr("megatron/helpers.so", "binary")
         wheel.writestr("megatron/helpers.cpp", "text")
-    done = subprocess.run(
+    done = ended(
         [
             shutil.which("bash") or "bash",
             "-c",
             f"source {SCRIPT}; PYTHON={tmp_path}/python; unpack_upstream {tmp_path}/up",
         ],
         env={"PATH": os.environ["PATH"], "WHEELS": str(tmp_path), "REAL": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
     assert done.returncode == 1
     assert "The wheel of flash-attn-4==4.0.0b11 could not be had; the tests that need it will skip." in done.stderr
@@ -74,17 +63,12 @@ def test_a_wheel_that_cannot_be_had_is_said_and_leaves_the_others(tmp_path):
     assert unpacked == {Path("transformer_engine-2.17.1/transformer_engine/a.py"), Path(compiled)}
 
 
-def test_python_on_path_is_found(tmp_path):
-    program(tmp_path / "bin" / "python3.12", forwarding())
-    found = find_python(tmp_path, tmp_path / "bin")
-    assert found.returncode == 0, found.stderr
-    assert os.path.samefile(found.stdout.strip(), sys.executable)
-
-
-def test_python_of_pyenv_is_found_behind_shims_that_do_not_work(tmp_path):
-    for name in ("python3.12", "python3"):
+@pytest.mark.parametrize("pyenv", [False, True], ids=["on PATH", "of pyenv, behind shims that do not work"])
+def test_python_is_found(tmp_path, pyenv):
+    for name in ("python3.12", "python3") if pyenv else ():
         program(tmp_path / "bin" / name, OLD)
-    program(tmp_path / ".pyenv" / "versions" / "3.12.1" / "bin" / "python", forwarding())
+    where = tmp_path / ".pyenv" / "versions" / "3.12.1" / "bin" / "python" if pyenv else tmp_path / "bin" / "python3.12"
+    program(where, forwarding())
     found = find_python(tmp_path, tmp_path / "bin")
     assert found.returncode == 0, found.stderr
     assert os.path.samefile(found.stdout.strip(), sys.executable)

@@ -1,8 +1,6 @@
 """Package, image, launch scripts, experiments and pins are complete, agree, and print the command
 they would run."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.metadata
@@ -26,16 +24,17 @@ from megatron_balance.cli.doctor import MEGATRON_CORE
 from megatron_balance.config import CONFIGS, load_cluster, load_model
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner, load_config
-from scripts.sbom import packages
+from scripts.sbom import bill, packages
+from tests.support.processes import ended
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCKS = ROOT / "scripts" / "locks"
 SLURM = ROOT / "scripts" / "slurm"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
+# Experiments, and the tensor parallelism of each.
 MODELS = {"llama-3b": 1, "llama-7b": 1, "llama-13b": 2, "llama-30b": 2, "moe-8x550m": 1}
-"""Experiments, and the tensor parallelism of each."""
+# Of the experiments whose paper did not run on A800.
 PAPERS_MACHINES = {"llama-30b": "h200"}
-"""Of the experiments whose paper did not run on A800."""
 SHELL = sorted(
     [*ROOT.glob("scripts/*.sh"), *SLURM.glob("*.sh"), *SLURM.glob("*.sbatch"), ROOT / "tools" / "gpu" / "run"]
 )
@@ -49,16 +48,10 @@ def tool(name: str) -> str:
     return found
 
 
-def test_the_dockerfile_is_clean():
-    checked = subprocess.run([tool("hadolint"), str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False)
-    assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
-
-
-def test_scripts_are_clean():
+@pytest.mark.parametrize("words", [("hadolint", str(ROOT / "Dockerfile")), ("shellcheck", "-x", *map(str, SHELL))])
+def test_the_dockerfile_and_scripts_are_clean(words):
     assert len(SHELL) > len(list(SLURM.glob("*.sh")))
-    checked = subprocess.run(
-        [tool("shellcheck"), "-x", *map(str, SHELL)], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    checked = ended([tool(words[0]), *words[1:]], cwd=ROOT)
     assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
 
 
@@ -223,9 +216,7 @@ def shipped(tmp_path_factory) -> dict[str, set[str]]:
     for name in ("megatron_balance", "patches", "configs"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     program = "import setuptools.build_meta as b; print(b.build_wheel('dist')); print(b.build_sdist('dist'))"
-    built = subprocess.run(
-        [sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, timeout=120, check=False
-    )
+    built = ended([sys.executable, "-c", program], cwd=tree)
     assert built.returncode == 0, built.stderr
     (wheel,), (sdist,) = (tree / "dist").glob("*.whl"), (tree / "dist").glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
@@ -300,18 +291,12 @@ def test_the_flags_are_megatrons_and_the_sizes_are_those_of_the_preset(model):
     )
     check_arguments(args)
     preset = load_model(model)
-    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size) == (
-        preset.num_layers,
-        preset.hidden_size,
-        preset.ffn_size,
-    )
-    assert (args.num_attention_heads, args.kv_channels, args.vocab_size) == (
-        preset.num_heads,
-        preset.head_dim,
-        preset.vocab_size,
-    )
+    alike = {"ffn_hidden_size": "ffn_size", "num_attention_heads": "num_heads", "kv_channels": "head_dim"}
+    alike |= {name: name for name in ("num_layers", "hidden_size", "vocab_size")} | {"swiglu": "gated_ffn"}
+    assert {ours: getattr(args, theirs) for theirs, ours in alike.items()} == {
+        ours: getattr(preset, ours) for ours in alike.values()
+    }
     assert (args.num_experts or 0, args.tensor_model_parallel_size) == (preset.num_experts, MODELS[model])
-    assert args.swiglu == preset.gated_ffn
     assert preset.num_kv_heads == preset.num_heads  # or --num-query-groups would be missing
 
 
@@ -339,14 +324,7 @@ class Cluster:
 
     def run(self, script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**self.environment, **variables}
-        return subprocess.run(
-            ["bash", str(SLURM / script), *options],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return ended(["bash", str(SLURM / script), *options], env=environment)
 
     def printed(self, script: str, *options: str, **variables: str) -> list[str]:
         """The words of the command that a dry run prints."""
@@ -627,3 +605,71 @@ def test_what_slurm_would_refuse_is_said(cluster):
     done = cluster.run("multi_node.sbatch", "--dry-run")
     assert done.returncode == 2
     assert "Requested node configuration is not available" in done.stderr
+
+
+# Locks of the set-up and of the image: hashes, no proprietary package, and the bill of materials.
+
+
+def test_locks_hold_what_the_package_asks_for_with_hashes_and_no_host():
+    requirements = pytest.importorskip("packaging.requirements")
+    table = {"": project()["dependencies"], **extras()}
+    wanted = {
+        "image": ("",),
+        "train": ("", "train", "report"),
+        "dev": ("", "train", "torch", "dev", "docs", "gurobi", "highs"),
+    }
+    versions: dict[str, dict[str, str]] = {}
+    for path in sorted(LOCKS.glob("*.txt")):
+        inside = packages(path.read_text())  # raises for an entry without a hash
+        assert len({package.name for package in inside}) == len(inside), path.name
+        assert "://" not in path.read_text(), f"{path.name}: which index serves it is not the lock's business"
+        versions[path.stem] = {package.name: package.version for package in inside}
+    for lock, names_ in wanted.items():
+        for requirement in map(requirements.Requirement, (word for name in names_ for word in table[name])):
+            if requirement.name in ("megatron-balance", "numpy" if lock == "image" else ""):
+                continue
+            of_base = lock == "image" and requirement.name == "pydantic"
+            found = versions["pydantic" if of_base else lock][requirement.name.lower()]
+            assert requirement.specifier.contains(found), (lock, str(requirement))
+    assert versions["train"].items() <= versions["dev"].items(), "one environment serves the demo and the tests"
+
+
+def test_the_image_has_no_proprietary_package_unless_asked():
+    assert not [p.name for p in packages((LOCKS / "image.txt").read_text()) if p.name == "gurobipy"]
+    assert re.search(r"^ARG GUROBI=$", DOCKERFILE, re.MULTILINE)
+    step = next(line for line in DOCKERFILE.splitlines() if line.startswith("RUN if") and "gurobi.txt" in line)
+    for given, installs in (("", 0), ("1", 1)):
+        done = ended(
+            ["bash", "-c", "pip() { echo installs; }; " + step.removeprefix("RUN ")],
+            env={"PATH": os.environ["PATH"], "GUROBI": given},
+            check=True,
+        )
+        assert done.stdout.count("installs") == installs
+
+
+def test_the_bill_of_materials_names_every_package_of_a_lock_and_what_needs_it():
+    lock = (LOCKS / "image.txt").read_text() + (LOCKS / "pydantic.txt").read_text()
+    told = bill(lock, project())
+    assert (told["bomFormat"], told["specVersion"]) == ("CycloneDX", "1.6")
+    assert told == bill(lock, project()), "of one lock there is one bill"
+    assert [component["name"] for component in told["components"]] == re.findall(r"^([a-z0-9-]+)==", lock, re.MULTILINE)
+    assert lock.count("--hash=") == sum(len(component["hashes"]) for component in told["components"])
+    needs = {line["ref"].split("@")[0]: {on.split("@")[0] for on in line["dependsOn"]} for line in told["dependencies"]}
+    assert {"pkg:pypi/pydantic-core", "pkg:pypi/annotated-types"} <= needs["pkg:pypi/pydantic"]
+    assert {"pkg:pypi/pydantic", "pkg:pypi/megatron-core"} <= needs["pkg:pypi/megatron-balance"]
+    assert "pkg:pypi/mdurl" not in needs["pkg:pypi/megatron-balance"]
+    for broken, said in ((lock.replace("--hash=", "--size="), "line 2: expected"), ("rich==15.0.0\n", "no hash")):
+        with pytest.raises(ValueError, match=said):
+            bill(broken, project())
+
+
+def test_continuous_integration_says_what_it_installs():
+    text = (ROOT / ".ci" / "run").read_text()
+    line = next(line for line in text.splitlines() if line.startswith('echo "== packages'))
+    done = ended(["bash", "-c", f"browser() {{ echo chromium; }}; {line}"], cwd=ROOT, check=True)
+    count, beside = (len(packages((LOCKS / name).read_text())) for name in ("dev.txt", "upstream.txt"))
+    assert done.stderr == (
+        f"== packages: {count} of scripts/locks/dev.txt, and {beside} wheels of upstream.txt beside them, by hash, "
+        "into .venv; browser: chromium\n"
+    )
+    assert "installing chromium from Debian" in text

@@ -1,16 +1,18 @@
 """The repository's size: every total is held at what was reached (tools/budgets.yaml)."""
 
-from __future__ import annotations
-
+import re
+import shutil
 import sys
-from pathlib import PurePosixPath
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 
 import pytest
 
+from tests.support.processes import ended
 from tools.size_report import PARTS, budgets, figures, over, shape_of, table, twice, working_tree
 
+# Share of a budget that may be unused.
 SLACK = 0.01
-"""Share of a budget that may be unused."""
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +65,87 @@ def test_an_underscore_before_an_imported_name_is_not_private_and_names_are_told
         "docs words: 3, and the budget is at most 2",
         "comments percent: 0, and the budget is at least 1",
     ]
+
+
+# No test lies where pytest does not look, and no source where the linter does not: both pass over
+# folders of some names (dist, build, venv) without a word.
+
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON_FILES = [file for file in working_tree() if file.suffix == ".py"] if (ROOT / ".git").exists() else []
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout")
+def test_pytest_passes_over_no_folder_of_tests(request: pytest.FixtureRequest) -> None:
+    tests = [file for file in PYTHON_FILES if file.parts[0] == "tests"]
+    passed_over = request.config.getini("norecursedirs")
+    assert "dist" in passed_over, "where pytest looks is no longer what this test thinks"
+    folders = {part for file in tests for part in file.parts[:-1]}
+    assert "distributed" in folders
+    assert [name for name in folders if any(fnmatch(name, pattern) for pattern in passed_over)] == []
+    named = [file for file in tests if file.name.endswith("_test.py")]
+    assert named == [], "pytest would take these for tests; ours are called test_*.py"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout")
+def test_the_linter_reads_every_source() -> None:
+    read = ended([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=ROOT, check=True).stdout.splitlines()
+    assert sorted({ROOT / file for file in PYTHON_FILES} - set(map(Path, read))) == []
+
+
+# The contracts of the layers, which scripts/test.sh holds, can fail; heavy libraries come late.
+
+TOP = Path(__file__).resolve().parents[3]
+
+# By contract, a file and an import in it that breaks it.
+FORBIDDEN = {
+    "Imports point down": ("ir/batch.py", "megatron_balance.planners"),
+    "The vocabulary needs the standard library only": ("ir/batch.py", "numpy"),
+    "The library torch only": ("planners/baselines.py", "torch"),
+    "Planners do not know one another": ("planners/baselines.py", "megatron_balance.planners.zeppelin"),
+    "The library megatron only": ("cli/plan.py", "megatron.core"),
+    "Planning imports no configuration library": ("patterns/zigzag.py", "yaml"),
+}
+
+
+def test_forbidden_imports_are_caught(tmp_path):
+    """All in one copy of the package; each is found by its own contract."""
+    pytest.importorskip("importlinter", reason="import-linter comes with the extra 'dev'")
+    shutil.copytree(
+        TOP / "megatron_balance", tmp_path / "megatron_balance", ignore=shutil.ignore_patterns("__pycache__", "configs")
+    )
+    shutil.copy(TOP / "pyproject.toml", tmp_path)
+    for module, name in FORBIDDEN.values():
+        with (tmp_path / "megatron_balance" / module).open("a") as file:
+            file.write(f"\nimport {name}\n")
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache"]
+    result = ended(command, cwd=tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    broken = result.stdout.partition("Broken contracts")[2]
+    _, *headed = re.split(r"^(?=.+\n-{9,}$)", broken, flags=re.MULTILINE)
+    for contract, (module, name) in FORBIDDEN.items():
+        (section,) = [text for text in headed if text.startswith(contract)]
+        edge = f"megatron_balance.{module.removesuffix('.py').replace('/', '.')} -> {name.removesuffix('.core')} (l."
+        assert edge in " ".join(section.split()), (contract, result.stdout)
+
+
+LATE = """
+import sys
+
+def loaded(*names):
+    return [name for name in sys.modules if name.startswith(names)]
+
+import megatron_balance
+assert not loaded("torch", "numpy", "pydantic", "yaml"), "the package"
+from megatron_balance.cli import main
+plan = "plan --planner zeppelin --lengths 4096,80 --ranks 4".split()
+assert main([*plan, "--json"]) == 0
+assert not loaded("torch", "rich", "megatron.", "megatron_balance.simulator"), "a plan"
+assert main([*plan, "--verify"]) == 0
+import megatron_balance.analysis.wire, megatron_balance.workloads.idx, megatron_balance.workloads.lengths
+assert not loaded("torch", "megatron."), "a table, bytes on the wire, lengths"
+"""
+
+
+def test_planning_imports_late_what_it_may_not_need():
+    done = ended([sys.executable, "-c", LATE], cwd=TOP)
+    assert done.returncode == 0, done.stderr

@@ -1,26 +1,24 @@
 """NCCL's communicators of a pool: which, how many, when they are made, and how much of a GPU each
-may take. NCCL itself is a stand-in.
-"""
-
-from __future__ import annotations
+may take. NCCL itself is a stand-in."""
 
 from datetime import timedelta
 from inspect import signature
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+from megatron_balance.analysis.trace_format import COMPUTE, TrackSpan
+from megatron_balance.config import CommunicationChoice
+from megatron_balance.errors import ConfigError
+from megatron_balance.planning.choice import load_config
+from megatron_balance.runtime import cuda, groups, recorder
+from megatron_balance.runtime.groups import Behind
+from megatron_balance.runtime.transport import Streamed
 
 torch = pytest.importorskip("torch")
-
-import torch.distributed as dist  # noqa: E402
-
-from megatron_balance.config import CommunicationChoice  # noqa: E402
-from megatron_balance.errors import ConfigError  # noqa: E402
-from megatron_balance.planning.choice import load_config  # noqa: E402
-from megatron_balance.runtime import cuda, groups  # noqa: E402
-from megatron_balance.runtime.groups import Behind  # noqa: E402
-from megatron_balance.runtime.transport import Streamed  # noqa: E402
 
 LINKS = ("inter_node", "intra_node", "dispatch", "combine")
 
@@ -242,3 +240,26 @@ def test_the_section_is_read_and_written_back(tmp_path):
 def test_the_safe_order_is_a_fact_of_the_pool(make):
     assert not make(0, [list(range(8))], 4)[0].safe
     assert make(0, [list(range(8))], 4, safe=True)[0].safe
+
+
+# The clock that traces of several ranks share.
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["host", "streams"])
+def test_a_process_that_is_held_up_while_it_reads_clocks_is_not_late_in_the_trace(streamed: bool, monkeypatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    readings = count()
+
+    def read(ahead_s: float = 0.0) -> float:
+        clock.now += 0.5 if next(readings) in (1, 2, 5) else 1e-6
+        return clock.now + ahead_s
+
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=read, time=lambda: read(7000.0)))
+    device_s = 50.0  # a clock of its own
+    streams: Any = SimpleNamespace(
+        now=lambda: (read(device_s),), timed=lambda _: None, seconds=lambda begin, end: end[0] - begin[0]
+    )
+    made = recorder.Recorder(0, streams if streamed else None)
+    made.add(TrackSpan(0, COMPUTE, "", 0.0, 0.0), made.mark(), made.mark())
+    (span,) = made.spans()
+    assert made.began_unix_s + span.stop_s == pytest.approx(clock.now + 7000.0, abs=1e-5)

@@ -2,23 +2,22 @@
 them for Hopper, without one; and that it makes all of it before the first step.
 """
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.processes import ended
+
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+# Of heads that are merged (`triton_ptx.MERGED_DIMS`).
 DIMS = ("16", "32", "64", "80", "128", "192", "256")
-"""Of heads that are merged (`triton_ptx.MERGED_DIMS`)."""
 
 
 def in_child(code: str, *, interpreted: bool) -> list[Any]:
@@ -26,15 +25,7 @@ def in_child(code: str, *, interpreted: bool) -> list[Any]:
     interprets, so what needs one or the other runs in a process of its own.
     """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    ran = ended([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, timeout=240)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
 

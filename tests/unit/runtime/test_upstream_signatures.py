@@ -2,8 +2,6 @@
 FlashAttention-4's wheels, torch's operators, and Megatron's calls of Transformer Engine.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from importlib.util import find_spec

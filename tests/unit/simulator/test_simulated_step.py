@@ -1,8 +1,6 @@
 """Whole steps: layers, pipeline, synchronisation, memory; from closed forms."""
 
-from __future__ import annotations
-
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,27 +10,38 @@ from hypothesis import strategies as st
 from megatron_balance import make_planner, simulate
 from megatron_balance.analysis import launches
 from megatron_balance.analysis.backward import largest_exchange
+from megatron_balance.analysis.estimate.zones import ZoneTimes, zone_times
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
 from megatron_balance.analysis.rounds import coupled
 from megatron_balance.analysis.statistics import linear_tokens, plan_statistics
+from megatron_balance.analysis.tables import Tables
+from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.base import Link
-from megatron_balance.cost.parallel import CollectiveGroup, all_gather_s, all_to_all_s
+from megatron_balance.cost.base import ADD, Link
+from megatron_balance.cost.modules import ExpertLoad, expert_part
+from megatron_balance.cost.parallel import CollectiveGroup, all_gather_s, all_to_all_s, group_of
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planners.base import JointStages, StepContext
+from megatron_balance.planning.choice import PingPong, Stages, StepMode, choose_planner, step_mode
+from megatron_balance.planning.ticks import ticks
 from megatron_balance.simulator import pipeline
 from megatron_balance.simulator import step as step_module
 from megatron_balance.simulator.attention import attention_call
-from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.phase import phase_of, ring_names
+from megatron_balance.simulator.setup import Setup, StageSetup, added_s, parts_of
 from megatron_balance.simulator.step import Perturbation, bound_s, simulate_plans, simulate_step, summary
+from megatron_balance.simulator.ticks import most_held, simulate_joint, simulate_planned
 from tests.support import by_hand
-from tests.support.flat_cost import MODEL, flat_machine
+from tests.support.flat_cost import MODEL, FlatCost, flat_machine
+from tests.unit.simulator.test_simulated_ticks import planned, whole
 
 LLAMA = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=8)
 
@@ -265,7 +274,6 @@ def test_a_mix_by_layer_takes_between_keep_and_replay():
 
 # The bound: a lone rank reaches it, and no planner goes below it
 
-
 WIDE = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=4, hidden_size=1024, ffn_size=4096)
 SHORT_AND_LONG = (9000, 700, 4000, 2500, 128)
 
@@ -298,3 +306,222 @@ def test_stages_share_the_work_and_microbatches_add_up():
     once = bound_s((SHORT_AND_LONG,), two)
     assert bound_s((SHORT_AND_LONG, SHORT_AND_LONG), two) == pytest.approx(2 * once)
     assert bound_s((SHORT_AND_LONG,), two, Setup(pipeline=2)) == pytest.approx(once / 2)
+
+
+# Seconds that experts add to a simulated layer: the busiest rank of a group, by its tokens.
+
+LAYER_S = 0.01
+MOE = replace(MODEL, num_experts=4, experts_per_token=1)
+# Of two ranks that share four experts, the first one has two thirds of the visits.
+SKEWED = ExpertLoad.counted([2, 2, 1, 1])
+
+
+def machine(num_ranks: int, ranks_per_node: int, model: Model = MOE):
+    return replace(flat_machine(num_ranks, ranks_per_node, launch=0.0, layer=LAYER_S), model=model)
+
+
+def local_plan(*lengths: int) -> MicrobatchPlan:
+    count = len(lengths)
+    return by_hand.plan(lengths, count, *by_hand.each_local(count), ranks_per_node=2, heads=(2, 2))
+
+
+def exchange_s(around: StageSetup, tokens: float) -> float:
+    group = group_of(around.machine.cluster, 2, 2, busy_nics=True)
+    return 2 * all_to_all_s(tokens * MOE.hidden_size * MOE.bytes_per_element, group)
+
+
+def test_ranks_that_share_experts_wait_for_the_busiest_of_them():
+    around = StageSetup(machine(4, 2), Setup(experts=2, expert_load=SKEWED))
+    found = added_s(local_plan(100, 300, 50, 10), around)
+    part = expert_part(MOE)
+    # visits of the busiest: two thirds of 400 and of 60 tokens; the backward takes twice as long
+    busiest, own = np.array([800 / 3, 800 / 3, 40, 40]), np.array([100, 300, 50, 10])
+    exchange = np.array([exchange_s(around, each) for each in busiest])
+    assert found[0] == pytest.approx(exchange + part * LAYER_S * (busiest - own))
+    assert found[1] == pytest.approx(exchange + 2 * part * LAYER_S * (busiest - own))
+
+
+def test_tokens_visit_experts_from_where_they_lie_outside_attention():
+    """A remap moves 60 of 100 tokens to the other node, whose experts they visit then."""
+    plan = by_hand.plan((100, 1), 4, *by_hand.each_local(2), ranks_per_node=2, heads=(2, 2), moves=[(0, 2, 60)])
+    around = StageSetup(machine(4, 2), Setup(experts=2, expert_load=SKEWED))
+    part, own = expert_part(MOE), np.array([40, 1, 60, 0])
+    busiest = np.array([41, 41, 60, 60]) * 2 / 3
+    exchange = np.array([exchange_s(around, each) for each in busiest])
+    assert added_s(plan, around)[0] == pytest.approx(exchange + part * LAYER_S * (busiest - own))
+
+
+def test_without_a_load_each_rank_computes_for_its_own_tokens():
+    around = StageSetup(machine(4, 2), Setup(experts=2))
+    found = added_s(local_plan(100, 300, 50, 10), around)
+    assert found[0] == pytest.approx(np.full(4, exchange_s(around, 300)))
+    for model, setup in ((MODEL, Setup(experts=2, expert_load=SKEWED)), (MOE, Setup(expert_load=SKEWED))):
+        assert not np.any(added_s(local_plan(100, 300, 50, 10), StageSetup(machine(4, 2, model), setup)))
+
+
+def test_a_step_takes_as_much_longer():
+    on, plan = machine(2, 2), local_plan(100, 100)
+    even, skewed = (
+        simulate_step([plan], on, Setup(experts=2, expert_load=load)).step_s for load in (ExpertLoad(), SKEWED)
+    )
+    around = StageSetup(on, Setup(experts=2, expert_load=SKEWED))
+    longer = 3 * expert_part(MOE) * LAYER_S * (400 / 3 - 100) + 2 * (
+        exchange_s(around, 400 / 3) - exchange_s(around, 100)
+    )
+    assert skewed - even == pytest.approx(on.model.num_layers * longer, rel=1e-6)
+
+
+# Gradients that a ring's backward adds up, in all three places that price it: each of a block that
+# a hop brought is added once, as the runtime does (`tests/unit/runtime/test_kept_bytes.py`).
+
+TOKENS, RANKS, HEADS = 64, 4, 2
+
+
+@dataclass(frozen=True)
+class Bytes(FlatCost):
+    """Seconds are bytes that are moved in memory; everything else takes no time."""
+
+    launch: float = 0.0
+
+    def pack_s(self, num_bytes: float) -> float:
+        return num_bytes
+
+
+def sums_machine():
+    made = flat_machine(RANKS, RANKS)
+    return replace(made, cost=Bytes(made.model))
+
+
+def plans() -> list[MicrobatchPlan]:
+    lengths = (TOKENS * RANKS,)
+    return [
+        by_hand.pool("ring", lengths, RANKS, heads=(HEADS, HEADS)),
+        by_hand.plan(lengths, RANKS, by_hand.zone("zone", "head_ring", range(RANKS), (0,), 2), heads=(HEADS, HEADS)),
+    ]
+
+
+@pytest.mark.parametrize("plan", plans(), ids=["ring", "head ring"])
+def test_what_a_hop_brought_is_not_added_around_the_launch(plan: MicrobatchPlan) -> None:
+    on = sums_machine()
+    row = on.payload.row_bytes
+    zone = plan.zones[0]
+    assert isinstance(zone, Zone)
+    size = zone.group_size or 1
+    queries, keys = TOKENS * HEADS * row[Kind.Q_GRAD], TOKENS * HEADS * row[Kind.KV_GRAD]
+    seconds = Tables(plan, on).zones[0].backward_s
+    # Own keys are added to the caller's; of a block of a hop only the queries' gradients are.
+    assert seconds[:, 0] == pytest.approx(ADD * (queries + keys))
+    rounds = RANKS // size
+    # The causal mask shows a later block to the late half of the queries only.
+    assert set(np.round(seconds[:, 1:].ravel() / (ADD * queries), 6)) <= {0.5, 1.0}, rounds
+    phase = phase_of(compile_ranks(plan, "keep"), on, backward=True, rings=ring_names(plan))
+    for rank in range(RANKS):
+        launches = [s for s, x in zip(phase.seconds[rank], phase.exchanges[rank], strict=True) if x < 0]
+        assert sorted(launches) == pytest.approx(sorted(seconds[rank].tolist()))
+
+
+def test_the_estimate_adds_as_the_simulator_does() -> None:
+    on, plan = sums_machine(), plans()[0]
+    _, (made,) = zone_times(plan, on)
+    assert isinstance(made, ZoneTimes)
+    assert made.ring is not None
+    assert made.ring.backward_s == pytest.approx(Tables(plan, on).zones[0].backward_s)
+
+
+# Steps as training runs them: which way, what is planned, and what a step in ticks takes with all
+# that is around it.
+
+TRAINED = Model(
+    num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_size=1024, ffn_size=4096, vocab_size=32000
+)
+DISTCA, RING = (choose_planner(name, {"tokens_per_rank": 8192}) for name in ("distca", "te_ring"))
+
+
+def training_machine(num_ranks: int) -> Machine:
+    cluster = Cluster(num_ranks=num_ranks, ranks_per_node=4)
+    return Machine(cluster, TRAINED, AnalyticCost(cluster, TRAINED))
+
+
+def step_of(lengths: list[tuple[int, ...]], mode: StepMode, setup: Setup) -> StepPlan:
+    stage, pool = training_machine(4), training_machine(4 * setup.pipeline)
+    joint = JointStages(pool.cluster) if mode.joint else None
+    return DISTCA.plan_step(
+        tuple(lengths), StepContext(stage.cluster, TRAINED, stage.cost, joint=joint, ping_pong=mode.ping_pong)
+    )[0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "num_stages", "ping_pong", "stages", "mode"),
+    [
+        (DISTCA, 1, "auto", None, StepMode(ping_pong=True)),
+        (DISTCA, 1, False, "joint", StepMode()),
+        (DISTCA, 2, "auto", None, StepMode(ping_pong=True, pipeline="joint")),
+        (DISTCA, 2, False, "stages", StepMode(pipeline="stages")),
+        (RING, 1, "auto", None, StepMode()),
+        (RING, 2, True, None, StepMode(ping_pong=True, pipeline="stages")),
+    ],
+)
+def test_plans_run_as_the_keys_of_a_configuration_say(
+    choice: object, num_stages: int, ping_pong: PingPong, stages: Stages, mode: StepMode
+) -> None:
+    assert step_mode(choice, num_stages, ping_pong, stages) == mode  # pyright: ignore[reportArgumentType]
+
+
+def test_what_training_refuses_is_refused() -> None:
+    with pytest.raises(ConfigError, match="planner te_ring plans each stage for itself"):
+        step_mode(RING, 2, "auto", "joint")
+
+
+def test_nano_batches_hold_the_microbatch_and_one_sequence_stays_whole() -> None:
+    ping_pong, alone = step_of([(4000, 3000, 900, 100), (5000,)], StepMode(ping_pong=True), Setup()).microbatches
+    assert [sum(plan.lengths) for plan in parts_of(ping_pong)] == [4000, 4000]
+    assert [plan.lengths for plan in parts_of(alone)] == [(5000,)]
+
+
+def test_in_ticks_every_microbatch_has_as_many_nano_batches_as_the_others() -> None:
+    run = step_of([(4000, 3000, 900, 100), (5000,)], StepMode(ping_pong=True, pipeline="joint"), Setup(pipeline=2))
+    assert [len(parts_of(each)) for each in run.microbatches] == [2, 2]
+    assert [each.tick for each in run.ticks[0]] == [each.tick for each in run.ticks[1]] == list(ticks(2, 2))
+    assert all(each.plan.num_ranks == 8 for nano_batch in run.ticks for each in nano_batch)
+    assert sum(plan.num_tokens for plan in run.plans) == 13_000
+    assert all(cell is not None for cell in run.fullest_tick().tick.cells)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_stage_in_ticks_is_the_step_without_them(recompute: str) -> None:
+    plans, one = [whole(4096, 2048), whole(1024, 8192)], Cluster(num_ranks=2, ranks_per_node=2)
+    work = Machine(one, TRAINED, AnalyticCost(one, TRAINED))
+    setup = Setup("replay", recompute)  # pyright: ignore[reportArgumentType]
+    found, usual = simulate_joint((planned(plans, 1),), plans, work, work, setup), simulate_step(plans, work, setup)
+    # ranks that exchange nothing drift apart in a step, not in a tick
+    assert found.step_s == pytest.approx(usual.step_s, rel=0.02)
+    assert sum(found.phases_s.values()) == pytest.approx(found.step_s)
+    assert found.peak_bytes == pytest.approx(usual.peak_bytes)
+    assert found.utilisation["compute"] == pytest.approx(usual.utilisation["compute"], rel=0.03)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(4, 1), (4, 2)])
+def test_a_stage_holds_what_the_ticks_leave_it_with(stages: int, chunks: int) -> None:
+    order = planned([whole(64, 64)] * 8, stages, chunks)
+    for stage in range(stages):
+        later = stages - 1 - stage
+        assert most_held(order, stage) == (2 * later + 1 if chunks == 1 else chunks * stages + stages - 1 - 2 * stage)
+
+
+def test_a_step_in_ticks_has_every_figure_and_nano_batches_hide_its_exchanges() -> None:
+    lengths = [(3000, 2500, 900, 100), (4500, 2000, 1000)]
+    setup = Setup(pipeline=2, engine="events")
+    stage, pool = training_machine(4), training_machine(8)
+    whole_s, nano_batches_s = (
+        simulate_planned(step_of(lengths, StepMode(ping_pong, "joint"), setup), stage, pool, setup)
+        for ping_pong in (False, True)
+    )
+    for step in (whole_s, nano_batches_s):
+        assert step.num_tokens == sum(map(sum, lengths))
+        assert sum(step.phases_s.values()) == pytest.approx(step.step_s)
+        assert step.phases_s["waiting"] > 0
+        assert step.phases_s["head"] > 0 or step.phases_s["forward_linear"] > 0
+        assert len(step.peak_bytes) == 8
+        assert step.peak_bytes[:4].max() > step.peak_bytes[4:].min()
+        assert all(0 < share <= 1 for name, share in step.utilisation.items() if name != "nic")
+    assert nano_batches_s.step_s != whole_s.step_s

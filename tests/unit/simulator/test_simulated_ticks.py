@@ -1,27 +1,31 @@
 """Ticks on the clocks: closed forms where microbatches are alike, and what attending together saves
-where they are not.
-"""
+where they are not."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost import parallel
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import TickPlan
 from megatron_balance.planners import distca
 from megatron_balance.planning.ticks import plan_ticks, ticks
-from megatron_balance.simulator.attention import attention_call, linear_s
+from megatron_balance.simulator.attention import EngineName, attention_call, linear_s
+from megatron_balance.simulator.ping_pong import PingPongMode, layers
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.simulator.ticks import simulate_ticks
-from tests.support import by_hand
+from megatron_balance.solvers.packing import nano_batches
+from tests.support import by_hand, flat_cost
+from tests.support.flat_cost import INTER, flat_machine
 
 MODEL = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_size=1024, ffn_size=4096)
 
@@ -133,3 +137,144 @@ def test_what_cannot_be_is_said() -> None:
         simulate_ticks(planned([whole(64)] * 3, 3), machine(3))
     with pytest.raises(ConfigError, match="2 pipeline stages, the setup has 4"):
         simulate_ticks(planned([whole(64)], 2), machine(2), Setup(pipeline=4))
+
+
+# Nano-batches on clocks: closed forms of what hides behind what, and that the two engines, and the
+# step around them, agree.
+
+TOKENS, RANKS = 64, 4
+LINEAR, LAUNCH, CALL = 0.5, 1.0, 0.0005
+ENGINES: tuple[EngineName, ...] = ("events", "rounds")
+
+
+def nano_batch(tokens: int = TOKENS) -> MicrobatchPlan:
+    """A document owned by each rank, a rank a node; a rank attends for the earlier half of its own
+    and the later of its neighbour's.
+    """
+    fragments = [(rank, rank, 0, tokens) for rank in range(RANKS)]
+    near = [(rank, rank, 0, tokens // 2, 0, tokens // 2) for rank in range(RANKS)]
+    far = [((rank + 1) % RANKS, rank, tokens // 2, tokens, 0, tokens) for rank in range(RANKS)]
+    heads = (flat_cost.MODEL.num_heads, flat_cost.MODEL.num_kv_heads)
+    return by_hand.plan(
+        (tokens,) * RANKS, RANKS, by_hand.task_table(fragments, near + far), ranks_per_node=1, heads=heads
+    )
+
+
+def hopper(**cost: object) -> Machine:
+    return flat_machine(RANKS, 1, **{"launch": LAUNCH, "layer": LINEAR / TOKENS, "call_s": CALL, **cost})
+
+
+def transfer_s(*kinds: Kind) -> float:
+    """Seconds of what one rank sends another in an exchange: half a document's queries, all its
+    keys, or their gradients.
+    """
+    sizes = hopper().payload.whole()
+    tokens = {kind: TOKENS if kind in (Kind.KV, Kind.KV_GRAD) else TOKENS // 2 for kind in kinds}
+    return CALL + INTER.time_s(flat_cost.MODEL.num_heads * sum(tokens[kind] * int(sizes[kind]) for kind in kinds))
+
+
+IN, OUT, GRADS = transfer_s(Kind.Q, Kind.KV), transfer_s(Kind.OUT), transfer_s(Kind.Q_GRAD, Kind.KV_GRAD)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3, 9])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_interleaved_only_the_last_transfer_has_nothing_beside_it(engine: EngineName, num_layers: int) -> None:
+    assert max(IN, OUT, GRADS) < min(LINEAR, LAUNCH)
+    forward, backward = layers([nano_batch(), nano_batch()], hopper(), num_layers, PingPongMode(engine=engine))
+    assert forward.end_s == pytest.approx(num_layers * 2 * (LINEAR + LAUNCH) + OUT)
+    # The backward begins with the first nano-batch's output gradients on their way, which nothing
+    # precedes, and ends with a linear step.
+    first = transfer_s(Kind.OUT_GRAD)
+    assert backward.end_s == pytest.approx(num_layers * 4 * (LINEAR + LAUNCH) + first)
+    assert forward.compute_s == pytest.approx(num_layers * 2 * (LINEAR + LAUNCH))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_exchanges_between_experts_lengthen_the_linear_steps(engine: EngineName) -> None:
+    experts = ((0.25, 0.5), (np.full(RANKS, 0.125), 0.25))
+    found = layers([nano_batch(), nano_batch()], hopper(), 3, PingPongMode(engine=engine), experts)
+    usual = layers([nano_batch(), nano_batch()], hopper(), 3, PingPongMode(engine=engine))
+    for longer, alone, each in zip(found, usual, (0.375, 0.75), strict=True):
+        assert longer.end_s - alone.end_s == pytest.approx(np.full(RANKS, 3 * each))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_by_one_every_transfer_is_waited_for(engine: EngineName) -> None:
+    forward, backward = layers(
+        [nano_batch(), nano_batch()], hopper(), 5, PingPongMode(engine=engine, interleaved=False)
+    )
+    assert forward.end_s == pytest.approx(5 * 2 * (LINEAR + LAUNCH + IN + OUT))
+    assert backward.end_s == pytest.approx(5 * 2 * (2 * LINEAR + 2 * LAUNCH + transfer_s(Kind.OUT_GRAD) + GRADS))
+    signal = layers(
+        [nano_batch(), nano_batch()], hopper(), 5, PingPongMode(engine=engine, interleaved=False, signal=True)
+    )
+    assert signal.forward.end_s == pytest.approx(forward.compute_s, rel=2e-2)
+    assert signal.forward.compute_s == pytest.approx(forward.compute_s)
+    assert signal.forward.end_s.max() < forward.end_s.max()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_transfer_longer_than_what_is_beside_it_shows_by_the_difference(engine: EngineName) -> None:
+    """Eight times the link's time: the inputs of A hide behind the linear step of B as far as that
+    goes.
+    """
+    slow = replace(INTER, bytes_per_s=INTER.bytes_per_s / 8)
+    forward, _ = layers([nano_batch(), nano_batch()], hopper(inter=slow), 1, PingPongMode(engine=engine))
+    late = CALL + slow.time_s((IN - CALL - INTER.alpha_s) * INTER.bytes_per_s)
+    owned = CALL + slow.time_s((OUT - CALL - INTER.alpha_s) * INTER.bytes_per_s)
+    assert LINEAR < late < LAUNCH
+    # The second nano-batch's inputs, behind the first's on the same stream, still hide beside the
+    # first's attention.
+    assert forward.end_s == pytest.approx(LINEAR + late + 2 * LAUNCH + owned)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_engines_agree_on_uneven_nano_batches(policy: Policy) -> None:
+    plans = [nano_batch(TOKENS), nano_batch(TOKENS // 2)]
+    for interleaved in (True, False):
+        events, rounds = (
+            layers(plans, hopper(), 6, PingPongMode(policy, interleaved, engine=engine)) for engine in ENGINES
+        )
+        for one, other in zip(events, rounds, strict=True):
+            assert one.end_s == pytest.approx(other.end_s, rel=1e-3)
+            assert one.compute_s == pytest.approx(other.compute_s)
+            assert one.bytes_moved == pytest.approx(other.bytes_moved)
+
+
+def test_a_step_of_nano_batches_is_its_layers() -> None:
+    plans, on = (nano_batch(), nano_batch()), hopper()
+    step = simulate_step([plans], on, Setup(engine="events"))
+    passes = layers(plans, on, flat_cost.MODEL.num_layers, PingPongMode(engine="events"))
+    assert sum(
+        step.phases_s[name] for name in step.phases_s if name not in ("gradient_sync", "optimizer", "head")
+    ) == pytest.approx(passes.forward.end_s.max() + passes.backward.end_s.max())
+    alone = simulate_step([plans], on, Setup(engine="events", interleaved=False))
+    assert alone.step_s > step.step_s
+    assert step.num_tokens == 2 * RANKS * TOKENS
+    whole = simulate_step([nano_batch()], on, Setup(engine="events"))
+    assert (step.peak_bytes > whole.peak_bytes).all()
+
+
+def test_what_an_engine_does_not_know_is_refused() -> None:
+    ring = replace(nano_batch(), zones=(Zone("inter_node", "ring", tuple(range(RANKS)), tuple(range(RANKS))),))
+    with pytest.raises(ConfigError, match="use the engine 'events'"):
+        layers([ring, ring], hopper(), 2, PingPongMode(engine="rounds"))
+    assert layers([ring, nano_batch()], hopper(), 2).forward.end_s.max() > 0
+    assert layers([nano_batch(), nano_batch()], hopper(), 2, PingPongMode(transport="sockets")).forward.end_s.max() > 0
+
+
+def test_nano_batches_are_as_even_as_whole_items_allow() -> None:
+    assert nano_batches([]) == ((), ())
+    assert nano_batches([5]) == ((0,), ())
+    assert nano_batches([3, 3, 2, 2, 2]) == ((0, 1), (2, 3, 4))
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        sizes = rng.integers(1, 60, int(rng.integers(2, 11))).tolist()
+        first, second = nano_batches(sizes)
+        assert sorted(first + second) == list(range(len(sizes)))
+        best = min(
+            abs(sum(sizes) - 2 * sum(s for i, s in enumerate(sizes) if choice >> i & 1))
+            for choice in range(1 << len(sizes))
+        )
+        assert abs(sum(sizes[i] for i in first) - sum(sizes[i] for i in second)) <= max(best, sum(sizes) // 100)
+        assert sum(sizes[i] for i in first) >= sum(sizes[i] for i in second) > 0

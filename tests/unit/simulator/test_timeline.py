@@ -1,7 +1,5 @@
 """Traces of simulated steps, read strictly (`tests.support.trace_reader`)."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

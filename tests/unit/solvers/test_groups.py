@@ -1,14 +1,34 @@
 """Groups of ranks: sizes, places, shares."""
 
-from __future__ import annotations
+import itertools
+import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_balance.errors import InfeasibleError
 from megatron_balance.patterns import zigzag
+from megatron_balance.planners.pipelines import deal, packed
+from megatron_balance.simulator.pipeline import ChunkPass, run
+from megatron_balance.solvers import makespan
+from megatron_balance.solvers.dispatch import (
+    Assigned,
+    PipelineCost,
+    clock_s,
+    dispatch,
+    exact,
+    greedy,
+    microbatch_s,
+    pack,
+    problem_of,
+    slowest_s,
+    util_tokens,
+)
 from megatron_balance.solvers.groups import arrange, blocks, needed, rank_tokens, sizes
+from megatron_balance.solvers.makespan import MachinesProblem, Stairs, by_weights
 
 
 @pytest.mark.parametrize(
@@ -52,3 +72,339 @@ def test_no_rank_of_a_zigzag_holds_more_than_its_counted_tokens(length: int, siz
     cut = zigzag.zigzag(np.array([length]), np.array([0]), size)
     held = [sum(stop - start for _, start, stop in zigzag.fragments(cut, i).tolist()) for i in range(size)]
     assert max(held) <= rank_tokens(length, size) <= max(held) + 1
+
+
+# Dispatch to unequal pipelines, and packing into microbatches.
+
+# Published 32B times of an A800 (Hetu, generate_strategy_32b.py), in seconds.
+TP16 = PipelineCost(1.378e-9, 1.0244e-4, 0.1457, 1, 52000)
+TP8 = PipelineCost(2.125e-9, 1.4141e-4, 0.1229, 1, 28000)
+TP4 = PipelineCost(3.870e-9, 2.3900e-4, 0.1207, 1, 11000)
+TP4_PP2 = PipelineCost(2.046e-9, 1.1830e-4, 0.0654, 2, 16000)
+TP2_PP4 = PipelineCost(1.970e-9, 1.0656e-4, 0.0429, 4, 9000)
+KINDS = (TP16, TP8, TP4, TP4_PP2, TP2_PP4)
+
+
+def drawn(draw: np.random.Generator, most: int) -> list[int]:
+    return np.clip(draw.lognormal(5.6, 1.32, int(draw.integers(1, most))), 1, 32768).astype(int).tolist()
+
+
+def test_every_sequence_goes_once_to_a_pipeline_that_holds_it() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(4):
+        lengths = drawn(draw, 120)
+        pipelines = (TP16, *(KINDS[k] for k in draw.integers(0, 5, 6)))
+        for answer in (dispatch(lengths, pipelines), greedy(lengths, pipelines, trials=5)):
+            assert sorted(seq for own in answer for seq in own) == list(range(len(lengths)))
+            for own, pipeline in zip(answer, pipelines, strict=True):
+                assert all(lengths[seq] <= pipeline.max_tokens for seq in own)
+        bound_s, _ = by_weights(problem_of(lengths, pipelines), rounds=80)
+        assert slowest_s(lengths, pipelines, dispatch(lengths, pipelines)) >= bound_s * (1 - 1e-9)
+
+
+def test_the_program_is_never_worse_than_its_start() -> None:
+    lengths, pipelines = [9000, 5000, 4000, 3000, 3000, 800, 400], [TP8, TP4, TP4_PP2]
+    ours = slowest_s(lengths, pipelines, dispatch(lengths, pipelines))
+    assert slowest_s(lengths, pipelines, exact(lengths, pipelines)) <= ours
+
+
+def test_a_sequence_that_no_pipeline_holds_is_named() -> None:
+    with pytest.raises(InfeasibleError, match="30000 tokens, the best pipeline's MaxLen is 28000"):
+        dispatch([5, 30000], [TP8, TP4])
+    with pytest.raises(InfeasibleError, match="30000 tokens, the pipeline's MaxLen is 28000"):
+        pack([5, 30000], TP8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pipelines"), [([100], [TP4] * 4), ([], [TP4]), ([500] * 8, [TP4] * 4), ([9000, 10], [TP4, TP2_PP4])]
+)
+def test_few_and_equal_sequences(lengths: list[int], pipelines: list[PipelineCost]) -> None:
+    answer = dispatch(lengths, pipelines)
+    assert sorted(seq for own in answer for seq in own) == list(range(len(lengths)))
+    if lengths == [500] * 8:
+        assert [len(own) for own in answer] == [2] * 4
+
+
+@pytest.mark.parametrize("pipeline", KINDS, ids=str)
+def test_microbatches_hold_every_sequence_once_and_fit(pipeline: PipelineCost) -> None:
+    draw = np.random.default_rng(3)
+    for _ in range(10):
+        lengths = [min(length, pipeline.max_tokens) for length in drawn(draw, 60)]
+        bins = pack(lengths, pipeline)
+        assert sorted(seq for own in bins for seq in own) == list(range(len(lengths)))
+        assert all(own and sum(lengths[seq] for seq in own) <= pipeline.max_tokens for own in bins)
+        microbatches = [[lengths[seq] for seq in own] for own in bins]
+        slowest = max((microbatch_s(own, pipeline) for own in microbatches), default=0.0)
+        bound = (pipeline.stages - 1 + len(microbatches)) * slowest  # Eq. 1
+        assert pipeline.bound_s(lengths) <= bound * (1 + 1e-9)
+        assert clock_s(microbatches, pipeline) <= bound * (1 + 1e-9)
+
+
+def test_the_program_packs_more_evenly_within_its_nodes() -> None:
+    """Items of 5, 4, 3, 3 and 3 s into two microbatches: the longest first leaves 10 and 8 s."""
+    pipeline = PipelineCost(0.0, 1.0, 5.0, 2, 10)
+    lengths = [5, 4, 3, 3, 3]
+    assert [sum(lengths[seq] for seq in own) for own in pack(lengths, pipeline)] == [8, 10]
+    exactly = pack(lengths, pipeline, node_limit=20)
+    assert sorted(sum(lengths[seq] for seq in own) for own in exactly) == [9, 9]
+    # Three of 6 need three microbatches of 10, which the longest first finds; two hold none of them.
+    assert pack([6, 6, 6], PipelineCost(0, 1, 100, 2, 10), node_limit=5) == ((0,), (1,), (2,))
+    # The longest first needs four of 10 tokens, the program three.
+    tight = [6, 5, 5, 4, 4, 3, 3]
+    one = PipelineCost(0, 1, 1, 1, 10)
+    assert (len(pack(tight, one)), len(pack(tight, one, node_limit=20))) == (4, 3)
+
+
+def test_more_microbatches_than_the_range_where_none_of_it_is_feasible() -> None:
+    # 3 x 6 tokens need three microbatches of 10, though 18 tokens would fill only two.
+    assert pack([6, 6, 6], PipelineCost(0, 1, 100, 2, 10)) == ((0,), (1,), (2,))
+
+
+def test_a_pipeline_of_one_stage_runs_as_few_microbatches_as_hold_its_sequences() -> None:
+    assert len(pack([6, 3, 3, 2, 2], PipelineCost(0, 1, 100, 1, 16))) == 1
+    assert len(pack([6, 3, 3, 2, 2], PipelineCost(0, 1, 1e-3, 1, 8))) == 2
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 3), (4, 2), (3, 7), (4, 4)])
+def test_the_clock_is_the_simulators(stages: int, count: int) -> None:
+    pipeline = PipelineCost(0.0, 1.0, 0.5, stages, 100)
+    lengths = [[int(n)] for n in np.random.default_rng(count).integers(1, 90, count)]
+
+    def each(stage: int, step: ChunkPass, begin: np.ndarray) -> np.ndarray:
+        return begin + (lengths[step.microbatch][0] + 0.5) * (2 / 3 if step.backward else 1 / 3)
+
+    clocks = run(stages, count, 1, 1, each, lambda _: np.zeros(1))
+    assert clock_s(lengths, pipeline) == pytest.approx(clocks.total_s)
+
+
+def test_util_tokens_is_the_first_length_near_the_best() -> None:
+    util = util_tokens(TP8)
+
+    def per_token(length: int) -> float:
+        return (TP8.sequence_s(length) + TP8.c) / length
+
+    best = min(per_token(length) for length in range(1, TP8.max_tokens + 1, 7))
+    assert per_token(util) <= best / 0.85 * (1 + 1e-6) < per_token(util - 1) * (1 + 1e-6)
+
+
+# Sequences to unlike pipelines: near the best, and no slower than the paper's way.
+
+
+def drawn_pipelines(rng: random.Random, mixed: bool) -> tuple[list[int], list[PipelineCost]]:
+    """Sequences and pipelines. `mixed`: pipeline parallelism of 1, 2 and 4 side by side."""
+    pipelines: list[PipelineCost] = []
+    for _ in range(rng.choice([2, 3, 4, 8, 12])):
+        ranks, stages = rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 4]) if mixed else 1
+        a, b, c = 1e-9 * rng.uniform(0.9, 1.1) / ranks, 1e-5 / ranks, 5e-3 * rng.uniform(0.5, 1.5)
+        pipelines.append(PipelineCost(a, b, c, stages, 4096 * ranks))
+    most = max(pipeline.max_tokens for pipeline in pipelines)
+    count = rng.choice([5, 9, 20, 50, 120])
+    return [min(most, max(1, int(rng.lognormvariate(6, 1.3)))) for _ in range(count)], pipelines
+
+
+def lower_bound(problem: MachinesProblem) -> float:
+    """Seconds that no assignment comes below, by weights and by stairs."""
+    bound, weights = by_weights(problem, rounds=80)
+    stairs = Stairs.of(problem, weights)
+    return bound if stairs is None else stairs.least_s(bound)
+
+
+def seconds(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned: Assigned) -> float:
+    """Seconds of the slowest pipeline, c spread over full microbatches as both ways have it."""
+    problem, of = problem_of(lengths, pipelines), np.zeros(len(lengths), dtype=np.int64)
+    for at, seqs in enumerate(assigned):
+        of[list(seqs)] = at
+    return float(problem.seconds(of).max())
+
+
+def least_of_all(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> float:
+    """Seconds of the best of all assignments."""
+    problem = problem_of(lengths, pipelines)
+    every = np.array(list(itertools.product(range(len(pipelines)), repeat=len(lengths))))
+    work = problem.work[problem.kind]
+    total, largest = np.zeros((2, len(every), len(pipelines)))
+    for at in range(len(pipelines)):
+        own = np.where(every == at, work[at], 0.0)
+        total[:, at], largest[:, at] = own.sum(axis=1), own.max(axis=1)
+    return float((total + problem.behind * largest + problem.start_s * (largest > 0)).max(axis=1).min())
+
+
+CASES = [drawn_pipelines(random.Random(number), mixed=number % 3 == 0) for number in range(18)]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_every_sequence_of_a_makespan_goes_once_to_a_pipeline_that_holds_it(case: int) -> None:
+    lengths, pipelines = CASES[case]
+    found = dispatch(lengths, pipelines)
+    assert sorted(seq for seqs in found for seq in seqs) == list(range(len(lengths)))
+    for pipeline, seqs in zip(pipelines, found, strict=True):
+        assert all(lengths[seq] <= pipeline.max_tokens for seq in seqs)
+    assert dispatch(lengths, pipelines) == found
+    assert lower_bound(problem_of(lengths, pipelines)) <= seconds(lengths, pipelines, found) * (1 + 1e-9)
+
+
+def test_it_is_no_slower_than_algorithm_1() -> None:
+    """By a tenth of a per cent at most, and faster in the mean."""
+    ratios = [
+        seconds(lengths, pipelines, dispatch(lengths, pipelines))
+        / seconds(lengths, pipelines, greedy(lengths, pipelines, trials=20))
+        for lengths, pipelines in CASES
+    ]
+    assert max(ratios) <= 1.001
+    assert np.mean(ratios) < 0.995
+
+
+def test_small_cases_are_as_good_as_all_assignments() -> None:
+    ratios: list[float] = []
+    for number in range(8):
+        lengths, pipelines = drawn_pipelines(random.Random(100 + number), mixed=number % 2 == 0)
+        pipelines = sorted(pipelines, key=lambda each: -each.max_tokens)[:3]
+        lengths = lengths[:7]
+        ratios.append(seconds(lengths, pipelines, dispatch(lengths, pipelines)) / least_of_all(lengths, pipelines))
+    assert max(ratios) <= 1.01
+    assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= 7
+
+
+def test_fewer_sequences_than_pipelines_and_c_once_a_microbatch() -> None:
+    cost = PipelineCost(0.0, 1.0, 5.0, 2, 10)
+    assert sorted(map(len, dispatch([4, 4], [cost] * 3))) == [0, 1, 1]
+    assert cost.bound_s([4, 4, 4]) == 12 + 12 / 10 * 5 + (4 + 4 / 10 * 5 + 5)
+    assert cost.bound_s([]) == 0.0
+
+
+def test_of_many_sequences_only_some_pipelines_with_stages_take_long_ones() -> None:
+    """Each such pipeline waits for its longest microbatch again."""
+    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384)] * 4
+    rng = random.Random(1)
+    lengths = [min(16384, max(1, int(rng.lognormvariate(5.6, 1.5)))) for _ in range(400)]
+    problem = problem_of(lengths, pipelines)
+    plain = makespan.greedy(problem, np.argsort(-problem.work.min(axis=0), kind="stable").tolist())
+    found = seconds(lengths, pipelines, dispatch(lengths, pipelines))
+    assert found < 0.96 * problem.seconds(plain).max()
+    assert lower_bound(problem_of(lengths, pipelines)) <= found < 1.004 * lower_bound(problem_of(lengths, pipelines))
+    assert by_weights(problem, 80)[0] < 0.98 * found, "the bound by weights counts the longest sequence alone"
+
+
+def test_unlike_pipelines_with_stages_come_within_a_hundredth_of_the_bound() -> None:
+    """Machines open where those before are full, though one more long sequence would still fit in."""
+    kinds = (PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384), PipelineCost(2e-9, 2e-5, 5e-3, 4, 8192))
+    pipelines = [kinds[0], *[kinds[1]] * 3, *[PipelineCost(4e-9, 4e-5, 5e-3, 1, 2048)] * 4]
+    rng = random.Random(2)
+    lengths = [min(16384, max(1, int(rng.lognormvariate(5.6, 1.5)))) for _ in range(400)]
+    found = seconds(lengths, pipelines, dispatch(lengths, pipelines))
+    assert lower_bound(problem_of(lengths, pipelines)) <= found < 1.01 * lower_bound(problem_of(lengths, pipelines))
+
+
+def test_no_assignment_comes_below_the_bound() -> None:
+    """All assignments of few sequences to pipelines with unlike stages."""
+    for number in range(12):
+        lengths, pipelines = drawn_pipelines(random.Random(900 + 3 * number), mixed=True)
+        lengths, pipelines = lengths[:6], pipelines[:4]
+        most = max(each.max_tokens for each in pipelines)
+        lengths = [min(length, most) for length in lengths]
+        assert lower_bound(problem_of(lengths, pipelines)) <= least_of_all(lengths, pipelines) * (1 + 1e-9)
+
+
+def test_stairs_open_a_machine_where_those_before_are_full() -> None:
+    """Items of 4, 3, 2, 1, 1 and 1 s on two machines that count their largest again."""
+    work = np.array([[4.0, 3.0, 2.0, 1.0, 1.0, 1.0]])
+    two = np.zeros(2, dtype=np.int64)
+    problem = MachinesProblem(work, two, np.ones(2), np.zeros(2), np.array([6, 5, 4, 3, 2, 1]))
+    stairs = Stairs.of(problem, np.array([0.5]))
+    assert stairs is not None
+    # In 10 s the first has room for 10 - 4 s: the item of 3 s opens the second, which has 10 - 3.
+    assert stairs.climb(10.0) == [(0, 0), (1, 1)]
+    # In 11 s there is room for 4 + 3, and the item of 2 s opens the second.
+    assert stairs.climb(11.0) == [(0, 0), (2, 1)]
+    assert stairs.climb(9.4) is None
+    assert lower_bound(problem) == pytest.approx(9.5, rel=1e-4)  # 12 s of items, 4 and 3 s again
+    found = makespan.greedy(problem, range(6), stairs.climb(10.0), 10.0)
+    assert found.tolist() == [0, 1, 1, 0, 1, 0]
+    assert problem.seconds(found).tolist() == [10, 9]
+    assert makespan.greedy(problem, range(6), [(0, 0), (5, 1)], 6.0).tolist()[:2] == [0, 1], "full ahead of its place"
+
+
+def test_where_one_item_alone_takes_the_time_machines_stay_even() -> None:
+    """Stairs would fill the second machine to the time of the first."""
+    sizes = np.array([1000, *[1] * 200])
+    problem = MachinesProblem(sizes[None] / 100, np.zeros(3, dtype=np.int64), np.ones(3), np.zeros(3), sizes)
+    loads = problem.seconds(makespan.assign(problem))
+    assert loads.max() == pytest.approx(20.0)
+    assert sorted(loads)[:2] == [pytest.approx(1.01), pytest.approx(1.01)]
+
+
+def test_what_counts_again_may_be_more_than_an_item_works() -> None:
+    """Items of 5 and 1 s, of which the second counts 3 s where it is the largest."""
+    kind = np.zeros(2, dtype=np.int64)
+    problem = MachinesProblem(np.array([[5.0, 1.0]]), kind, np.ones(2), np.zeros(2), np.array([5, 1]), np.array([3.0]))
+    assert problem.seconds(np.array([0, 1])).tolist() == [10, 4]
+    assert problem.seconds(np.array([0, 0])).tolist() == [11, 0]
+    found, seconds = makespan.in_turn(problem, np.array([[0, 1]]), None)
+    assert (found.tolist(), seconds.tolist()) == ([[0, 1]], [[10, 4]])
+    even = np.zeros(2, dtype=np.int64)
+    makespan.improve(problem, even, 0.0)
+    assert problem.seconds(even).max() == 10
+    assert problem.seconds(makespan.greedy(problem, range(2))).max() == 10
+    assert lower_bound(problem) == pytest.approx(10)
+
+
+def test_dispatch_counts_the_microbatches_that_packing_makes() -> None:
+    """Short sequences wait for a well-filled microbatch, too: even pipelines end sooner, packed."""
+    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384)] * 4
+    rng = random.Random(1)
+    lengths = [min(16384, max(1, int(rng.lognormvariate(6, 1.5)))) for _ in range(300)]
+    (plain, filled) = (dispatch(lengths, pipelines, filled=filled) for filled in (False, True))
+    assert max(packed(lengths, pipelines, filled)[1]) < 0.99 * max(packed(lengths, pipelines, plain)[1])
+    assert seconds(lengths, pipelines, plain) < seconds(lengths, pipelines, filled), "by Eq. 3 alone"
+    assert deal(lengths, pipelines) == packed(lengths, pipelines, filled)
+
+
+@pytest.mark.parametrize("count", [1, 5, 400])
+@pytest.mark.parametrize("filled", [False, True])
+def test_one_pipeline_takes_all(count: int, filled: bool) -> None:
+    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 4, 4096)]
+    assert dispatch([100] * count, pipelines, filled=filled) == (tuple(range(count)),)
+    assert dispatch([], pipelines, filled=filled) == ((),)
+
+
+def test_where_nothing_counts_again_there_are_no_stairs() -> None:
+    assert Stairs.of(alike(5), np.array([0.5])) is None
+
+
+def alike(num_items: int) -> MachinesProblem:
+    """Two machines of one kind, items of 3, 3, 2, 2 and 2 seconds, and then of none."""
+    work = np.zeros((1, num_items))
+    work[0, :5] = 3, 3, 2, 2, 2
+    return MachinesProblem(work, np.zeros(2, dtype=np.int64), np.zeros(2), np.zeros(2), np.ones(num_items, np.int64))
+
+
+def test_a_swap_makes_the_longest_first_even() -> None:
+    problem = alike(5)
+    found = makespan.greedy(problem, range(5))
+    assert problem.seconds(found).tolist() == [7, 5]
+    makespan.improve(problem, found, 0.0)
+    assert problem.seconds(found).tolist() == [6, 6]
+    many = alike(makespan.FEW + 1)  # too many for the depth-first search
+    assert many.seconds(makespan.assign(many, searches=1)).tolist() == [6, 6]
+
+
+def test_machines_that_end_together_still_change_what_is_cheaper_on_the_other() -> None:
+    """The longest first ends even, with sequences where they cost more; no move or swap helps."""
+    lengths, pipelines = drawn_pipelines(random.Random(403), mixed=False)
+    problem = problem_of(lengths, pipelines)
+    even = makespan.greedy(problem, np.argsort(-problem.work.min(axis=0), kind="stable").tolist())
+    makespan.improve(problem, even, 0.0)
+    seconds_of = problem.seconds(even)
+    assert seconds_of.max() < seconds_of.min() * 1.001
+    assert problem.seconds(makespan.assign(problem)).max() < 0.997 * seconds_of.max()
+
+
+def test_the_bound_is_that_of_the_best_weights_of_unlike_machines() -> None:
+    """One kind does long items in less time, the other short ones: half a second each is the least."""
+    work = np.array([[1.0] * 4 + [2.0] * 4, [2.0] * 4 + [1.0] * 4]) / 8
+    kind = np.array([0, 1])
+    problem = MachinesProblem(work, kind, np.zeros(2), np.zeros(2), np.ones(8, dtype=np.int64))
+    assert lower_bound(problem) == pytest.approx(0.5)
+    slow = MachinesProblem(work * [[1.0], [3.0]], kind, np.zeros(2), np.zeros(2), problem.sizes)
+    # All items on the first take 1.5 s; the second takes 2.25 of its 4 at 3/8 s.
+    assert lower_bound(slow) == pytest.approx(0.9, rel=1e-3)

@@ -1,7 +1,5 @@
 """solvers/remap: rules by example, edge cases, and what happens where a solver cannot answer."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import SimpleNamespace
@@ -31,8 +29,7 @@ def test_extra_tokens_stay_with_the_ranks_that_hold_most_ties_to_the_lower():
 
 
 @pytest.mark.parametrize(
-    ("align", "target"),
-    [(1, [10, 10, 10, 9]), (2, [10, 10, 10, 9]), (4, [12, 11, 8, 8]), (8, [15, 8, 8, 8])],
+    ("align", "target"), [(1, [10, 10, 10, 9]), (2, [10, 10, 10, 9]), (4, [12, 11, 8, 8]), (8, [15, 8, 8, 8])]
 )
 def test_aligned_targets_are_multiples_but_for_one_rank_with_the_rest(align, target):
     assert remap([39, 0, 0, 0], 4, align=align).target.tolist() == target

@@ -1,7 +1,5 @@
 """The suites that look for faults: a few cases of each, and that a run goes on where it was ended."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

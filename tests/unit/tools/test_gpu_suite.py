@@ -2,8 +2,6 @@
 whole of it small, without a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -17,6 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.support.processes import ended
 from tools.gpu import machine, many, parts, report, run
 from tools.gpu.rows import Context, Figure, Row, Target
 
@@ -204,6 +203,6 @@ def whole(*words):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(ROOT / "tools" / "gpu" / "run"), "--json", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    done = ended(command, timeout=240, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout)

@@ -1,26 +1,22 @@
 """The record of a step, its file and its scalars."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from megatron_balance import make_planner
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import StepPlan
@@ -29,21 +25,22 @@ from megatron_balance.planning.proofs import Proofs
 from megatron_balance.runtime.groups import single
 from megatron_balance.runtime.recorder import Counters
 from megatron_balance.training import log
-from megatron_balance.training.figures import JobFacts
+from megatron_balance.training.figures import JobFacts, imbalance_after, imbalance_before
 from megatron_balance.training.log import LineFile, LogTarget, StepLog
 from megatron_balance.training.plans import PlannedStep
-from megatron_balance.training.pool import Pool
-from megatron_balance.training.tokens import PoolLengths
+from megatron_balance.training.pool import Pool, TensorParallel
+from megatron_balance.training.tokens import PoolLengths, share_lengths
+
+pytest.importorskip("torch")
 
 LENGTHS = (30, 20, 40)
 CLUSTER, MODEL = Cluster(num_ranks=1, ranks_per_node=1), Model(8, 8, 16)
 
-
 CHANGE = {
-    "pull_bytes": 2_500_000,
+    "pull_bytes": 2500000,
     "pull_s": 0.0125,
     "predicted_pull_s": 0.01,
-    "push_bytes": 5_000_000,
+    "push_bytes": 5000000,
     "push_s": 0.025,
     "predicted_push_s": 0.02,
 }
@@ -229,3 +226,52 @@ class Short:
 
     def close(self) -> None:
         self.file.close()
+
+
+# Imbalance of a step, before and after planning.
+
+
+def test_imbalance_before_is_that_of_replicas_over_the_step() -> None:
+    pool = Pool(SimpleNamespace(rank=0, size=4), 4, (0, 0, 1, 1), (0, 2))  # pyright: ignore[reportArgumentType]
+    shared = PoolLengths(((3, 1), (2,)), (np.array([0, 2]), np.array([2])))
+    assert imbalance_before(shared, pool) == {"tokens": 1.0, "attention": pytest.approx(6 / 5)}
+
+
+def test_imbalance_after_counts_every_microbatch_by_its_slowest_rank() -> None:
+    assert imbalance_after(np.array([[1.0, 3.0], [3.0, 1.0]])) == 1.5
+    assert imbalance_after(np.zeros((1, 2))) == 1.0
+
+
+def test_imbalance_of_pipelines_counts_each_by_its_own_microbatches_and_they_meet_once_a_step() -> None:
+    assert imbalance_after(np.array([[2.0, 2.0]]), np.array([[1.0, 1.0], [1.0, 1.0]])) == 1.0
+    assert imbalance_after(np.array([[3.0, 1.0]]), np.array([[1.0, 3.0], [3.0, 1.0]])) == 2.0
+
+
+def test_imbalance_of_unlike_pipelines_shares_a_ranks_load_among_its_gpus() -> None:
+    """Twice the load on a rank of two GPUs is no imbalance."""
+    wide, narrow = np.array([[8.0]]), np.array([[4.0]])
+    assert imbalance_after(wide, narrow, gpus=(2, 1)) == 1
+    assert imbalance_after(wide, narrow) == pytest.approx(8 / 6)
+
+
+# The error of a rank that could not read, told with what caused it.
+
+
+def test_an_error_of_a_data_set_is_told_with_all_its_causes() -> None:
+    def fails() -> None:
+        try:
+            raise KeyError("shard 7")
+        except KeyError as error:
+            raise OSError("no such\nobject") from error
+
+    try:
+        fails()
+    except OSError as error:
+        failure = error
+    with pytest.raises(DataError) as told:
+        share_lengths([], failure, 1, Pool(single(), 1, (0,), (0,)), TensorParallel(), torch.device("cpu"))
+    message = str(told.value)
+    assert message.startswith("rank 0 could not read its microbatches: OSError: no such object (")
+    assert "caused by KeyError: 'shard 7' (" in message
+    assert message.count("test_log.py:") == 2
+    assert told.value.__cause__ is failure

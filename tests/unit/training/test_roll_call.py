@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+
+from megatron_balance.runtime.groups import SEVERAL, Groups
+from megatron_balance.training import roll_call
+from megatron_balance.training.roll_call import RollCall, in_words
+from megatron_balance.training.stragglers import (
+    AGAIN,
+    Link,
+    RankTimes,
+    Stragglers,
+    links_to_measure,
+    median_of_others,
+    own_times,
+    rounds,
+    slow_ranks,
+    times_of,
+)
+
+pytest.importorskip("torch")
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
-
-from megatron_balance.training import roll_call  # noqa: E402
-from megatron_balance.training.roll_call import RollCall, in_words  # noqa: E402
 
 SIZE = 3
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
@@ -127,3 +143,154 @@ def test_a_frozen_store_ends_no_rank_later(
     assert caplog.messages == ([in_words(None, {}, SIZE)] if error is CLOSED else [])
     for each in job.ranks:
         each.close()
+
+
+# Rules that say who holds the others up, on figures of steps; the links that are measured.
+
+RANKS = 4
+EVEN = RankTimes(step_s=2.0, attended_s=1.0, waited_s=0.1, pairs=1000, calls=10)
+RING = tuple((at, (at + 1) % RANKS) for at in range(RANKS))
+
+
+def judged(steps: Sequence[Sequence[RankTimes]], rates: Mapping[Link, float] | None = None) -> tuple[Stragglers, int]:
+    """The judgement after `steps`, and how often links were measured. Two ranks a node; job ranks are
+    10, 11, ...
+    """
+    measured: list[Sequence[Link]] = []
+
+    def measure(links: Sequence[Link]) -> Mapping[Link, float]:
+        measured.append(links)
+        return {link: (rates or {}).get(link, 10e6) for link in links}
+
+    stragglers = Stragglers(tuple(range(10, 10 + RANKS)), 2, measure, tells=True)
+    for number, times in enumerate(steps):
+        stragglers.judge(number + 1, times)
+    return stragglers, len(measured)
+
+
+def with_rank(at: int, own: RankTimes, others: RankTimes = EVEN) -> list[RankTimes]:
+    return [own if rank == at else others for rank in range(RANKS)]
+
+
+def test_a_slow_rank_is_named_after_three_steps_and_dropped_when_it_recovers(caplog: pytest.LogCaptureFixture) -> None:
+    slow = with_rank(2, EVEN._replace(attended_s=1.8))
+    even = with_rank(2, EVEN)
+    assert judged([slow, slow])[0].as_json() == {"ranks": [], "links": []}
+    assert judged([slow, even, slow, slow])[0].ranks == ()
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        found, measured = judged([slow] * 5)
+    assert (found.as_json(), measured) == ({"ranks": [12], "links": []}, 0)
+    (line,) = caplog.messages
+    assert line.startswith("step 3: rank 12 holds the others up: for 3 steps its attention has taken 1.8 times as long")
+    with caplog.at_level(logging.INFO):
+        assert judged([slow] * 3 + [even] * 2)[0].ranks == (2,)
+        assert judged([slow] * 3 + [even] * 3)[0].ranks == ()
+    assert caplog.messages[-1] == "step 6: rank 12 is no slower than the others any more"
+
+
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        (EVEN._replace(attended_s=1.4), "no half as long again"),
+        (EVEN._replace(attended_s=2.0, pairs=2000), "twice the work by plan"),
+        (EVEN._replace(attended_s=2.0, calls=20), "twice as many calls"),
+        (EVEN._replace(attended_s=1.0, pairs=500), "half the work, and the same number of calls"),
+        (EVEN._replace(attended_s=0.0), "not known"),
+        (EVEN._replace(pairs=0, attended_s=0.0, calls=0), "nothing to attend"),
+    ],
+)
+def test_a_rank_is_not_slow_for_its_share_of_the_work(own: RankTimes, why: str) -> None:
+    assert slow_ranks(with_rank(1, own)) == {}, why
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_the_median_of_the_others_leaves_out_each_value_in_turn(count: int) -> None:
+    values = np.random.default_rng(count).integers(0, 4, count).astype(float)
+    expected = [np.median(np.delete(values, at)) for at in range(count)]
+    assert median_of_others(values).tolist() == expected
+
+
+def test_a_rank_whose_attention_is_little_of_the_step_holds_nobody_up() -> None:
+    little = EVEN._replace(attended_s=0.04)
+    assert slow_ranks(with_rank(1, little._replace(attended_s=0.09), little)) == {}
+    assert slow_ranks(with_rank(1, little._replace(attended_s=0.16), little)) == {1: pytest.approx(4.0)}
+
+
+WAITING = [EVEN._replace(waited_s=0.9, sources=(((at - 1) % RANKS, 0.9),)) for at in range(RANKS)]
+
+
+def test_a_slow_link_is_named_among_those_of_its_kind(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        found, measured = judged([WAITING] * 5, {(0, 1): 100e6, (2, 3): 90e6, (1, 2): 2e6})
+    assert (found.as_json(), measured) == ({"ranks": [], "links": [[11, 12]]}, 2)
+    (line,) = caplog.messages
+    assert line == (
+        "step 4: ranks wait 45 % of a step for transfers; the link from rank 11 to rank 12 holds them up: 2 MB/s, "
+        "10 MB/s the median of 1 other between nodes"
+    )
+    with caplog.at_level(logging.INFO):
+        assert judged([WAITING] * 4 + [[EVEN] * RANKS] * 3, {(1, 2): 2e6})[0].links == ()
+    assert caplog.messages[-1] == "step 7: no link holds the ranks up any more"
+
+
+def test_a_link_is_named_only_if_it_is_slow_twice_and_slower_than_those_of_the_other_kind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rates = {(0, 1): 100e6, (2, 3): 40e6, (1, 2): 10e6, (3, 0): 11e6}
+    assert judged([WAITING] * 5, rates)[0].links == ()
+    assert judged([WAITING] * 5, rates | {(2, 3): 9e6})[0].links == ((2, 3),)
+    once = {(1, 2): 2e6}
+
+    def measure(links: Sequence[Link]) -> Mapping[Link, float]:
+        return {link: once.pop(link, 10e6) for link in links}
+
+    stragglers = Stragglers(range(RANKS), 2, measure, tells=True)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        for step in range(8):
+            stragglers.judge(step, WAITING)
+    assert (once, stragglers.links) == ({}, ())
+    assert len(caplog.messages) == 1
+
+
+def test_links_are_measured_twice_and_again_when_waits_have_grown(caplog: pytest.LogCaptureFixture) -> None:
+    worse = [each._replace(waited_s=1.4) for each in WAITING]
+    with caplog.at_level(logging.INFO):
+        assert judged([WAITING] * AGAIN)[1] == 2
+    assert caplog.messages[0].endswith("no rank and, of 4 links measured, no link is slower than the others")
+    assert judged([WAITING] * (AGAIN + 5))[1] == 4
+    assert judged([WAITING] * 4 + [worse] * 4)[1] == 4
+    assert judged([[EVEN] * RANKS] * 5)[1] == 0
+    assert judged([WAITING, WAITING, [EVEN] * RANKS] * 3)[1] == 0
+    slow = [each._replace(attended_s=1.8 if at == 2 else 1.0) for at, each in enumerate(WAITING)]
+    assert judged([slow] * 5)[1] == 0, "the slow rank is why they wait"
+
+
+def test_the_links_most_waited_for_are_measured_and_those_between_neighbours() -> None:
+    times = [EVEN] * RANKS
+    times[3] = EVEN._replace(sources=((1, 0.5), (SEVERAL, 0.3), (2, 0.2)))
+    assert links_to_measure(times) == [(1, 3), (2, 3), (0, 1), (1, 2), (3, 0)]
+    many = links_to_measure([EVEN] * 1000)
+    assert len(many) <= 34
+    assert many[1] == (31, 32)
+
+
+def test_links_of_a_round_share_no_rank_and_no_nic() -> None:
+    # ranks 0 and 1 on a node; all links between the nodes go one after the other in each direction
+    links = [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3)]
+    assert rounds(links, 2) == [[0, 2], [1, 3], [4], [5]]
+    assert rounds(links, 0) == [[at] for at in range(6)]
+
+
+def test_times_survive_being_gathered() -> None:
+    pool, attention = Groups(0, 2, (4, 5), None), Groups(0, 2, (5, 4), None)
+    attention.host_times.attended_s = 0.5
+    attention.host_times.waited_for(1, 0.25)
+    attention.host_times.waited_for(SEVERAL, 0.125)
+    attention.host_times.waited_for(1, 0.25)
+    times = own_times((pool, pool, attention), pool, 2.0, None)
+    row = np.array([[7, 3, 12, *times]], dtype=np.int64)
+    (found,) = times_of(row, ("kernel_calls", "other", "attended_pairs"))
+    assert found == RankTimes(2.0, 0.5, 0.625, 12, 7, ((0, 0.5), (SEVERAL, 0.125)))
+    assert own_times((attention,), pool, 2.0, None)[1:3] == [0, 0]

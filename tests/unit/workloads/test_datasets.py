@@ -1,10 +1,13 @@
 """Lengths of documents from files: corpora, JSONL, Parquet and Arrow."""
 
-from __future__ import annotations
-
+import gzip
 import importlib
 import json
 import logging
+import os
+import resource
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,18 @@ import pytest
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.workloads import lengths
-from megatron_balance.workloads.idx import CorpusWriter
+from megatron_balance.workloads.idx import (
+    INSTALLED,
+    CorpusWriter,
+    bin_path,
+    build,
+    find_files,
+    idx_path,
+    read_index,
+    standard_library,
+)
 from megatron_balance.workloads.lengths import document_lengths, is_path
+from tests.support.cli import CommandLine
 
 
 def lines(path: Path, *rows: Any) -> str:
@@ -139,3 +152,398 @@ def test_arrow_and_parquet_count_by_number_list_or_text(tmp_path: Path, caplog: 
     (tmp_path / "bad.parquet").write_bytes(b"nothing like it")
     with pytest.raises(DataError, match=r"not a \.parquet file that pyarrow reads"):
         document_lengths(str(tmp_path / "bad.parquet"))
+
+
+# Files to a corpus, and the verb `corpus`.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Seven files: three documents, an empty one, a long one, another suffix, a hidden one."""
+    texts = {
+        "b.py": "bb",
+        "a.py": "a",
+        "sub/c.py": "ccc",
+        "sub/empty.py": "",
+        "read.me": "no",
+        ".hidden.py": "no",
+        "sub/long.py": "l" * 100,
+    }
+    for name, text in texts.items():
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "in"
+
+
+def test_documents_are_bytes_and_an_end_of_document_token(folder: Path, tmp_path: Path) -> None:
+    report = build(str(tmp_path / "c"), find_files([folder], ".py"), max_bytes=10)
+    assert (report.num_documents, report.num_tokens) == (3, 9)
+    assert (report.empty, report.too_large, report.beyond_limit) == (1, 1, 0)
+    tokens = np.fromfile(bin_path(f"{tmp_path}/c"), dtype=np.uint16).tolist()
+    assert tokens == [*b"a", 256, *b"bb", 256, *b"ccc", 256]
+
+
+def test_files_come_in_a_fixed_order_each_once(folder: Path) -> None:
+    found = find_files([folder / "sub" / "c.py", folder, folder / "b.py"], ".py")
+    assert [path.name for path in found] == ["c.py", "a.py", "b.py", "empty.py", "long.py"]
+
+
+def test_a_file_that_is_named_is_taken_whatever_its_suffix(folder: Path) -> None:
+    assert [path.name for path in find_files([folder / "read.me", folder / ".hidden.py"], ".py")] == [
+        "read.me",
+        ".hidden.py",
+    ]
+
+
+def test_the_limit_counts_documents_and_not_skipped_files(folder: Path, tmp_path: Path) -> None:
+    report = build(str(tmp_path / "c"), find_files([folder], ".py"), max_bytes=10, limit=2)
+    assert (report.num_documents, report.empty, report.too_large, report.beyond_limit) == (2, 0, 0, 3)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none: no such file or folder"):
+        find_files([tmp_path / "none"])
+
+
+def test_a_device_without_an_end_is_no_document() -> None:
+    with pytest.raises(DataError, match="/dev/zero: neither a file nor a folder"):
+        find_files([Path("/dev/zero")])
+
+
+def test_a_file_that_cannot_be_read_is_named_and_leaves_no_corpus(folder: Path, tmp_path: Path) -> None:
+    (folder / "gone.py").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"gone\.py: cannot be read \(No such file"):
+        build(str(tmp_path / "c"), find_files([folder], ".py"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_only_empty_files_make_no_corpus(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match="no document left to write, 1 files were empty and 0 larger than --max-bytes None"
+    ):
+        build(str(tmp_path / "c"), [folder / "sub" / "empty.py"])
+
+
+def test_the_standard_library_is_found_without_installed_packages() -> None:
+    files = find_files([standard_library()], ".py", leave_out=INSTALLED)
+    assert standard_library() / "argparse.py" in files
+    assert not any("site-packages" in path.parts for path in files)
+
+
+def test_build_prints_one_json_document(folder: Path, tmp_path: Path, run: CommandLine) -> None:
+    report = run.json("corpus build --suffix .py --max-bytes 10 --json", tmp_path / "c", folder)
+    assert (report["num_documents"], report["num_tokens"]) == (3, 9)
+    assert (report["token_type"], report["end_of_document"]) == ("uint16", 256)
+    assert report["skipped"] == {"empty": 1, "too_large": 1, "beyond_limit": 0}
+    assert report["lengths"] == {"min": 2, "p10": 2, "median": 3, "p90": 3, "p99": 3, "max": 4, "mean": 3}
+    assert report["histogram"] == [
+        {"low": 2, "high": 3, "documents": 2, "tokens": 5},
+        {"low": 4, "high": 7, "documents": 1, "tokens": 4},
+    ]
+
+
+def test_describe_says_of_a_corpus_what_build_said(folder: Path, tmp_path: Path, run: CommandLine) -> None:
+    built = run.json("corpus build --json", tmp_path / "c", folder)
+    described = run.json("corpus describe --json", tmp_path / "c.idx")
+    assert described == {key: value for key, value in built.items() if key not in ("skipped", "end_of_document")}
+
+
+def test_the_histogram_is_readable_without_json(folder: Path, tmp_path: Path, run: CommandLine) -> None:
+    lines = run.printed("corpus build --suffix .py", tmp_path / "c", folder).splitlines()
+    assert lines[0] == f"{tmp_path}/c.bin/.idx: 4 documents, 110 tokens of uint16 (largest id 256)"
+    assert lines[1] == "skipped: 1 empty files, 0 too large, 0 beyond --limit"
+    assert lines[4].split() == ["2-3", "2", "4.5%", "#" * 40]
+    assert lines[-1].split() == ["64-127", "1", "91.8%", "#" * 20]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--max-bytes 0", "--max-bytes 0: must be at least 1"),
+        ("--limit -1", "--limit -1: must be at least 1"),
+        ("--suffix .rs", "no files ending in '.rs' in "),
+        ("--max-byte 3", "unknown option '--max-byte'"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(
+    folder: Path, tmp_path: Path, run: CommandLine, words: str, sentence: str
+) -> None:
+    assert sentence in run.error(f"corpus build {words}", tmp_path / "c", folder)
+
+
+def test_building_from_nothing_says_what_to_name(tmp_path: Path, run: CommandLine) -> None:
+    assert "name files or folders after PREFIX, or give --stdlib" in run.error("corpus build", tmp_path / "c")
+
+
+def test_describing_a_damaged_corpus_is_an_error(folder: Path, tmp_path: Path, run: CommandLine) -> None:
+    build(str(tmp_path / "c"), find_files([folder]))
+    with idx_path(f"{tmp_path}/c").open("ab") as stream:
+        stream.write(b"junk")
+    assert "too long" in run.error("corpus describe", tmp_path / "c")
+    said = run.error("corpus describe --json", tmp_path / "none")
+    assert said.startswith(f"{tmp_path}/none.bin: No such file or directory; a corpus is the two files")
+
+
+def test_the_corpus_is_as_readable_as_any_other_file(folder: Path, tmp_path: Path) -> None:
+    build(str(tmp_path / "c"), find_files([folder]))
+    usual = os.stat(folder / "a.py").st_mode & 0o777
+    assert [path.stat().st_mode & 0o777 for path in (bin_path(f"{tmp_path}/c"), idx_path(f"{tmp_path}/c"))] == [
+        usual,
+        usual,
+    ]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A `tokenizer.json` of two words."""
+    tokenizers: Any = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 3, "b": 4, "[UNK]": 5, "</s>": 2}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_jsonl_is_written_in_the_tokens_of_a_tokenizer(tmp_path: Path, run: CommandLine) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "lines.jsonl").write_text('{"text": "a b a"}\n\n{"text": ""}\n{"text": "b c"}\n{"text": "a"}\n')
+    prefix, line = tmp_path / "corpus", [tmp_path / "lines.jsonl", "--tokenizer", tmp_path]
+    told = run.json("corpus build", prefix, *line, "--limit", "2", "--json")
+    assert (told["end_of_document"], told["skipped"]) == (2, {"empty": 1, "beyond_limit": 1})
+    assert np.fromfile(f"{prefix}.bin", "uint16").tolist() == [3, 4, 3, 2, 4, 5, 2]
+    assert "corpus.idx: another corpus is there already" in run.error("corpus build", prefix, *line)
+    run.printed("corpus build --force", prefix, *line)
+    assert np.fromfile(f"{prefix}.bin", "uint16").tolist() == [3, 4, 3, 2, 4, 5, 2, 3, 2]
+    assert "line 1: no text under 'body'" in run.error("corpus build --force --key body", prefix, *line)
+    assert "not a tokenizer.json" in run.error("corpus build", f"{prefix}2", *line[:2], line[0])
+
+
+def test_compressed_jsonl_is_read_as_it_is(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gzip` stands in for the modules of Zstandard, which have the same `open`."""
+    save_tokenizer(tmp_path)
+    whole = gzip.compress(b'{"text": "a b a"}\n{"text": "b"}\n')
+    monkeypatch.setattr("megatron_balance.files.ZSTD", ("gzip",))
+    for name in ("lines.jsonl.gz", "lines.jsonl.zst"):
+        (tmp_path / name).write_bytes(whole)
+        given = ("corpus build --json --tokenizer", tmp_path, tmp_path / name, tmp_path / name)
+        run.json(*given)
+        assert np.fromfile(tmp_path / f"{name}.bin", "uint16").tolist() == [3, 4, 3, 2, 4, 2]
+        (tmp_path / name).write_bytes(whole[:-9])
+        assert f"{name}: not what its name says it is compressed as" in run.error(*given)
+    monkeypatch.setattr("megatron_balance.files.ZSTD", ())
+    needs = "needs Python 3.14 or the package zstandard (pip install zstandard); or decompress"
+    assert needs in run.error(*given)
+
+
+def test_a_disk_that_fills_up_is_said_of_the_corpus_and_leaves_nothing(
+    folder: Path, tmp_path: Path, run: CommandLine
+) -> None:
+    (folder / "large.txt").write_bytes(b"x" * 200_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        code, _, said = run("corpus build", tmp_path / "out/c", folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    assert f"error: {tmp_path}/out/c.bin: cannot be written (File too large)" in said
+    assert not list((tmp_path / "out").iterdir())
+
+
+# A damaged, foreign or empty corpus is found at opening, in one sentence that names the file.
+
+DOCUMENTS = [[1, 2, 3, 256], [256], [7, 8, 256], [9, 9, 9, 9, 9, 256]]
+NUM_TOKENS = 14
+
+
+def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: str = "uint16") -> str:
+    with CorpusWriter(prefix, dtype) as writer:
+        for tokens in documents:
+            writer.add_document(np.array(tokens))
+    return str(prefix)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    return write(tmp_path / "corpus")
+
+
+def test_what_was_written_is_read(corpus: str) -> None:
+    index = read_index(corpus)
+    assert index.document_lengths.tolist() == [4, 1, 3, 6]
+    assert index.first_token.tolist() == [0, 4, 5, 8, 14]
+    assert index.first_sequence.tolist() == [0, 1, 2, 3, 4]
+    assert (index.num_documents, index.num_tokens, str(index.dtype), index.largest_token()) == (4, 14, "uint16", 256)
+    assert np.fromfile(bin_path(corpus), dtype=np.uint16).tolist() == [
+        token for document in DOCUMENTS for token in document
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
+def test_every_token_type_is_read_back(tmp_path: Path, dtype: str) -> None:
+    index = read_index(write(tmp_path / dtype, dtype=dtype))
+    assert (str(index.dtype), index.num_tokens) == (dtype, NUM_TOKENS)
+
+
+def test_a_document_of_several_sequences_is_one_document(tmp_path: Path) -> None:
+    lengths = np.array([3, 2, 4], "<i4")
+    pointers = np.array([0, 6, 10], "<i8")
+    boundaries = np.array([0, 2, 2, 3], "<i8")  # the second document is empty
+    idx_path(f"{tmp_path}/c").write_bytes(
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 4)
+        + lengths.tobytes()
+        + pointers.tobytes()
+        + boundaries.tobytes()
+    )
+    bin_path(f"{tmp_path}/c").write_bytes(bytes(18))
+    index = read_index(f"{tmp_path}/c")
+    assert index.document_lengths.tolist() == [5, 0, 4]
+    assert index.first_sequence.tolist() == [0, 2, 2, 3]
+
+
+def patch_bytes(path: Path, at: int, new: bytes) -> None:
+    data = bytearray(path.read_bytes())
+    data[at : at + len(new)] = new
+    path.write_bytes(bytes(data))
+
+
+# .idx of DOCUMENTS: header 34, lengths at 34 (4 x 4), pointers at 50 (4 x 8), boundaries at 82 (5 x
+# 8), 122 bytes in all.
+DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "no bin": (lambda _, data: data.unlink(), r"corpus\.bin: No such file.*a corpus is the two files"),
+    "no idx": (lambda index, _: index.unlink(), r"corpus\.idx: No such file"),
+    "idx is a folder": (lambda index, _: (index.unlink(), index.mkdir()), r"corpus\.idx: not a file"),
+    "idx cut in its header": (
+        lambda index, _: index.write_bytes(index.read_bytes()[:20]),
+        r"idx: truncated, it has 20 bytes",
+    ),
+    "idx empty": (lambda index, _: index.write_bytes(b""), r"idx: truncated, it has 0 bytes"),
+    "idx cut in its body": (
+        lambda index, _: index.write_bytes(index.read_bytes()[:100]),
+        r"100 bytes, but 4 sequences.*take 122;.*truncated",
+    ),
+    "idx cut by one byte": (
+        lambda index, _: index.write_bytes(index.read_bytes()[:-1]),
+        r"121 bytes,.*take 122;.*truncated",
+    ),
+    "idx too long": (lambda index, _: index.write_bytes(index.read_bytes() + b"x"), r"123 bytes,.*take 122;.*too long"),
+    "multimodal": (
+        lambda index, _: index.write_bytes(index.read_bytes() + bytes(4)),
+        r"multimodal corpus, which is not supported",
+    ),
+    "foreign": (lambda index, _: index.write_bytes(b"x" * 5000), r"not a Megatron index, it begins with b'xxxxxxxxx'"),
+    "foreign and short": (lambda index, _: index.write_bytes(b"PK"), r"not a Megatron index, it begins with b'PK'"),
+    "other version": (
+        lambda index, _: patch_bytes(index, 9, struct.pack("<Q", 2)),
+        r"index version 2, this package reads version 1",
+    ),
+    "token type float": (
+        lambda index, _: patch_bytes(index, 17, b"\x06"),
+        r"code 6 is not a type of token ids; known are 1 \(uint8\)",
+    ),
+    "absurd count": (lambda index, _: patch_bytes(index, 18, struct.pack("<Q", 2**60)), r"truncated"),
+    "negative length": (lambda index, _: patch_bytes(index, 38, struct.pack("<i", -1)), r"sequence 1 has length -1"),
+    "overlapping pointers": (
+        lambda index, _: patch_bytes(index, 58, struct.pack("<q", 6)),
+        r"sequence 1 begins at byte 6, .* put it at 8",
+    ),
+    "falling boundaries": (
+        lambda index, _: patch_bytes(index, 90, struct.pack("<q", 3)),
+        r"document boundaries go from 0 to 4",
+    ),
+    "boundaries end early": (
+        lambda index, _: patch_bytes(index, 114, struct.pack("<q", 3)),
+        r"boundaries go from 0 to 3, expected .* 0 to 4",
+    ),
+    "bin cut": (
+        lambda _, data: data.write_bytes(data.read_bytes()[:-2]),
+        r"bin: truncated, it has 26 bytes.* 14 tokens of uint16, 28 bytes",
+    ),
+    "bin cut inside a token": (
+        lambda _, data: data.write_bytes(data.read_bytes()[:-1]),
+        r"bin: truncated, it has 27 bytes",
+    ),
+    "bin empty": (lambda _, data: data.write_bytes(b""), r"bin: truncated, it has 0 bytes"),
+    "bin too long": (lambda _, data: data.write_bytes(data.read_bytes() + b"zz"), r"bin: too long, it has 30 bytes"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_found_at_opening(corpus: str, damage: str) -> None:
+    do, sentence = DAMAGE[damage]
+    do(idx_path(corpus), bin_path(corpus))
+    with pytest.raises(DataError, match=sentence) as caught:
+        read_index(corpus)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("sequences", "boundaries"), [(0, [0]), (0, []), (2, [0, 2])])
+def test_a_corpus_without_tokens_is_refused(tmp_path: Path, sequences: int, boundaries: list[int]) -> None:
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, len(boundaries))
+    idx_path(f"{tmp_path}/c").write_bytes(head + bytes(12 * sequences) + np.array(boundaries, "<i8").tobytes())
+    bin_path(f"{tmp_path}/c").write_bytes(b"")
+    with pytest.raises(DataError, match=r"c\.idx: the corpus is empty"):
+        read_index(f"{tmp_path}/c")
+
+
+def test_the_index_of_another_corpus_is_refused(tmp_path: Path, corpus: str) -> None:
+    other = write(tmp_path / "other", [[1, 256]])
+    idx_path(other).replace(idx_path(corpus))
+    with pytest.raises(DataError, match="do not belong together"):
+        read_index(corpus)
+
+
+def test_the_two_file_names_are_taken_for_the_prefix(corpus: str) -> None:
+    assert read_index(f"{corpus}.idx").prefix == read_index(f"{corpus}.bin").prefix == corpus
+
+
+def test_an_error_inside_the_block_leaves_no_file(tmp_path: Path) -> None:
+    def broken() -> None:
+        with CorpusWriter(tmp_path / "c") as writer:
+            writer.add_document(np.array([1, 2]))
+            raise RuntimeError("tokenizer failed")
+
+    with pytest.raises(RuntimeError):
+        broken()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_while_rebuilding_leaves_the_old_corpus(tmp_path: Path, corpus: str) -> None:
+    before = bin_path(corpus).read_bytes(), idx_path(corpus).read_bytes()
+    with pytest.raises(DataError, match=r"document 1 has token ids from 3 to 70000; uint16 holds 0 to 65535"):
+        write(Path(corpus), [[1], [3, 70000]])
+    assert (bin_path(corpus).read_bytes(), idx_path(corpus).read_bytes()) == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("tokens", [np.array([], dtype=np.int64), np.ones((2, 2), dtype=np.int64)])
+def test_a_document_that_is_none_is_refused(tmp_path: Path, tokens: np.ndarray) -> None:
+    with pytest.raises(DataError, match="document 0 has shape"), CorpusWriter(tmp_path / "c") as writer:
+        writer.add_document(tokens)
+
+
+def test_a_corpus_of_no_documents_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no documents were added"), CorpusWriter(tmp_path / "c"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_token_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'float32' is not one Megatron knows; use one of uint8"):
+        CorpusWriter(tmp_path / "c", "float32")
+
+
+def test_building_twice_touches_nothing(tmp_path: Path, corpus: str) -> None:
+    before = [(path.name, path.stat().st_ino) for path in sorted(tmp_path.iterdir())]
+    write(Path(corpus))
+    assert [(path.name, path.stat().st_ino) for path in sorted(tmp_path.iterdir())] == before
+
+
+def test_a_rebuilt_corpus_replaces_the_old_one(corpus: str) -> None:
+    write(Path(corpus), [[5, 256]])
+    assert read_index(corpus).document_lengths.tolist() == [2]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file/c\.bin: cannot be written"), CorpusWriter(tmp_path / "file" / "c"):
+        pass

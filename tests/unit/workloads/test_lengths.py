@@ -3,12 +3,13 @@
 import gzip
 import json
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins, LogNormal
+from megatron_balance.workloads import distributions
 from megatron_balance.workloads.lengths import DATASETS, document_lengths, draw, histogram, quantiles, read_lengths
 
 
@@ -45,8 +46,8 @@ def documents_of(name: str, tokens: int = 1 << 24, batches: int = 4) -> np.ndarr
 
 @pytest.mark.parametrize("name", ["arxiv", "github", "prolong64k", "wlb", "pretrain"])
 def test_shares_of_the_bins_are_those_of_the_table(name: str) -> None:
-    bins, documents = DISTRIBUTIONS[name], documents_of(name, batches=8)
-    assert isinstance(bins, Bins)
+    bins, documents = distributions.DISTRIBUTIONS[name], documents_of(name, batches=8)
+    assert isinstance(bins, distributions.Bins)
     found = np.histogram(documents, bins=[edge + 1 for edge in bins.edges])[0] / len(documents)
     expected = np.array(bins.shares) / sum(bins.shares)
     assert np.abs(found - expected).max() < 0.02
@@ -59,8 +60,8 @@ def test_the_lognormal_has_its_median() -> None:
 
 @pytest.mark.parametrize(("name", "mean"), [("commoncrawl", 620), ("github-code", 2800)])
 def test_lognormals_have_the_mean_that_their_cards_give(name: str, mean: float) -> None:
-    distribution = DISTRIBUTIONS[name]
-    assert isinstance(distribution, LogNormal)
+    distribution = distributions.DISTRIBUTIONS[name]
+    assert isinstance(distribution, distributions.LogNormal)
     assert distribution.mean == pytest.approx(mean)
     assert documents_of(name).mean() == pytest.approx(mean, rel=0.05)
 
@@ -287,3 +288,66 @@ def test_quantiles_are_lengths_that_occur() -> None:
     found = quantiles(np.array([10, 1, 4, 7]))
     assert found == {"min": 1, "p10": 1, "median": 4, "p90": 7, "p99": 7, "max": 10, "mean": 6}
     assert json.dumps(found)
+
+
+# KnapFormer's data codes: lengths and imbalance as its paper gives them.
+
+
+@pytest.mark.parametrize(
+    ("code", "visual", "total"),
+    [  # Figure 3: visual tokens of a sample, tokens of a GPU with 196 of text each
+        ("g8b4i256f1s0", 256, 1808),
+        ("g2b5i512f1s0", 1024, 6100),
+        ("g2b5i1024f1s0", 4096, 21460),
+        ("g4b1i2048f1s0", 16384, 16580),
+        ("g1b10i256f4s0", 1024, 12200),
+        ("g3b1i512f4s0", 4096, 4292),
+        ("g8b2i256f85s1", 6400, 13192),
+    ],
+)
+def test_tokens_of_a_gpu_are_those_of_figure_3(code: str, visual: int, total: int) -> None:
+    (parsed,) = distributions.parse_codes(code)
+    assert parsed.visual_tokens == visual
+    drawn = [sum(gpu) for batch in distributions.draw_by_gpu(code, 400, seed=2) for gpu in batch]
+    assert fmean(drawn) == pytest.approx(total, rel=0.01)
+
+
+def test_samples_of_a_gpu_share_their_aspect_and_have_text_of_their_own() -> None:
+    for batch in distributions.draw_by_gpu("g4b6i1024f1s0", 20, seed=2):
+        assert len(batch) == 4
+        for gpu in batch:
+            assert len(gpu) == 6
+            assert max(gpu) - min(gpu) <= 392
+            assert round(0.96 * 4096) <= min(gpu)
+            assert max(gpu) <= round(1.04 * 4096) + 392
+
+
+def test_streams_take_their_gpus_in_order() -> None:
+    assert distributions.parse_codes("g2b3i256f1s0,g1b1i512f85s1") == (
+        distributions.DataCode(2, 3, 256, 1, False),
+        distributions.DataCode(1, 1, 512, 85, True),
+    )
+    (batch,) = distributions.draw_by_gpu("g2b3i256f1s0,g1b1i512f85s1", 1, seed=0)
+    assert [len(gpu) for gpu in batch] == [3, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("g8b4i256", "expected g{GPUs}b{samples}i{pixels}f{frames}s{0|1}, such as g8b4i256f1s0"),
+        ("g8b4i256f1s2", "expected g{GPUs}"),
+        ("g0b4i256f1s0", "at least 1"),
+        ("g1b4i250f1s0", "a multiple of 16"),
+        ("g1b4i256f84s1", "a multiple of 17"),
+        ("g1b4i256f1s0,", "data code ''"),
+    ],
+)
+def test_codes_that_cannot_be_are_refused(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        distributions.parse_codes(text)
+    assert sentence in str(caught.value)
+
+
+def test_codes_are_told_from_names() -> None:
+    assert distributions.is_data_code("g8b4i256")
+    assert not distributions.is_data_code("github")

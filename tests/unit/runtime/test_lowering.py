@@ -1,0 +1,257 @@
+"""Messages that arrive together are taken together, unless they touch the same rows and heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from megatron_balance.compile.ping_pong import Cuts
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.program import Kind
+from megatron_balance.runtime import transport
+from megatron_balance.runtime.bind import ALIGN, ship, tensors_in
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, taken_together
+from megatron_balance.runtime.lower.messages import arrivals
+from megatron_balance.runtime.lower.steps import (
+    ExchangeStep,
+    Hop,
+    Packed,
+    PeerMessage,
+    Phase,
+    ProxyRoute,
+    RelayTask,
+    RowRun,
+)
+from megatron_balance.runtime.recorder import PhaseTraffic, Trace
+from megatron_balance.runtime.transport import Gloo
+from tests.support.strategies import ALL_PLANNERS, EVERY_PATTERN, Case, plan
+
+pytest.importorskip("torch")
+
+
+def message(peer: int, kind: Kind, rows: tuple[int, int], heads: tuple[int, int], buffer: int = 0) -> PeerMessage:
+    start, stop = rows
+    run = RowRun(0, stop - start, buffer, start, stop, None, 0, heads[1] - heads[0], heads[0])
+    return PeerMessage(peer, kind, Packed((run,), run.count, run.num_heads, (None,)))
+
+
+def test_heads_of_other_peers_are_taken_together() -> None:
+    """Gradients of queries with those of keys, which go elsewhere."""
+    received = [
+        message(peer, kind, (0, 10), (2 * peer, 2 * peer + 2))
+        for peer in (1, 2, 3)
+        for kind in (Kind.Q_GRAD, Kind.KV_GRAD)
+    ]
+    assert arrivals(received) == ((0, 1, 2, 3, 4, 5),)
+
+
+def test_an_exchange_that_sums_on_the_way_brings_one_peers_messages() -> None:
+    received = tuple(message(peer, Kind.KV_GRAD, (0, 10), (0, 2)) for peer in (1, 2, 3))
+    exchange = ExchangeStep(
+        *(0, 0, "", "reduce_scatter", (0, 1, 2, 3), (), received, 0, {}, {}, frozenset(), ""),
+        arrivals=arrivals(received),
+    )
+    assert exchange.arrivals == ((0,), (1,), (2,))
+    assert taken_together(exchange, 1) == [(0,)]
+
+
+def test_what_meets_an_earlier_message_comes_behind_it_and_behind_what_that_came_behind() -> None:
+    """A key-value head that several ranks used: its gradients are added in order."""
+    rows = [(0, 10), (5, 15), (12, 20), (30, 40)]
+    received = [message(peer, Kind.KV_GRAD, each, (0, 2)) for peer, each in enumerate(rows)]
+    assert arrivals(received) == ((0, 3), (1,), (2,))
+
+
+def test_received_inputs_become_buffers_of_their_own_and_meet_nothing() -> None:
+    received = [PeerMessage(peer, kind, Packed((), 8, 2), peer) for peer in (1, 2) for kind in (Kind.Q, Kind.KV)]
+    assert arrivals(received) == ((0, 2), (1, 3))
+
+
+# A proxy's thread on a transport that only writes down: order, look-ahead, what it counts, and what
+# it says when a piece is lost.
+
+torch = pytest.importorskip("torch")
+
+FORM = CallForm.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
+ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)
+
+
+def relay_task(exchange: int, rows: int = 4) -> RelayTask:
+    """Rank 1 relays the first half of what rank 0 sends to rank 4: `rows` keys of one head."""
+    route = ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES)
+    return RelayTask(exchange, exchange, 100 * exchange, ((Kind.KV, rows, 1),), route)
+
+
+def relaying(relay_tasks: list[RelayTask], trace: Trace | None = None) -> Gloo:
+    """A phase of rank 1 that only relays."""
+    phase = Phase((), Cuts(0, 0), (), relay_tasks=(tuple(relay_tasks),))
+    return Gloo(phase, FORM, Groups(1, 8, tuple(range(8)), None), trace)
+
+
+class Wire:
+    """Stands in for gloo. `lost`: the tag of a message that never comes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lost: int | None = None) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.lost = lost
+        for name in ("receive", "send"):
+            monkeypatch.setattr(transport, name, lambda x, peer, tag, _, name=name: self.begin(name, x, peer, tag))
+        monkeypatch.setattr(transport, "break_off", lambda _: self.log.append(("break off",)))
+
+    def begin(self, name: str, x: Any, peer: int, tag: int) -> Wire:
+        self.log.append((name, peer, tag, x.nbytes))
+        wire = Wire.__new__(Wire)
+        wire.log, wire.lost = self.log, tag if tag == self.lost else None
+        return wire
+
+    def wait(self, timeout: timedelta) -> None:
+        assert timeout > timedelta(0)
+        if self.lost is not None:
+            raise RuntimeError("Connection closed by peer")
+
+
+def test_pieces_are_passed_on_in_order_with_receives_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch)
+    trace: Trace = []
+    passing = relaying([relay_task(exchange) for exchange in range(40)], trace)
+    passing.end()
+    assert [entry for entry in wire.log if entry[0] == "send"] == [("send", 5, 100 * i + 8, 64) for i in range(40)]
+    assert [entry for entry in wire.log if entry[0] == "receive"] == [
+        ("receive", 0, 100 * i + 6, 64) for i in range(40)
+    ]
+    ahead = [entry[0] for entry in wire.log].index("send")
+    assert 1 < ahead < 40
+    assert passing.traffic == PhaseTraffic(relayed_bytes=40 * 64, inter_node_bytes_sent=40 * 64)
+    assert [(e.stream, e.op, e.leg, e.role) for e in trace[:2]] == [
+        ("dispatch", 0, "dispatch", "send_proxy"),
+        ("inter_node", 0, "across", "send_proxy"),
+    ]
+
+
+def test_a_piece_without_bytes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch)
+    # 16 bytes: one piece of the two.
+    tiny = RelayTask(0, 0, 0, ((Kind.Q, 1, 1),), ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES))
+    whole = tiny._replace(route=tiny.route._replace(index=1))
+    relaying([tiny, whole]).end()
+    assert wire.log == [("receive", 0, 6, 16), ("send", 5, 8, 16)]
+
+
+def test_a_lost_piece_is_named_and_everything_else_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch, lost=306)
+    passing = relaying([relay_task(exchange) for exchange in range(6)])
+    expected = (
+        r"exchange 3, piece 0 of 2 from rank 0 to rank 4, as send proxy, rank 0 -> rank 1 -> rank 5: "
+        r"it did not arrive: Connection closed by peer"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        passing.end()
+    assert wire.log[-1] == ("break off",)
+    assert ("send", 5, 308, 64) not in wire.log
+    with pytest.raises(RuntimeError, match="exchange 3"):
+        passing.fail()
+
+
+# Tables of a bound plan: one block, one copy, views where the tables were; all of them at bind.
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Held:
+    name: str
+    tables: tuple[Any, ...]
+
+
+def test_shipped_tables_are_the_same_objects_in_one_aligned_block():
+    one, two = torch.arange(5, dtype=torch.int32), torch.arange(7, dtype=torch.int64)
+    blocks, empty = torch.arange(12, dtype=torch.int32).reshape(3, 4), torch.empty(0, dtype=torch.int64)
+    held, before = [one, two, blocks, empty], [x.clone() for x in (one, two, blocks, empty)]
+    num_bytes = ship([*held, one], CPU)
+    for table, expected in zip(held, before, strict=True):
+        assert torch.equal(table, expected)
+    assert {table.untyped_storage().data_ptr() for table in held} == {one.untyped_storage().data_ptr()}
+    assert one.untyped_storage().nbytes() == num_bytes == 32 + 48 + 64
+    assert all(table.data_ptr() % ALIGN == 0 for table in held if table.numel())
+
+
+def test_nothing_to_ship_is_no_copy(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "to", None)
+    assert ship([], CPU) == 0
+    assert ship([torch.empty(0, dtype=torch.int32)], CPU) == 0
+
+
+def test_a_shipment_is_one_copy(monkeypatch):
+    copies: list[int] = []
+    to = torch.Tensor.to
+
+    def counted(self, *args, **kwargs):
+        copies.append(self.nbytes)
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    tables = [torch.arange(n) for n in range(1, 40)]
+    assert [ship(tables, CPU)] == copies
+
+
+def test_tables_are_found_in_tuples_lists_and_dataclasses():
+    a, b, c = (torch.arange(n) for n in (1, 2, 3))
+    found = list(tensors_in(([Held("x", (a, None))], (b, slice(0, 1), 3), {"not": "a table"}, c)))
+    assert [x.numel() for x in found] == [1, 2, 3]
+
+
+CASE = Case(Batch((300, 90, 41, 17, 130, 6)), Cluster(4, 2), Model(8, 4, 8), 160, seed=5)
+VARIED = {
+    "plain": CASE,
+    "remapped": replace(CASE, remapped=True),
+    "routed": replace(CASE, remapped=True, routing=(1, 1)),
+}
+
+WAYS = (("keep", "fp32"), ("replay", "bf16"))
+EACH = [(planner, *way) for planner in EVERY_PATTERN for way in WAYS]
+EACH += [(name, *WAYS[at % 2]) for at, name in enumerate(ALL_PLANNERS) if name not in EVERY_PATTERN]
+
+
+@pytest.mark.parametrize(("planner", "policy", "wire"), EACH)
+def test_all_tables_of_a_microbatch_are_one_copy_at_bind(planner, policy, wire):
+    pytest.importorskip("triton")
+    from tests.support.silent import count
+
+    launches = set()
+    for name, case in VARIED.items():
+        for rank in (0, 3):
+            found = count(plan(planner, case), rank, policy, wire, strided=rank > 0)
+            assert (found.at_bind, found.in_layers) == (1, 0), (name, rank)
+            launches |= set(found.launches)
+    assert "add_rows" in launches
+
+
+@pytest.mark.parametrize("planner", ["te_ring", "random_shares", "random_task_table", "random_once_per_node"])
+def test_every_table_that_a_step_holds_is_shipped(planner, monkeypatch):
+    """Those that only the plain mover asks for, too: it may be named on a GPU."""
+    pytest.importorskip("triton")
+    from megatron_balance.runtime import bind as binding
+    from tests.support.silent import count
+
+    real, held, kinds = binding.tables_of, [], set()
+
+    def seen(phase):
+        found = list(real(phase))
+        for step in phase.steps:
+            inside = {id(table) for table in tensors_in(step)}
+            held.append(inside <= {id(table) for table in found})
+            kinds.update({type(step).__name__} if inside else ())
+        return found
+
+    monkeypatch.setattr(binding, "tables_of", seen)
+    for case in VARIED.values():
+        for rank in (0, 3):
+            count(plan(planner, case), rank, "replay", "fp32", strided=rank > 0)
+    assert all(held)
+    assert kinds == {"IssueStep", "FinishStep", "Launch", "GradLaunch"}

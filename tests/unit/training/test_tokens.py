@@ -1,0 +1,205 @@
+"""A rank's rows: what travels with a token, nano-batches, positions and padding."""
+
+import threading
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.strategy import Strategy
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.training import tokens
+from megatron_balance.training.pool import StrategyRanks, node_size
+from megatron_balance.training.weights import Lane, Moves, RoleMemory, Stopwatch
+
+pytest.importorskip("torch")
+
+
+def test_weights_of_any_size_survive_the_exchange() -> None:
+    mask = torch.tensor([0.0, 1.0, 0.3, -2.5])
+    rows = torch.stack([torch.zeros(4, dtype=torch.int64), tokens.to_bits(mask)], dim=1)
+    assert tokens.from_bits(rows[:, 1]).tolist() == mask.tolist()
+
+
+def test_documents_of_one_or_several_columns_become_rows() -> None:
+    pairs = tokens.Sequences.of([torch.tensor([[1, 5], [2, 6]]), torch.tensor([[3, 7]])], num_columns=2)
+    assert (pairs.rows.tolist(), pairs.lengths) == ([[1, 5], [2, 6], [3, 7]], (2, 1))
+    assert (tokens.Sequences.of([]).rows.shape, tokens.Sequences.of([]).lengths) == ((0, 1), ())
+
+
+def test_nano_batches_take_their_sequences_of_those_read_here() -> None:
+    mine = [tokens.Sequences.of([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])])]
+    shared = tokens.PoolLengths(((9, 2, 1, 2),), (np.array([0, 1, 1, 1]),))
+    read, apart = tokens.by_nano_batch(mine, shared, (((0, 2), (1, 3)),), rank=1)
+    assert [each.rows.flatten().tolist() for each in read] == [[3], [1, 2, 4, 5]]
+    assert [each.lengths for each in read] == [(1,), (2, 2)]
+    assert apart.lengths == ((9, 1), (2, 2))
+    assert [owners.tolist() for owners in apart.owners] == [[0, 1], [1, 1]]
+
+
+def test_rows_are_padded_and_keep_their_positions() -> None:
+    local = tokens.assemble(torch.tensor([[7], [8], [9]]), np.array([[4, 5, 7], [2, 0, 1]]), multiple=2)
+    assert local.rows.flatten().tolist() == [7, 8, 9, 0]
+    assert local.positions.tolist() == [5, 6, 0, 0]
+    assert local.padding.tolist() == [False, False, False, True]
+    nobody = tokens.assemble(torch.empty(0, 1, dtype=torch.int64), np.empty((0, 3), dtype=np.int64), multiple=2)
+    assert nobody.padding.tolist() == [True, True], "a rank without tokens computes padding"
+
+
+def test_every_tensor_parallel_rank_has_its_share_of_each_nano_batch() -> None:
+    first, second = (
+        tokens.assemble(torch.tensor(rows)[:, None], np.array([[0, 0, len(rows)]]), multiple=2)
+        for rows in ([1, 2, 3, 4], [5, 6])
+    )
+    both = tokens.interleave([first, second], shares=2)
+    assert both.rows.flatten().tolist() == [1, 2, 5, 3, 4, 6]
+    assert both.positions.tolist() == [0, 1, 0, 2, 3, 1]
+    assert both.nano_batches == (first, second)
+    assert tokens.interleave([first], shares=2) is first
+
+
+# Pulls and pushes of slots beside a caller that computes: what is issued when, and waits for what.
+
+CPU = torch.device("cpu")
+LANE_S = 5.0
+
+
+class Slots:
+    """Stands for an exchange of four slots; each may be held back, or fail."""
+
+    def __init__(self) -> None:
+        self.pulls = self.pushes = (None,) * 4
+        self.ran: list[str] = []
+        self.held = {slot: threading.Event() for slot in range(4)}
+        self.failing = -1
+
+    def pull_slot(self, slot: int, *_: Any) -> None:
+        assert self.held[slot].wait(LANE_S)
+        if slot == self.failing:
+            raise ConnectionError("a rank ended")
+        self.ran.append(f"pull {slot}")
+
+    def push_slot(self, slot: int, *_: Any) -> None:
+        self.ran.append(f"push {slot}")
+
+
+# By number of a parameter; slot 2 has none on this rank.
+SLOTS = {10: 0, 11: 1, 12: 1, 13: 3}
+
+
+def moves(slots: Slots, *, first: bool = True, beside: bool = True) -> Moves:
+    made = Moves(cast("Any", slots), RoleMemory({}, {}, SLOTS, first), {}, Lane(CPU, beside=beside), Stopwatch(CPU))
+    if not beside:
+        for event in slots.held.values():
+            event.set()
+    return made
+
+
+def test_a_module_waits_for_its_own_slot_and_not_for_later_ones() -> None:
+    slots = Slots()
+    found = moves(slots)
+    found.pull({}, torch.float32)
+    slots.held[0].set()
+    slots.held[1].set()
+    found.need(1)
+    assert slots.ran == ["pull 0", "pull 1"]
+    found.need(0)
+    slots.held[2].set()
+    slots.held[3].set()
+    found.need(3)
+    assert slots.ran[2:] == ["pull 2", "pull 3"]
+
+
+def test_a_push_begins_when_the_last_microbatch_has_left_the_slot_and_those_behind_it() -> None:
+    slots, restored = Slots(), []
+    for event in slots.held.values():
+        event.set()
+    found = moves(slots)
+    found.pull({}, torch.float32)
+    found.need(3)
+    found.expect(2, lambda: restored.append(len(slots.ran)))
+    for number in (13, 12, 11, 10, 12, 11):
+        found.left(number)
+    assert not found._pushed, "slot 1 is complete, and slot 3 lacks a gradient of the second microbatch"
+    found.left(13)
+    assert len(found._pushed) == 3, "with slot 2, which has no gradient here, and slot 1"
+    assert restored == [4], "buffers are there before the first push"
+    with pytest.raises(AssertionError, match="behind the push of its slot"):
+        found.left(13)
+    found.left(10)
+    found.finish()
+    assert slots.ran[4:] == ["push 3", "push 2", "push 1", "push 0"]
+    assert restored == [4]
+
+
+@pytest.mark.parametrize(("first", "beside"), [(False, True), (True, False)])
+def test_ranks_behind_the_first_stage_and_runs_without_overlap_push_when_all_is_done(first: bool, beside: bool) -> None:
+    slots = Slots()
+    for event in slots.held.values():
+        event.set()
+    found = moves(slots, first=first, beside=beside)
+    found.pull({}, torch.float32)
+    found.expect(1, lambda: None)
+    for number in SLOTS:
+        found.left(number)
+    assert not found._pushed
+    found.issue_rest()
+    found.finish()
+    assert slots.ran == [*(f"pull {slot}" for slot in range(4)), *(f"push {slot}" for slot in reversed(range(4)))]
+
+
+def test_what_an_exchange_raised_is_raised_where_somebody_waits_for_it() -> None:
+    slots = Slots()
+    for event in slots.held.values():
+        event.set()
+    slots.failing = 2
+    found = moves(slots)
+    found.pull({}, torch.float32)
+    found.need(1)
+    with pytest.raises(ConnectionError, match="a rank ended"):
+        found.need(2)
+
+
+def test_what_the_caller_waits_is_measured() -> None:
+    slots = Slots()
+    for event in slots.held.values():
+        event.set()
+    stopwatch = Stopwatch(CPU)
+    found = Moves(cast("Any", slots), RoleMemory({}, {}, SLOTS, first=True), {}, Lane(CPU, beside=True), stopwatch)
+    found.pull({}, torch.float32)
+    found.finish()
+    seconds = stopwatch.seconds()
+    assert sorted(seconds) == ["pull_s", "push_s"]
+    assert min(seconds.values()) > 0
+
+
+# Pools: their ranks per node, and the ranks of a strategy that tokens go to.
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size"), [(["a", "a", "b", "b"], 2), (["a"] * 4, 4), ([0, 1, 2], 1), (["a"], 1)]
+)  # fmt: skip
+def test_ranks_of_a_pool_on_a_node(nodes: list[Any], size: int) -> None:
+    assert node_size(nodes, range(len(nodes))) == size
+
+
+@pytest.mark.parametrize("nodes", [["a", "a", "b"], ["a", "b", "a", "b"]])
+def test_uneven_or_interleaved_nodes_are_refused(nodes: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"set cluster\.ranks_per_node"):
+        node_size(nodes, range(len(nodes)))
+
+
+@pytest.mark.parametrize(
+    ("rank", "row", "has_tokens"),
+    [(0, (0, 2), True), (3, (1, 3), True), (4, (4,), True), (5, (5,), False), (7, (0, 2), False)],
+)
+def test_tokens_go_to_the_ends_of_a_strategys_pipelines(rank: int, row: tuple[int, ...], has_tokens: bool) -> None:
+    """Rank 7 is left over, and rank 5 is a stage between others."""
+    strategy = Strategy.parse("tp2-pp1-cp2+tp1-pp3-cp1")
+    ranks = StrategyRanks(Groups(rank, 8, tuple(range(8)), None), strategy, (0, 4))
+    assert ranks.has_tokens == has_tokens
+    assert ranks.ranks_of(0 if rank < 4 or rank == 7 else 1) == row
+    assert ranks.holders_of(0) == ((0, 2),)
+    assert ranks.holders_of(1) == ((4,), (6,))
