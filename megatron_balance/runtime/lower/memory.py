@@ -121,21 +121,22 @@ def places_of(shapes: Sequence[Shape], behind: BytesPlace | None = None) -> tupl
     return tuple(places)
 
 
-class _Layout(NamedTuple):
-    """Messages packed one after the other: bytes of all, and the tensors of each."""
+class Together(NamedTuple):
+    """Tensors in one memory: `places` of those of each message, or of each of `values`."""
 
     num_bytes: int
     places: tuple[tuple[BytesPlace, ...], ...]
+    values: tuple[Value, ...] = ()
 
 
 @lru_cache(maxsize=4096)
-def layout(messages: tuple[Carried, ...], form: CallForm) -> _Layout:
+def layout(messages: tuple[Carried, ...], form: CallForm) -> Together:
     """The layout of messages one after the other; every layer asks for the same ones."""
     of_messages = [shapes(message, form) for message in messages]
     each = places_of(list(chain.from_iterable(of_messages)))
     ends = list(accumulate(map(len, of_messages), initial=0))
     num_bytes = each[-1].begin + each[-1].num_bytes if each else 0
-    return _Layout(num_bytes, tuple(each[first:stop] for first, stop in pairwise(ends)))
+    return Together(num_bytes, tuple(each[first:stop] for first, stop in pairwise(ends)))
 
 
 def parcel_bytes(messages: Sequence[Carried], form: CallForm) -> int:
@@ -329,7 +330,7 @@ class Arranged:
     @classmethod
     def of(cls, messages: Sequence[PeerMessage], group: Sequence[int], form: CallForm) -> Arranged:
         """Of an exchange's messages, those of a peer together."""
-        num_bytes, places = layout(tuple([m.carried for m in messages]), form)
+        num_bytes, places, _ = layout(tuple([m.carried for m in messages]), form)
         own, parts = dict.fromkeys((m.peer for m in messages), 0), dict.fromkeys(group, 0)
         for message, tensors in zip(messages, places, strict=True):
             sizes = [place.num_bytes for place in tensors]
@@ -340,14 +341,6 @@ class Arranged:
     @property
     def tensor_bytes(self) -> int:
         return sum(num_bytes for _, num_bytes in self.peers)
-
-
-class Together(NamedTuple):
-    """Tensors that are made and let go together, in one memory."""
-
-    values: tuple[Value, ...]
-    places: tuple[tuple[BytesPlace, ...], ...]
-    num_bytes: int
 
 
 class Block(NamedTuple):

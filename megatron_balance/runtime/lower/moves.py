@@ -192,7 +192,7 @@ class _Walk:
         if not moved:
             return ()
         places = places_of(shapes)
-        self.memory.operands[self.step] = Together((), (places,), padded(places[-1].begin + places[-1].num_bytes))
+        self.memory.operands[self.step] = Together(padded(places[-1].begin + places[-1].num_bytes), (places,))
         own = [Site(("operands", self.phase, self.step), place.begin, place.strides[0]) for place in places]
         return tuple(one._replace(own=site) for one, site in zip(moved, own, strict=True))
 
@@ -322,7 +322,7 @@ class _Walk:
         for beside in self.shared.values():
             last = beside[-1][1][-1]
             values, places = zip(*beside, strict=True)
-            together = Together(values, places, padded(last.begin + last.num_bytes))
+            together = Together(padded(last.begin + last.num_bytes), places, values)
             found |= dict.fromkeys(together.values, together)
         return found
 
