@@ -148,7 +148,7 @@ def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_tic
             lengths = SAMPLES[first : first + 2]
             planned = ahead.plan(lengths)
             assert (planned.wait_s == planned.plan_s) == (first == 0), "all but the first step are planned ahead"
-            assert (planned.plans, planned.step.ticks) == (here.plan(lengths).plans, here.plan(lengths).ticks)
+            assert (planned.plans, planned.step.ticks) == (here.plan(lengths).plans, here.plan(lengths).step.ticks)
             pooled = [n for microbatch in lengths for n in microbatch]
             parts = [tuple(pooled[i] for i in part) for own in planned.step.members for part in own]
             assert [plan.lengths for plan in planned.plans] == parts
