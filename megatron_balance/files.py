@@ -27,7 +27,6 @@ INT64 = 2**63
 
 _LONG_NUMBER = re.compile(r"\d{19}")
 
-
 # Modules that read Zstandard: Python's own from 3.14 on, and a package for all before.
 ZSTD = ("compression.zstd", "zstandard")
 
@@ -118,11 +117,6 @@ def open_lines(path: Path) -> Generator[TextIO]:
 def _is_damage(error: Exception) -> bool:
     # Whether an error is of compressed bytes that are none: each module has its own.
     return isinstance(error, EOFError | zlib.error | gzip.BadGzipFile) or type(error).__name__ == "ZstdError"
-
-
-def uncompressed(path: Path) -> Path:
-    """The path without the ending that says how it is compressed."""
-    return path.with_suffix("") if path.suffix in (".gz", ".zst") else path
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:

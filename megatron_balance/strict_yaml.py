@@ -25,7 +25,6 @@ STRICT = ConfigDict(
     frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True
 )
 
-
 # Of a YAML file: a hundred times what any configuration takes, and read in about a second.
 MOST_BYTES = 128 * 2**10
 # Of a whole number, which then fits 64 bits.
@@ -34,8 +33,6 @@ MOST_DIGITS = 18
 MOST_DEPTH = 100
 # Keys and values of a YAML text, each alias counted as all that it stands for.
 MOST_NODES = 100_000
-
-
 _ONE_RULE = "is gone with rule cost; leave it out"
 # Sentences on what files of before may have, by class and key (and value): what to write instead.
 GONE: Mapping[str, str] = {
@@ -57,10 +54,12 @@ class _Loader(yaml.SafeLoader):
         """The document's node, refused if its aliases stand for too much or for themselves."""
         node = super().get_single_node()
         if node is not None and _num_nodes(node, {}) > MOST_NODES:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"its aliases stand for more than {MOST_NODES} keys and values", node.start_mark
-            )
+            raise _refused(f"its aliases stand for more than {MOST_NODES} keys and values", node)
         return node
+
+
+def _refused(why: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, why, node.start_mark)
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
@@ -73,7 +72,7 @@ def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
         below = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
         known[id(node)] = 1 + sum(_num_nodes(each, known) for each in below)
     elif not known[id(node)]:
-        raise yaml.constructor.ConstructorError(None, None, "an alias stands for itself", node.start_mark)
+        raise _refused("an alias stands for itself", node)
     return known[id(node)]
 
 
@@ -81,22 +80,16 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     keys: set[str] = set()
     for key_node, _ in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(
-                None, None, "a key that is a list or a mapping itself", key_node.start_mark
-            )
+            raise _refused("a key that is a list or a mapping itself", key_node)
         if key_node.value in keys:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {key_node.value!r} is given twice", key_node.start_mark
-            )
+            raise _refused(f"key {key_node.value!r} is given twice", key_node)
         keys.add(key_node.value)
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
 def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
     if len(node.value) > MOST_DIGITS:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"a number of {len(node.value)} characters; none needs more than {MOST_DIGITS}", node.start_mark
-        )
+        raise _refused(f"a number of {len(node.value)} characters; none needs more than {MOST_DIGITS}", node)
     return yaml.SafeLoader.construct_yaml_int(loader, node)
 
 

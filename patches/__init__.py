@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+
 Role: TypeAlias = Literal["numbers", "wrapped", "observed"]
 """How much a patch relies on the source of its target.
 
@@ -41,22 +42,18 @@ class Patch:
     """One replacement.
 
     `target` is "package.module:qualname". `wrap` is given the original and returns the replacement,
-    so that the original stays callable. `why` says why no hook of Megatron does. `reviewed`: the
-    versions of Megatron-core by `source_digest` of the sources that were read. `parameters`: the
-    names that a wrapper hands on or reads.
+    so that the original stays callable; None: it stays, and its source is relied on elsewhere.
+    `why` says why no hook of Megatron does. `reviewed`: the versions of Megatron-core by
+    `source_digest` of the sources that were read. `parameters`: the names that a wrapper hands on or
+    reads.
     """
 
     target: str
-    wrap: Wrap
     why: str
+    wrap: Wrap | None = None
     role: Role = "numbers"
     reviewed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     parameters: tuple[str, ...] = ()
-
-
-def read(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Change nothing: the source is relied on elsewhere."""
-    return original
 
 
 def handed_on(change: Callable[[Any], Any]) -> Wrap:
@@ -124,11 +121,12 @@ def applied(
     undo: list[tuple[Any, str, Any]] = []
     try:
         for patch, owner, name, original in found:
-            # A staticmethod or classmethod object where there is one, which getattr would unwrap.
-            kept = vars(owner)[name]
-            replacement = patch.wrap(original)
-            setattr(owner, name, staticmethod(replacement) if isinstance(kept, staticmethod) else replacement)
-            undo.append((owner, name, kept))
+            if patch.wrap is not None:
+                # A staticmethod or classmethod object where there is one, which getattr would unwrap.
+                kept = vars(owner)[name]
+                replacement = patch.wrap(original)
+                setattr(owner, name, staticmethod(replacement) if isinstance(kept, staticmethod) else replacement)
+                undo.append((owner, name, kept))
             log.info("patched %s: %s", patch.target, patch.why)
         yield unreviewed
     finally:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_balance.megatron.core_attention import BalancedSeqParams, attend
 from megatron_balance.megatron.gpt import planned_mtp_block
 from megatron_balance.megatron.ping_pong import run_block
-from megatron_balance.patches import Patch, handed_on, read
+from megatron_balance.patches import Patch, handed_on
 
 # Transformer Engine's attention in models whose script builds the layer spec itself.
 #
@@ -93,20 +93,18 @@ MTP = (
     ),
     Patch(
         target="megatron.core.transformer.multi_token_prediction:process_mtp_loss",
-        wrap=read,
         reviewed={"99c65592ee06": "0.19.x, 0.20 of 2026-08", "ad343eafe578": "dev of 2026-08"},
         why="a share of the loss is weighted by the counts that it takes of the rolled mask",
     ),
     Patch(
         target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings",
-        wrap=read,
         reviewed={"b5996e917e64": "0.19.x", "f2eb0ca55bc4": "0.20 of 2026-08", "1377b150614c": "dev of 2026-08"},
         why="it rolls tokens, positions and padding, in that order, the same objects that it was given",
     ),
 )
 
 
-def interleaved(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _interleaved(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`TransformerBlock.forward` that runs ping-pong nano-batches, and everything else as before."""
 
     @functools.wraps(forward)
@@ -137,7 +135,7 @@ _TAKEN_TOGETHER = (
 PING_PONG = (
     Patch(
         target="megatron.core.transformer.transformer_block:TransformerBlock.forward",
-        wrap=interleaved,
+        wrap=_interleaved,
         reviewed={
             "194039641fa3": "0.19.x, 0.18.2",
             "b0248f0dec10": "0.20 of 2026-08",
@@ -147,7 +145,6 @@ PING_PONG = (
     ),
     Patch(
         target="megatron.core.transformer.transformer_layer:TransformerLayer._forward_attention",
-        wrap=read,
         reviewed={
             "0b95d95abd32": "0.19.x",
             "7f7145882040": "0.18.2",
@@ -158,7 +155,6 @@ PING_PONG = (
     ),
     Patch(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
-        wrap=read,
         reviewed={
             "8a9854499f12": "0.19.x",
             "4ef11ae0cef8": "0.18.2",
@@ -169,7 +165,6 @@ PING_PONG = (
     ),
     Patch(
         target="megatron.core.transformer.attention:Attention.forward",
-        wrap=read,
         reviewed={
             "f15d3a7a34fd": "0.19.x",
             "03d782de9aec": "0.18.2",
@@ -182,7 +177,6 @@ PING_PONG = (
 PING_PONG_ROUTER = (
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter.routing",
-        wrap=read,
         reviewed={
             "09d9a85f7dba": "0.19.x, 0.20 of 2026-08",
             "3fa170311845": "0.18.2",
@@ -192,7 +186,6 @@ PING_PONG_ROUTER = (
     ),
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter.apply_z_loss",
-        wrap=read,
         reviewed={
             "d6d01030e61f": "0.19.x, 0.20 of 2026-08",
             "257081afd8ac": "0.18.2",
@@ -202,13 +195,11 @@ PING_PONG_ROUTER = (
     ),
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_aux_loss",
-        wrap=read,
         reviewed={"993a3b59cab2": "0.19.x, 0.18.2, 0.20 of 2026-08", "42da73451aff": "dev of 2026-08"},
         why=_TAKEN_TOGETHER,
     ),
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss",
-        wrap=read,
         reviewed={"ac86fc2005fc": "0.19.x, 0.18.2, 0.20 of 2026-08", "e799e848102f": "dev of 2026-08"},
         why=_TAKEN_TOGETHER,
     ),
@@ -266,13 +257,11 @@ _REPLACED = "a subclass (`megatron.router`) computes the same over the rows of a
 SINKHORN = (
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter.sinkhorn_load_balancing",
-        wrap=read,
         reviewed={"8523b5da08b7": "0.19.x, 0.18.2, 0.20 of 2026-08, dev of 2026-08"},
         why=_REPLACED,
     ),
     Patch(
         target="megatron.core.transformer.moe.moe_utils:sinkhorn",
-        wrap=read,
         reviewed={"36d8868d186c": "0.19.x, 0.18.2, 0.20 of 2026-08, dev of 2026-08"},
         why=_REPLACED,
     ),
@@ -280,13 +269,11 @@ SINKHORN = (
 BY_SAMPLE = (
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss",
-        wrap=read,
         reviewed={"9d100b0c254e": "0.19.x, 0.20 of 2026-08", "0dbb1526bf54": "dev of 2026-08"},
         why=_REPLACED,
     ),
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss",
-        wrap=read,
         reviewed={"e983604d3ade": "0.19.x, 0.20 of 2026-08", "59d93e27c745": "dev of 2026-08"},
         why="it weights a rank's share of the loss by the tokens that it is told",
     ),

@@ -13,11 +13,6 @@ from megatron_balance.megatron.flags import balances_by_sample
 from megatron_balance.patches import Patch, layers, machine, training_loop
 
 
-def for_loop(args: Any, *, joint: bool, nano_batches: bool) -> tuple[Patch, ...]:
-    """The patches of a job whose loop is not Megatron's `pretrain`; arguments as of `for_job`."""
-    return for_job(args, joint=joint, nano_batches=nano_batches, always=())
-
-
 def for_job(
     args: Any,
     *,
@@ -33,7 +28,7 @@ def for_job(
         joint: whether all pipeline stages attend together, under a schedule of ours.
         nano_batches: whether microbatches may run as two nano-batches.
         changes: whether training changes between strategies.
-        always: the patches that every such job has.
+        always: the patches that every such job has; none where the loop is not Megatron's `pretrain`.
     """
     from megatron_balance.megatron.entry import te_available
 

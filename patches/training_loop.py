@@ -16,7 +16,7 @@ from megatron_balance.megatron.entry import training
 from megatron_balance.megatron.flags import add_balance_arguments
 from megatron_balance.megatron.forward_backward import balanced_schedule
 from megatron_balance.megatron.gpt import with_planned_model
-from megatron_balance.patches import Patch, followed_by, handed_on, read
+from megatron_balance.patches import Patch, followed_by, handed_on
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +76,12 @@ def _from_documents(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build_iterators)
     def build(build_train_valid_test_datasets_provider: Callable[..., Any]) -> Any:
-        return build_iterators(choose_provider(build_train_valid_test_datasets_provider))
+        return build_iterators(_choose_provider(build_train_valid_test_datasets_provider))
 
     return build
 
 
-def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
+def _choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
     """Our document provider if the command line names a corpus, else `given`; the log says why."""
     job = session.current()
     kept = job.config.data == "script"
@@ -124,7 +124,6 @@ LOOP = (
     ),
     Patch(
         target="megatron.core.parallel_state:update_pg_timeout",
-        wrap=read,
         role="observed",
         reviewed={"8803be35dab8": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why="it sets the timeout of all groups in Megatron's list, to which `megatron.groups` adds those of the pools",
@@ -200,7 +199,6 @@ STRATEGIES = (
     ),
     Patch(
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-        wrap=read,
         reviewed={"de195dd0b41b": "0.19.x"},
         why="its all-gather waits where `_defer_param_sync` is set (megatron/changes.py)",
     ),
@@ -212,7 +210,6 @@ _ASKS = "our communicator is a subclass that answers `_communicate_shapes`; it r
 ONE_CHUNK = (
     Patch(
         target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
-        wrap=read,
         reviewed={
             "43c05abb1b63": "0.19.x",
             "818d94bd60e8": "0.18.2",
@@ -225,7 +222,6 @@ ONE_CHUNK = (
 INTERLEAVED = (
     Patch(
         target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
-        wrap=read,
         reviewed={
             "00baf040c63b": "0.19.x",
             "b59fc2244c30": "0.18.2",
@@ -236,7 +232,6 @@ INTERLEAVED = (
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:get_schedule_table",
-        wrap=read,
         reviewed={"a7b63a2b60a2": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why=_ORDER,
     ),
@@ -244,13 +239,11 @@ INTERLEAVED = (
 COMMUNICATOR = (
     Patch(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
-        wrap=read,
         reviewed={"3fb54290a618": "0.19.x, 0.18.2, 0.20 of 2026-08", "62138313f9ad": "dev of 2026-08"},
         why=_ASKS,
     ),
     Patch(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
-        wrap=read,
         reviewed={"572ea46b0de6": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why=_ASKS,
     ),

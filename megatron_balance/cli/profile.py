@@ -72,9 +72,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_balance.config import load_model
     from megatron_balance.cost.table import save_table
 
-    device, options = args.device or cost_table.best_device(), _options(args)
+    device, options = cost_table.prepare(args.device, args.threads), _options(args)
     model = load_model(args.model or DEFAULT_MODELS[device])
-    cost_table.prepare(device, args.threads)
     measured, first = cost_table.measure_links(device, options, args.ranks_per_node) if args.links else ((), True)
     if not first:
         return 0  # rank 0 measures the kernels and writes

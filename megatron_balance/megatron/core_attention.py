@@ -214,7 +214,8 @@ class BalancedCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ConfigError(f"layer {self.layer_number}: attention bias is not supported")
-        given = _latent_taken(self)
+        # Taken once: the next call may come without a latent.
+        given, self.latent = self.latent, None
         if given is not None:
             return _attend_latent(query, key, given, packed_seq_params, self)
         return attend(query, key, value, packed_seq_params, self)
@@ -376,12 +377,3 @@ class _HandsOn:
         # memory, and the keys and values that the latent would give are made where queries meet
         # them, on whatever rank.
         return latent.new_zeros(()).expand(*rows.shape[:-1], self.up.weight.shape[0]), None
-
-
-def _latent_taken(core_attention: Any) -> _Latent | None:
-    """The latent that was handed to a core attention for this call; None: keys and values."""
-    found = getattr(core_attention, "latent", None)
-    # Taken once: the next call may come without a latent.
-    if found is not None:
-        core_attention.latent = None
-    return found

@@ -74,9 +74,7 @@ def install() -> None:
     # A torch built for CUDA asks the driver when a DataLoader pins memory.
     torch.accelerator.is_available = lambda: False
     # There is one generator, and Megatron says so each time.
-    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(
-        logging.ERROR
-    )  # there is one generator, and it says so each time
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     setattr(torch, _MARK, True)
     log.warning(
         "--balance-device cpu: in this process 'cuda' means the CPU. This is for tests and demonstrations; step times "

@@ -46,11 +46,11 @@ from megatron_balance.workloads.documents import (
     DocumentPiece,
     DocumentStream,
     Filling,
-    of_corpus,
+    OrderCache,
     shares,
     split_documents,
 )
-from megatron_balance.workloads.idx import check_bin, check_index, map_index, prefix_of
+from megatron_balance.workloads.idx import CorpusIndex, prefix_of
 
 PADDING = -1
 
@@ -62,10 +62,6 @@ POSITION = 3
 ahead, and its position. Zeros where the sequence has none.
 """
 PER_DEPTH = 4
-
-
-def num_columns(depths: int) -> int:
-    return NUM_COLUMNS + depths * PER_DEPTH
 
 
 def column(depth: int, which: int) -> int:
@@ -81,40 +77,25 @@ where a resume evaluates more often; its own data sets end later, with an epoch.
 DatasetTriple: TypeAlias = "tuple[Documents | None, Documents | None, Documents | None]"
 
 
-@dataclass(frozen=True, slots=True)
-class DataOptions:
-    """How documents become samples. `vocab_size`: ids from here on are errors; None: not checked."""
-
-    seq_length: int
-    seed: int
-    policy: CutPolicy = "split"
-    filling: Filling = DEFAULT_FILLING
-    vocab_size: int | None = None
-    mmap: bool = True
-
-
 class DocumentDataset(Dataset[dict[str, Tensor]]):
     """Samples 0 to num_samples - 1 of a stream of whole documents, in any order, on any rank."""
 
     def __init__(
         self,
-        corpus: Corpus,
-        documents: range,
+        index: CorpusIndex,
+        stream: DocumentStream,
         num_samples: int,
-        options: DataOptions,
         split: Split = Split.train,
+        *,
+        vocab_size: int | None = None,
+        mmap: bool = True,
     ) -> None:
-        """Open the tokens and number the `documents` of the corpus. `split`: Megatron's samplers
-        read it to tell validation from training.
+        """Open the tokens of the `stream`'s corpus. `split`: Megatron's samplers read it to tell
+        validation from training. `vocab_size`: ids from here on are errors; None: not checked.
         """
-        self.split = split
-        self.options = options
-        self.stream = DocumentStream(
-            corpus, options.seq_length, options.seed, options.policy, documents, options.filling
-        )
-        self.num_samples = num_samples
-        self._index = corpus.index
-        self._tokens = IndexedDataset(corpus.index.prefix, mmap=options.mmap)
+        self.split, self.stream, self.num_samples = split, stream, num_samples
+        self._index, self._vocab_size = index, vocab_size
+        self._tokens = IndexedDataset(index.prefix, mmap=mmap)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -123,20 +104,17 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         return self.stream.lengths_of(index)
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """16 hex digits of all that decides which documents sample i holds, read once."""
         digest = hashlib.sha256(self.stream.fingerprint().encode())
         digest.update(self._index.some_tokens().tobytes())
         return digest.hexdigest()[:16]
-
-    def fingerprint(self) -> str:
-        """16 hex digits of all that decides which documents sample i holds, read once."""
-        return self._fingerprint
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sample `index`: tokens, labels, loss_mask, position_ids, each [S]. Only a document's last
         token has no label: its loss_mask is 0.
         """
-        size = self.options.seq_length
+        size = self.stream.seq_length
         tokens, labels = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
         loss_mask = np.zeros(size, dtype=np.float32)
         position_ids = np.full(size, PADDING, dtype=np.int64)
@@ -165,7 +143,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
             int(self._index.first_sequence[piece.document]), offset=piece.start, length=stop - piece.start
         )
         assert isinstance(read, np.ndarray)  # a multimodal corpus would give its mode as well; read_index refuses one
-        limit = self.options.vocab_size
+        limit = self._vocab_size
         if limit is not None and (int(read.max()) >= limit or int(read.min()) < 0):
             raise DataError(
                 f"{self._tokens.path_prefix}.bin: document {piece.document} has token ids from {read.min()} to "
@@ -193,12 +171,9 @@ class DocumentBlend(Dataset[dict[str, Tensor]]):
         return self.parts[corpus].sample_lengths(at)
 
     @cached_property
-    def _fingerprint(self) -> str:
-        each = [part.fingerprint() for part in self.parts]
-        return hashlib.sha256(f"{each} {self.blend.counts.tolist()}".encode()).hexdigest()[:16]
-
     def fingerprint(self) -> str:
-        return self._fingerprint
+        each = [part.fingerprint for part in self.parts]
+        return hashlib.sha256(f"{each} {self.blend.counts.tolist()}".encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         corpus, at = self.blend.locate(index)
@@ -273,14 +248,10 @@ def build_datasets(
     reasons = data_reasons(args)
     if reasons:
         raise ConfigError("; ".join((*reasons, "or keep the script's own data set with 'data: script'")))
-    options = DataOptions(
-        args.seq_length,
-        args.seed,
-        policy,
-        filling,
-        vocab_size=getattr(args, "padded_vocab_size", None),
-        mmap=getattr(args, "mmap_bin_files", True),
-    )
+    limits = {
+        "vocab_size": getattr(args, "padded_vocab_size", None),
+        "mmap": getattr(args, "mmap_bin_files", True),
+    }
     opened: dict[str, Corpus] = {}
     datasets: list[Documents | None] = []
     for source, wanted, split in zip(_sources(args), num_samples, (Split.train, Split.valid, Split.test), strict=True):
@@ -293,7 +264,8 @@ def build_datasets(
             index = opened[prefix].index
             documents = split_documents(index.num_documents, source.split)[source.part]
             if index.tokens_of(documents):
-                parts.append(DocumentDataset(opened[prefix], documents, length, options, split))
+                stream = DocumentStream(opened[prefix], args.seq_length, args.seed, policy, documents, filling)
+                parts.append(DocumentDataset(index, stream, length, split, **limits))
                 weights += [] if source.weights is None else [source.weights[at]]
         if wanted != 0 and not parts and split is not Split.test:
             # Megatron would go on without the set and fail at its first step or evaluation, on an
@@ -372,17 +344,17 @@ CACHED_FROM = 100_000
 
 def _open_corpus(prefix: str, args: Any) -> Corpus:
     """A corpus, a large one with a cache of its orders. DataError: it is damaged or empty."""
-    index = map_index(prefix)
+    index = CorpusIndex.mapped(prefix)
     if index.num_documents + index.num_tokens // args.seq_length < CACHED_FROM:
-        check_index(index)
+        index.check()
         return Corpus(index)
 
     def check() -> np.ndarray:
-        check_index(index)
+        index.check()
         return np.ones(1, dtype=np.int8)
 
-    check_bin(index)
-    cache = of_corpus(index, getattr(args, "data_cache_path", None))
+    index.check_bin()
+    cache = OrderCache.of_corpus(index, getattr(args, "data_cache_path", None))
     # The index is checked whole once; where its cache says so, not again.
     cache.under("checked").get("checked", check)
     return Corpus(index, cache)
@@ -391,7 +363,7 @@ def _open_corpus(prefix: str, args: Any) -> Corpus:
 def data_reasons(args: Any) -> list[str]:
     """The reasons why whole documents cannot be read under these arguments."""
     reasons = flags.reasons(args, "documents")
-    if not any(getattr(args, name, None) for name in CORPUS_OPTIONS) and not reasons:
+    if not names_corpus(args) and not reasons:
         reasons.append(
             "--data-path: missing; name a corpus, PREFIX of `megatron-balance corpus build PREFIX` or of "
             "preprocess_data.py"
@@ -415,8 +387,8 @@ def corpus_reasons(args: Any) -> list[str]:
             if prefix not in num_documents:
                 num_documents[prefix] = 0
                 try:
-                    index = map_index(prefix)
-                    check_bin(index)
+                    index = CorpusIndex.mapped(prefix)
+                    index.check_bin()
                     num_documents[prefix] = index.num_documents
                 except BalanceError as error:
                     reasons.append(str(error))
@@ -454,25 +426,6 @@ def parse_split(split: str | None) -> tuple[float, float, float]:
 
 def names_corpus(args: Any) -> bool:
     return any(getattr(args, name, None) for name in CORPUS_OPTIONS)
-
-
-def read(
-    data_iterator: Iterator[Mapping[str, torch.Tensor]],
-    num_microbatches: int,
-    reader: Reader,
-    depths: int,
-    first_sample: int | None,
-) -> tuple[list[Sequences], Exception | None]:
-    """The sequences of this rank's microbatches, on the host, or the error that prevented it;
-    `depths`, `first_sample`: of `unpack`.
-    """
-    microbatches: list[Sequences] = []
-    try:
-        for _ in range(num_microbatches):
-            microbatches.append(unpack(reader.columns(next(data_iterator)), depths, first_sample))
-    except Exception as error:  # raised again by share_lengths, on all ranks
-        return [], error
-    return microbatches, None
 
 
 def numbered(data: Documents, draw: Draw, micro_batch_size: int, pool: Pool) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -540,7 +493,6 @@ def _read_again(data: Documents, held: HeldDocument, depths: int) -> torch.Tenso
 BOUNDARIES = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens", "cu_seqlens_q")
 """Where a batch may say them, the first that is there taking precedence."""
 
-
 COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -549,11 +501,24 @@ class Reader:
     """How batches are read. Those of samples with positions of their own stay as they are.
 
     `leave_out_tails`: tokens of a sub-sequence behind the last one whose loss counts are not read.
-    `learned`: positions are embedded by position_ids, which have to agree.
+    `learned`: positions are embedded by position_ids, which have to agree. `depths`,
+    `first_sample`: of `unpack`.
     """
 
     leave_out_tails: bool = True
     learned: bool = False
+    depths: int = 0
+    first_sample: int | None = None
+
+    def read(self, batches: Iterator[Any], num_microbatches: int) -> tuple[list[Sequences], Exception | None]:
+        """The sequences of this rank's microbatches, on the host, or the error that prevented it."""
+        found: list[Sequences] = []
+        try:
+            for _ in range(num_microbatches):
+                found.append(unpack(self.columns(next(batches)), self.depths, self.first_sample))
+        except Exception as error:  # raised again by share_lengths, on all ranks
+            return [], error
+        return found, None
 
     def columns(self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The columns of a batch, whose position_ids say where sequences open. DataError:

@@ -138,10 +138,6 @@ def sentences(args: object, way: Way | None = None) -> list[str]:
     return [rule.told(args) for rule in record().told if (not rule.ways or way in rule.ways) and rule.holds(args)]
 
 
-def defaults() -> dict[str, Any]:
-    return {name: value for rule in record().defaults for name, value in rule.values.items()}
-
-
 def defaulted(args: object, argv: Sequence[str]) -> list[str]:
     """The sentences of defaults that a command line leaves to us."""
     given = {flag[2:] for flag in _given(argv)}
@@ -231,10 +227,7 @@ def _fields_of_layers() -> dict[str, Any]:
 
 
 Device: TypeAlias = Literal["cpu", "cuda"]
-
-
 DEVICE_OPTION = "--balance-device"
-
 
 # Megatron's own defaults need a GPU or Transformer Engine. How keys travel is the plan's, so
 # `cp_comm_type` changes nothing; Megatron's branch dev builds local layers under no other one.
@@ -297,7 +290,8 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     )
     from megatron_balance.megatron import cpu
 
-    parser.set_defaults(**defaults())
+    for rule in record().defaults:
+        parser.set_defaults(**rule.values)
     if cpu.installed():
         parser.set_defaults(**CPU_DEFAULTS)
     return parser

@@ -21,15 +21,13 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron_balance.errors import ConfigError, SelfCheckError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.megatron import session
-from megatron_balance.megatron.data import PADDING, numbered, read, recall, unpack
+from megatron_balance.megatron.data import LOSS_MASK, PADDING, column, numbered, recall, unpack
 from megatron_balance.megatron.forward_step import (
     LOSS,
     MakeLocal,
     Microbatches,
     PlannedMicrobatch,
     forward_step,
-    mask_counts,
-    mean_over_replicas,
     planned_microbatch,
 )
 from megatron_balance.megatron.groups import job_device, schedule_groups, tensor_parallel
@@ -43,6 +41,7 @@ from megatron_balance.training.tokens import (
     TokenExchange,
     assemble,
     by_nano_batch,
+    from_bits,
     share_lengths,
 )
 
@@ -104,10 +103,10 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             job.row_multiple,
             get_model_config(chunks[0]),
         )
-        if planned.ticks:
+        if planned.step.ticks:
             return _run_ticks(job, planned, shared, local, shapes, model, forward_only=forward_only, **kwargs)
         kwargs |= _planned_transfers(pool, shapes, chunks, kwargs)
-        counts = mask_counts([rows[of[0]] for of in own], job.depths) if job.depths and pool.has_tokens else None
+        counts = _mask_counts([rows[of[0]] for of in own], job.depths) if job.depths and pool.has_tokens else None
         microbatches = Microbatches(job, planned, local, own, counts, forward_only=forward_only)
         # All chunks' iterators draw on the same microbatches.
         iterators = [microbatches.of_chunk() for _ in chunks]
@@ -115,7 +114,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         result = _run(inner, iterators, **given, **kwargs)
         if not forward_only:
             microbatches.trained(shared)
-        return mean_over_replicas(result) if forward_only else result
+        return _mean_over_replicas(result) if forward_only else result
 
     return schedule
 
@@ -142,7 +141,7 @@ def _planned_step(
         iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
     # The middle stages need lengths alone.
     reads = parallel.is_source and pool.has_tokens
-    mine, failure = read(iterator, draw.num_microbatches * reads, job.reader, job.depths, job.first_sample)
+    mine, failure = job.reader.read(iterator, draw.num_microbatches * reads)
     # Another rank of this replica read the same samples.
     mine = mine if pool.reads else []
     shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint)
@@ -209,14 +208,43 @@ def _run_ticks(
         )
 
     def microbatch(index: int) -> PlannedMicrobatch:
-        return planned_microbatch(local(index), [None] * len(planned.plans_of[index]), num_samples=job.num_samples)
+        return planned_microbatch(local(index), [None] * len(planned.step.plans_of[index]), num_samples=job.num_samples)
 
     binder = job.binder(job.pool.joint)
-    run = TickRun(job.pool, binder, planned.ticks, microbatch, shapes, model, forward_only=forward_only)
+    run = TickRun(job.pool, binder, planned.step.ticks, microbatch, shapes, model, forward_only=forward_only)
     result = run.run(**kwargs)
     if not forward_only:
-        job.steps.ran(planned, shared, run.counters)
-    return mean_over_replicas(result) if forward_only else result
+        job.steps.ran(planned, shared, run.bounds.counters)
+    return _mean_over_replicas(result) if forward_only else result
+
+
+def _mask_counts(rows: Sequence[torch.Tensor], depths: int) -> torch.Tensor:
+    """Sums over the pool of the loss masks [microbatches, 1 + depths] fp32 of a step's rows [T, C].
+    Collective over the data- and context-parallel ranks of a stage; nothing is read on the host.
+    """
+    masks = [column(depth, LOSS_MASK) for depth in range(depths + 1)]
+    # [microbatches, 1 + depths].
+    counts = torch.stack([from_bits(each[:, masks]).sum(0) for each in rows])
+    dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return counts
+
+
+def _mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Reports of evaluated microbatches with the mean of their replicas' losses, 1 beside it.
+    Collective over the pool of the last stage, where reports of `_loss_of_replicas` are; others stay
+    as they are.
+    """
+    if not stored or stored[0][LOSS].dim() < 2:
+        return stored
+    # With `--sft` Megatron averages evaluation over microbatches of replicas, each by its own
+    # tokens, and a plan spreads those over all ranks.
+    sums = torch.stack([each[LOSS] for each in stored])
+    dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    # [microbatches, replicas, (sum, tokens)] to [microbatches].
+    means = (sums[..., 0] / sums[..., 1].clamp(min=1)).mean(1)
+    return [
+        {**each, LOSS: torch.stack([mean, torch.ones_like(mean)])} for each, mean in zip(stored, means, strict=True)
+    ]
 
 
 def _own_sequences(shared: PoolLengths, reader: int) -> tuple[Ints, ...]:
@@ -238,8 +266,6 @@ def _count_flops(sequences: Sequence[Ints]) -> None:
 
 
 TOLERANCE = {torch.float32: 1e-5}
-
-
 HALF_TOLERANCE = 1e-2
 """Relative difference of losses that is rounding; the second with weights of another type."""
 
@@ -323,7 +349,7 @@ def _whole(job: Any, samples: Mapping[str, torch.Tensor]) -> PlannedMicrobatch:
     device = job_device()
     layout = np.array([(seq, 0, length) for seq, length in enumerate(sequences.lengths)], dtype=np.int64)
     local = assemble(sequences.rows.to(device), layout, job.row_multiple)
-    counts = mask_counts([local.rows], job.depths)[0] if job.depths else None
+    counts = _mask_counts([local.rows], job.depths)[0] if job.depths else None
     microbatch = planned_microbatch(local, [None], counts, job.num_samples)
     # Without a plan every rank holds the whole batch, and attends document by document.
     microbatch.params.alone = sequences.lengths

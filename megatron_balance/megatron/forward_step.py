@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -22,6 +21,7 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
 from megatron_balance.megatron.core_attention import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, POSITION, TOKEN, column
+from megatron_balance.megatron.flags import averages_evaluation
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters
 from megatron_balance.training.binding import Binder, MaskBounds, bind_layers, policies_of
@@ -69,7 +69,7 @@ def planned_microbatch(
     """A microbatch in Megatron's shapes.
 
     `bounds`: its plans by nano-batch, None where they come later. `counts`: where further tokens
-    are predicted, the sums of its masks by depth (`mask_counts`). `num_samples`: of the pool, where
+    are predicted, the sums of its masks by depth. `num_samples`: of the pool, where
     rows say theirs in their last column; else 0.
     """
     # With "thd" Megatron would derive positions from cu_seqlens and its static context-parallel group.
@@ -123,17 +123,6 @@ def _ahead(rows: torch.Tensor, own: Columns, counts: torch.Tensor) -> Ahead:
     )
 
 
-def mask_counts(rows: Sequence[torch.Tensor], depths: int) -> torch.Tensor:
-    """Sums over the pool of the loss masks [microbatches, 1 + depths] fp32 of a step's rows [T, C].
-    Collective over the data- and context-parallel ranks of a stage; nothing is read on the host.
-    """
-    masks = [column(depth, LOSS_MASK) for depth in range(depths + 1)]
-    # [microbatches, 1 + depths].
-    counts = torch.stack([from_bits(each[:, masks]).sum(0) for each in rows])
-    dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    return counts
-
-
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
@@ -152,7 +141,8 @@ def forward_step(
     if batch.params.ahead is not None:
         extra["loss_mask"] = batch.params.ahead.masks[0]
     losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.params, **extra)
-    if job.evaluates_replicas and not model.training:
+    # Evaluation is the mean of replicas' microbatches, as in Megatron.
+    if averages_evaluation(args) and not model.training:
         return losses, partial(_loss_of_replicas, batch, args.micro_batch_size)
     return losses, partial(checked_loss, batch.loss_mask)
 
@@ -195,24 +185,6 @@ def _loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: t
     return loss, num_tokens, {LOSS: by_sample.view(-1, micro_batch_size, 2).sum(1)}
 
 
-def mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """Reports of evaluated microbatches with the mean of their replicas' losses, 1 beside it.
-    Collective over the pool of the last stage, where reports of `_loss_of_replicas` are; others stay
-    as they are.
-    """
-    if not stored or stored[0][LOSS].dim() < 2:
-        return stored
-    # With `--sft` Megatron averages evaluation over microbatches of replicas, each by its own
-    # tokens, and a plan spreads those over all ranks.
-    sums = torch.stack([each[LOSS] for each in stored])
-    dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    # [microbatches, replicas, (sum, tokens)] to [microbatches].
-    means = (sums[..., 0] / sums[..., 1].clamp(min=1)).mean(1)
-    return [
-        {**each, LOSS: torch.stack([mean, torch.ones_like(mean)])} for each, mean in zip(stored, means, strict=True)
-    ]
-
-
 def _validate(loss: torch.Tensor) -> None:
     """Run the checks of Megatron's own forward step on the loss of a token."""
     # They replay the step when a value is not a number or leaps: sums would leap with the number of
@@ -250,7 +222,7 @@ class Microbatches:
         forward_only: bool,
     ) -> None:
         """Take the plans, `own` by microbatch; `local` makes this rank's rows of a microbatch;
-        `counts`: of `mask_counts`, where further tokens are predicted.
+        `counts`: sums over the pool of their loss masks, where further tokens are predicted.
         """
         place = job.place(planned.step.strategy)
         assert place is not None, "a rank that is left over runs no microbatch"

@@ -30,7 +30,7 @@ from megatron_balance.megatron.gpt import give_core_attention
 from megatron_balance.megatron.ways import log_reasons, way_reasons
 from megatron_balance.model_config import refusal
 from megatron_balance.patches import applied
-from megatron_balance.patches.selection import for_loop
+from megatron_balance.patches.selection import for_job
 from megatron_balance.planning.choice import Run, load_config
 from megatron_balance.training.log import ScalarWriter
 
@@ -77,7 +77,7 @@ class BalancedLoop(AbstractContextManager["BalancedLoop"]):
         self._schedule = balanced_schedule(forward_backward_func)
         self._next_step: int = job.args.curr_iteration + 1
         self._groups: object = None
-        patches = for_loop(job.args, joint=job.joint, nano_batches=job.ping_pong)
+        patches = for_job(job.args, joint=job.joint, nano_batches=job.ping_pong, always=())
         with ExitStack() as stack:
             stack.enter_context(applied(patches, job.config.accepted_sources, str(job.config.source)))
             stack.enter_context(session.opened(job))

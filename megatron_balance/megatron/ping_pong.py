@@ -193,10 +193,10 @@ class _PingPongRun:
         # The linear step of a layer and of the next one up to its core attention are one segment.
         if layer:
             assert self.out is not None
-            self.state = behind(self.layers[layer - 1], self.out, self.state, self.nano_batch)
+            self.state = _behind(self.layers[layer - 1], self.out, self.state, self.nano_batch)
             self.out = None
         if layer < len(self.layers):
-            self.qkv, self.state = before(self.layers[layer], self.state, self.nano_batch.rotary)
+            self.qkv, self.state = _before(self.layers[layer], self.state, self.nano_batch.rotary)
 
     def start(self, layer: int) -> None:
         assert self.qkv is not None
@@ -217,7 +217,7 @@ class _PingPongRun:
         self.call = None
 
 
-def before(
+def _before(
     layer: TransformerLayer, state: Tensor, rotary: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Run a layer up to core attention: query, key and value [T, 1, heads, D]; the residual state."""
@@ -236,7 +236,7 @@ def before(
     return (query, key, value), residual
 
 
-def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _NanoBatch) -> Tensor:
+def _behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _NanoBatch) -> Tensor:
     """Run a layer on from the output [T, 1, H * D] of core attention: its hidden states."""
     projected = apply_module(layer.self_attention.linear_proj)(out)
     with layer.bias_dropout_add_exec_handler():

@@ -38,7 +38,7 @@ from megatron_balance.planners.megatron import Microbatch
 from megatron_balance.planning.choice import PlannerChoice, Run
 from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape
-from megatron_balance.training.keeping import Keeping, RankMemory, agree_memory
+from megatron_balance.training.keeping import AgreedMemory, Keeping
 from megatron_balance.training.plans import Samples, StepPlans, check_agreement
 
 if TYPE_CHECKING:
@@ -150,7 +150,6 @@ def keeping(job: Session, model: Any) -> Keeping:
     """The decision maker of a job: how many layers keep in each step. Collective over the world."""
     chunks = model if isinstance(model, list) else [model]
     device, args = job_device(), job.args
-    mine = RankMemory(job.pool.stage, _device_bytes(job, device), _state_bytes(args, chunks, device))
 
     def of_strategy(strategy: Strategy | None) -> list[StepMemory]:
         if strategy is None or strategy == job.layout:
@@ -158,8 +157,8 @@ def keeping(job: Session, model: Any) -> Keeping:
         return [_memory(job, scheme.tensor, scheme.pipeline) for scheme in strategy.pipelines]
 
     return Keeping(
-        agree_memory(mine),
-        step_memory(job),
+        AgreedMemory.agreed(job.pool.stage, _device_bytes(job, device), _state_bytes(args, chunks, device)),
+        _step_memory(job),
         job.pool.joint,
         lambda: float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None,
         agreement_every=job.config.agreement_every,
@@ -167,7 +166,7 @@ def keeping(job: Session, model: Any) -> Keeping:
     )
 
 
-def step_memory(job: Session) -> StepMemory:
+def _step_memory(job: Session) -> StepMemory:
     """The memory of a training step around its plans, by Megatron's arguments alone: what every
     rank tells its planner is the same.
     """
@@ -178,9 +177,14 @@ def step_memory(job: Session) -> StepMemory:
 
 def _memory(job: Session, tensor: int, num_stages: int) -> StepMemory:
     args, model = job.args, job.model(tensor)
-    return StepMemory(
-        _activations(model, args, tensor), stages_of(args, model, tensor, num_stages), job.config.backward
+    # A tensor-parallel rank has its share of logits, and of hidden states with sequence
+    # parallelism.
+    activations = dataclasses.replace(
+        model,
+        hidden_size=model.hidden_size // (tensor if args.sequence_parallel else 1),
+        vocab_size=max(1, model.vocab_size // tensor),
     )
+    return StepMemory(activations, stages_of(args, model, tensor, num_stages), job.config.backward)
 
 
 def stages_of(args: Any, model: Model, tensor: int, num_stages: int) -> tuple[Stage, ...]:
@@ -239,16 +243,6 @@ def _state_bytes(args: Any, chunks: list[Any], device: torch.device) -> float:
     return max(total, float(torch.cuda.memory_allocated(device))) if device.type == "cuda" else total
 
 
-def _activations(model: Model, args: Any, size: int) -> Model:
-    # A tensor-parallel rank has its share of logits, and of hidden states with sequence
-    # parallelism.
-    return dataclasses.replace(
-        model,
-        hidden_size=model.hidden_size // (size if args.sequence_parallel else 1),
-        vocab_size=max(1, model.vocab_size // size),
-    )
-
-
 def step_plans(job: Session, *, ahead: bool, evaluation: bool = False, joint: bool | None = None) -> StepPlans:
     """Plans of a job's training steps, or of its `evaluation`, which has no backward pass.
 
@@ -268,7 +262,7 @@ def step_plans(job: Session, *, ahead: bool, evaluation: bool = False, joint: bo
     process = PlanAhead(proving) if ahead and job.train_data is not None and own is None else None
     return StepPlans(
         StepPlanner(spec, own),
-        samples(job),
+        _samples(job),
         lambda fingerprint: check_agreement(fingerprint, job.pool.joint, tensor_parallel=peers),
         ahead=process,
         evaluation=evaluation,
@@ -316,7 +310,7 @@ def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpe
         strategy = str(job.layout) if choice.planner.pipelines else None
         mode = {"pipeline": pipeline, "ping_pong": job.ping_pong, "strategy": strategy}
     layers = dataclasses.replace(choice.layers, align=align)
-    return PlanSpec(choice.name, cluster, model, layers, options, table, **mode, memory=step_memory(job))
+    return PlanSpec(choice.name, cluster, model, layers, options, table, **mode, memory=_step_memory(job))
 
 
 def check_holds(spec: PlanSpec, seq_length: int) -> None:
@@ -332,14 +326,14 @@ def check_holds(spec: PlanSpec, seq_length: int) -> None:
 
 def first_lengths(job: Session) -> Lengths:
     """The lengths of the first step, where samples are ours; else of a microbatch of full samples."""
-    known = samples(job)
+    known = _samples(job)
     found = None
     if known.lengths is not None:
         found = known.step(known.consumed(), get_num_microbatches())
     return found or ((job.args.seq_length,) * known.per_microbatch,)
 
 
-def samples(job: Session) -> Samples:
+def _samples(job: Session) -> Samples:
     data = job.train_data
     return Samples(
         consumed=lambda: job.args.consumed_train_samples,

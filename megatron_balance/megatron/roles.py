@@ -51,7 +51,6 @@ AXES: dict[str, str] = {
 }
 """Megatron's groups of one pipeline without replicas and experts: the dimensions that each spans."""
 
-
 NOTHING_HELD = RoleMemory({}, {}, {}, first=False)
 
 
@@ -350,7 +349,6 @@ def _room(layout: _BaseLayout, strategy: Strategy) -> Ints:
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 """One parameter under two names where embeddings are tied."""
 
-
 LAYERS = "decoder.layers."
 
 
@@ -375,11 +373,11 @@ def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLa
     """
     chunk, chained = _only(model, "model chunks"), _only(optimizers_of(optimizer), "optimizers")
     buffer = _only([*chunk.buffers, *chunk.expert_parallel_buffers], "parameter buffers")
-    named = dict(named_parameters(unwrap_model(chunk)))
-    shared = _shares_embedding(unwrap_model(chunk))
+    whole: Any = unwrap_model(chunk)
+    named = dict(named_parameters(whole))
+    shared = bool(whole.share_embeddings_and_output_weights)
     described = [
-        asdict(_described_parameter(name, parameter, unwrap_model(chunk), scheme.tensor))
-        for name, parameter in named.items()
+        asdict(_described_parameter(name, parameter, whole, scheme.tensor)) for name, parameter in named.items()
     ]
     ranges = {name: buffer.param_index_map[parameter] for name, parameter in named.items()}
     stage = {
@@ -434,11 +432,7 @@ def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for name, parameter in model.named_parameters():
         head = ".".join(name.split(".")[:3]) + "."
         whole = layers[head] + name[len(head) :] if head in layers else name
-        yield (EMBEDDING if whole == OUTPUT and _shares_embedding(model) else whole), parameter
-
-
-def _shares_embedding(model: Any) -> bool:
-    return bool(model.share_embeddings_and_output_weights)
+        yield (EMBEDDING if whole == OUTPUT and model.share_embeddings_and_output_weights else whole), parameter
 
 
 def _described_parameter(name: str, parameter: Any, model: Any, tensor: int) -> Parameter:

@@ -121,14 +121,14 @@ def _order(dataset: Any, args: argparse.Namespace) -> str:
 def _of_option(value: Any) -> str:
     """An option that says data: words that are no path as they are, paths by the contents."""
     words: Sequence[Any] = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
-    return " ".join(content(str(word)) or str(word) for word in words)
+    return " ".join(_content(str(word)) or str(word) for word in words)
 
 
 def _of_corpus(part: Any) -> str:
     low: Any = part.dataset
     lengths = getattr(low, "sequence_lengths", None)
     total = len(low) if lengths is None else len(lengths)
-    known = None if part.dataset_path is None else content(str(part.dataset_path))
+    known = None if part.dataset_path is None else _content(str(part.dataset_path))
     if known is None:  # made up, or behind a name that is no file here
         known = type(low).__name__
     drawn: Any = getattr(part, "indices", ())
@@ -136,7 +136,7 @@ def _of_corpus(part: Any) -> str:
     return f"{total} sequences{run}, {known}"
 
 
-def content(prefix: str) -> str | None:
+def _content(prefix: str) -> str | None:
     """Bytes of the files at a path or prefix, and a digest of pieces of them; None: no file there."""
     found = [path for path in (Path(f"{prefix}{end}") for end in FILES) if path.is_file()]
     digest, total = hashlib.sha256(), 0
@@ -152,7 +152,7 @@ def content(prefix: str) -> str | None:
     return f"{total} bytes {digest.hexdigest()[:8]}" if found else None
 
 
-def numbers(num_samples: int) -> list[int]:
+def _numbers(num_samples: int) -> list[int]:
     """The samples that are read: the first one, and those at powers of two."""
     powers = itertools.takewhile(lambda number: number < num_samples, (1 << power for power in itertools.count()))
     return [*range(min(num_samples, 1)), *powers]
@@ -165,7 +165,7 @@ def _of_samples(dataset: Any, args: argparse.Namespace, config: Any) -> dict[int
     elif getattr(args, "fim_data", False):
         reason = "--fim-data draws at random"
     else:
-        wanted = numbers(len(dataset))
+        wanted = _numbers(len(dataset))
         pad = None
         with suppress(Exception):  # tokenizers without one raise this and that
             pad = config.tokenizer.pad

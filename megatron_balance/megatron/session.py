@@ -22,15 +22,18 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
+from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.parallel import one_of_each
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.step import Lengths
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import gpt, ping_pong
 from megatron_balance.megatron.core_attention import hand_latents_on, latent_model_reasons
-from megatron_balance.megatron.data import Documents, Reader, num_columns
+from megatron_balance.megatron.data import NUM_COLUMNS, PER_DEPTH, Documents, Reader
 from megatron_balance.megatron.flags import averages_evaluation, balances_by_sample, row_multiple
 from megatron_balance.megatron.groups import cluster_of_machine, job_device, make_pool, ranks_on_a_node
 from megatron_balance.megatron.planning import (
@@ -54,8 +57,9 @@ from megatron_balance.megatron.ways import (
     layouts_of,
     runs_pipelines,
 )
+from megatron_balance.planners.pipelines import stage_cluster
 from megatron_balance.planning.choice import Run, planning_cost, to_yaml
-from megatron_balance.planning.step_planner import Predicted, predict
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.groups import Groups
@@ -199,13 +203,8 @@ class Session:
     @property
     def num_samples(self) -> int:
         """Samples of a microbatch of the pool, where a loss asks for the sample of a row; else 0."""
-        asked = balances_by_sample(self.args) or self.evaluates_replicas
+        asked = balances_by_sample(self.args) or averages_evaluation(self.args)
         return self.pool.num_replicas * self.args.micro_batch_size if asked else 0
-
-    @property
-    def evaluates_replicas(self) -> bool:
-        """Whether evaluation is the mean of replicas' microbatches, as in Megatron with --sft."""
-        return averages_evaluation(self.args)
 
     @property
     def reader(self) -> Reader:
@@ -213,17 +212,14 @@ class Session:
         # Experts count all tokens of a sample, and FP8 scales are of all rows: with those no tail
         # is left out.
         dense = args.num_experts is None and args.fp8 is None
-        return Reader(leave_out_tails=dense, learned=args.position_embedding_type == "learned_absolute")
-
-    @property
-    def first_sample(self) -> int | None:
-        """The number of the first sample that this replica reads of a microbatch, if anybody asks."""
-        return self.pool.replica * self.args.micro_batch_size if self.num_samples else None
+        # The number of the first sample that this replica reads of a microbatch, if anybody asks.
+        first = self.pool.replica * args.micro_batch_size if self.num_samples else None
+        return Reader(dense, args.position_embedding_type == "learned_absolute", self.depths, first)
 
     @property
     def num_columns(self) -> int:
         # The sequence's sample as a last column, where a loss asks for it.
-        return num_columns(self.depths) + bool(self.num_samples)
+        return NUM_COLUMNS + self.depths * PER_DEPTH + bool(self.num_samples)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -311,7 +307,7 @@ class Session:
     def data_identity(self) -> DataIdentity:
         """Identity of the training samples. Collective over the world at the first call."""
         ours = self.train_data
-        return self.script_data.identity(self.args) if ours is None else DataIdentity(ours.fingerprint())
+        return self.script_data.identity(self.args) if ours is None else DataIdentity(ours.fingerprint)
 
     def planner(self, forward_only: bool) -> StepPlans:
         """The plans of training steps, or of evaluation; they share nothing."""
@@ -367,18 +363,18 @@ class Session:
                 "; ".join(reasons) or "so says the model of another rank",
             )
             return
-        found: dict[bool, Predicted] = {}
+        found: dict[bool, tuple[bool, float]] = {}
         # Rank 0 alone predicts, and all do as it says.
         if self.args.rank == 0:
             lengths = first_lengths(self)
             for self.latents in (False, True):
-                found[self.latents] = predict(plan_spec(self, joint=False), lengths)
+                found[self.latents] = _predicted(plan_spec(self, joint=False), lengths)
         self.latents = _agreed(not found or found[True] < found[False])
         if found:
             log.info(
                 "latent_kv: pays: %s travel: predicted are %.2f ms a layer with latents, %.2f ms with keys and values",
                 "latents" if self.latents else "keys and values",
-                *(1e3 * found[each].layer_s for each in (True, False)),
+                *(1e3 * found[each][1] for each in (True, False)),
             )
         if self.latents:
             self._describe()
@@ -449,6 +445,24 @@ def opened(session: Session) -> Iterator[Session]:
     finally:
         _current.remove(session)
         session.close()
+
+
+def _predicted(spec: PlanSpec, lengths: Lengths) -> tuple[bool, float]:
+    """Of the step of these lengths (tokens, by microbatch) by closed forms: whether a rank's memory
+    does not hold it, and seconds of a layer, modules outside attention included; less is better.
+    Errors as of `StepPlanner.plan`.
+    """
+    too_large, total_s = False, 0.0
+    for plan in StepPlanner(spec).plan(lengths)[0].plans:
+        ranks = spec.cluster
+        # Of a pipeline's own.
+        if plan.num_ranks != ranks.num_ranks:
+            ranks = stage_cluster(ranks, plan.num_ranks)
+        cost = planning_cost(ranks, spec.model, spec.plan_costs)
+        found = estimate(plan, Machine(ranks, spec.model, cost, memory=spec.memory))
+        total_s += found.layer_s
+        too_large |= not found.backward.fits
+    return too_large, total_s
 
 
 def _agreed(mine: bool) -> bool:

@@ -41,7 +41,7 @@ from megatron_balance.megatron.planning import recompute_of
 from megatron_balance.patterns import pattern_of
 from megatron_balance.planning.ticks import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot, Server
-from megatron_balance.runtime.bind import Bound, Counters
+from megatron_balance.runtime.bind import Bound
 from megatron_balance.training.binding import Binder, BoundTicks
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import padded
@@ -205,7 +205,12 @@ class TickRun:
         self.num_microbatches = len({m for tick in self.ticks for m in tick.microbatches if m is not None})
         self.microbatches = functools.cache(microbatches)
         self.bounds = BoundTicks(
-            binder, nano_batches, {backward: self._phases(backward=backward) for backward in (False, True)}
+            binder,
+            nano_batches,
+            {
+                backward: phases(self.recompute, self.num_layers, backward=backward, training=not forward_only)
+                for backward in (False, True)
+            },
         )
         self.passes: Any = schedules
         passes = [
@@ -222,10 +227,6 @@ class TickRun:
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self.not_synchronised: ExitStack | None = None
-
-    @property
-    def counters(self) -> list[Counters]:
-        return self.bounds.counters
 
     def run(
         self, *, first_val_step: bool | None = None, force_all_reduce: bool | None = False, **_unused: Any
@@ -318,9 +319,6 @@ class TickRun:
         )
         for bound in bounds:
             bound.counters.idle_tasks += calls * _num_tasks(bound)
-
-    def _phases(self, *, backward: bool) -> frozenset[PhaseName]:
-        return phases(self.recompute, self.num_layers, backward=backward, training=not self.forward_only)
 
     def _is_first(self, cell: Cell) -> bool:
         return self.stage == 0 and cell.chunk == 0

@@ -20,13 +20,13 @@ from megatron_balance.planning.choice import Run
 
 def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
     """The reasons why the planner cannot run under these arguments, of all ways in which it may."""
-    reasons: list[str] = []
+    reasons, layout = list[str](), layout_of(args)
     # One planner of several may be asked for in each way; every check raises for its own.
     checks: tuple[Callable[[], object], ...] = (
         lambda: check_samples(args, config),
         lambda: attends_jointly(args, config),
         lambda: runs_pipelines(args, config),
-        lambda: _check_strategies(args, config),
+        lambda: candidates_of(args, config, layout) and layouts_of(args, config, layout),
         lambda: ping_pong.wanted(args, config),
     )
     for check in checks:
@@ -37,12 +37,6 @@ def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
     if config.latent_kv is True:
         reasons += flags.reasons(args, "latent_kv") if reasons else latent_reasons(args, config)
     return list(dict.fromkeys(reasons))
-
-
-def _check_strategies(args: argparse.Namespace, config: Run) -> None:
-    layout = layout_of(args)
-    if candidates_of(args, config, layout):
-        layouts_of(args, config, layout)
 
 
 def idle_reason(args: argparse.Namespace, config: Run, cluster: Cluster) -> str | None:

@@ -480,13 +480,6 @@ def resolved(config: Run) -> dict[str, Any]:
     return {**sections, **body}
 
 
-def as_yaml(facts: Cluster | Model) -> str:
-    """A cluster or a model as YAML that `--cluster` and `--model` read back."""
-    of_run = "gradient_wire"
-    keys = {key: value for key, value in dataclasses.asdict(facts).items() if value is not None and key != of_run}
-    return yaml.safe_dump(keys, sort_keys=False)
-
-
 def to_yaml(config: Run) -> str:
     return f"# Resolved from {config.source}: every default is written out.\n" + yaml.safe_dump(
         resolved(config), sort_keys=False

@@ -16,19 +16,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Full, Queue
 from threading import Event, Thread
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
-from megatron_balance.analysis.estimate import estimate
-from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.compile.proof.structure import verify_plans
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, from_body, to_json
+from megatron_balance.ir.step import EMPTY, Carry, Layers, StepPlan, from_body, to_json
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import JointStages, StepContext
-from megatron_balance.planners.pipelines import Pipelines, pipelines_of, stage_cluster
+from megatron_balance.planners.pipelines import Pipelines, pipelines_of
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, planning_cost
 from megatron_balance.planning.proofs import Proofs, Prover, end_with, prove_step
 
@@ -125,37 +123,6 @@ def _frozen(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(n) for n in microbatch) for microbatch in lengths)
 
 
-class Predicted(NamedTuple):
-    """Of a layer, modules outside attention included; less is better."""
-
-    too_large: bool
-    """Whether a rank's memory does not hold the step."""
-    layer_s: float
-    """Infinite where nobody can tell."""
-
-
-def predict(spec: PlanSpec, lengths: Lengths) -> Predicted:
-    """The step of these lengths (tokens, by microbatch), planned as `spec` says and priced by
-    closed forms.
-
-    Raises:
-        InfeasibleError: a microbatch that the ranks cannot hold.
-        ConfigError: as `StepPlanner.plan`, of the planner's options.
-    """
-    step, _ = StepPlanner(spec).plan(lengths)
-    too_large, total = False, 0.0
-    for plan in step.plans:
-        ranks = spec.cluster
-        # Of a pipeline's own.
-        if plan.num_ranks != ranks.num_ranks:
-            ranks = stage_cluster(ranks, plan.num_ranks)
-        cost = planning_cost(ranks, spec.model, spec.plan_costs)
-        found = estimate(plan, Machine(ranks, spec.model, cost, memory=spec.memory))
-        total += found.layer_s
-        too_large |= not found.backward.fits
-    return Predicted(too_large, total)
-
-
 # Planning ahead: a background process that plans the coming steps while the current one runs.
 #
 # It is spawned, imports neither torch nor Megatron, and answers numbered frames of JSON over two
@@ -164,23 +131,17 @@ def predict(spec: PlanSpec, lengths: Lengths) -> Predicted:
 
 log = logging.getLogger(__name__)
 
-
 # Of a frame: its number, and the bytes that follow.
 HEADER = struct.Struct("<QQ")
-
 
 # Requests that wait to be written to a process that does not read; others are not asked at all.
 MOST_UNSENT = 8
 
-
 # How long the first answer is waited for.
 PATIENCE_S = 60.0
 
-
 # Later ones: so many seconds, or so many times the longest planning so far, whichever is more.
 LEAST_PATIENCE_S, TIMES_LONGEST = 10.0, 20.0
-
-
 RESTARTS = 1
 
 

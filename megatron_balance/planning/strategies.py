@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, product
 from statistics import fmean
 from typing import TypeAlias
@@ -333,13 +334,6 @@ def with_proposed(choice: PlannerChoice, steps: Sequence[Sequence[Lengths]], con
     return dataclasses.replace(choice, options=dataclasses.replace(choice.options, strategies=strategies))
 
 
-def pipelines_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> tuple[float, ...]:
-    """Seconds of each pipeline for a batch that is dispatched and packed. InfeasibleError: a sequence
-    that no pipeline holds.
-    """
-    return deal(lengths, pipelines)[1]
-
-
 def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[PipelineCost, ...]:
     """The cost of each pipeline; ConfigError: more ranks than there are, or a scheme without costs."""
     if strategy.num_ranks > num_ranks:
@@ -361,7 +355,7 @@ def rank(
         kept[best] = known[best]
     seconds = {
         strategy: [
-            max(pipelines_s(batch, known)) if max(batch) <= max(each.max_tokens for each in known) else float("inf")
+            max(deal(batch, known)[1]) if max(batch) <= max(each.max_tokens for each in known) else float("inf")
             for batch in batches
         ]
         for strategy, known in kept.items()
@@ -383,13 +377,15 @@ def _fastest(
     left = list(strategies)
     for count in (*FIRST_ROUNDS, len(batches)):
         if len(left) > 1:
-            mean_s = {each: fmean(_quick_s(batch, known[each]) for batch in batches[:count]) for each in left}
+            mean_s = {
+                each: fmean(
+                    max(packed(batch, known[each], dispatch(batch, known[each], searches=1, filled=True))[1])
+                    for batch in batches[:count]
+                )
+                for each in left
+            }
             left = sorted(left, key=mean_s.__getitem__)[: max(1, len(left) // FEWER)]
     return left[0]
-
-
-def _quick_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> float:
-    return max(packed(lengths, pipelines, dispatch(lengths, pipelines, searches=1, filled=True))[1])
 
 
 # Nodes that a tensor-parallel group may span.
@@ -463,15 +459,12 @@ class PredictedCosts:
 
     def schemes(self, num_ranks: int) -> tuple[Scheme, ...]:
         """As in `SchemeCosts`: degrees of tensor and context parallelism are powers of two."""
-        tensors = [
-            degree
-            for degree in _powers_of_two(min(num_ranks, MOST_NODES_OF_TENSOR * self.cluster.node_size))
-            if self._splits(degree)
-        ]
+        model, most = self.model, min(num_ranks, MOST_NODES_OF_TENSOR * self.cluster.node_size)
+        tensors = [at for at in _powers_of_two(most) if model.num_heads % at == model.num_kv_heads % at == 0]
         found = [
             Scheme(tensor, stages, context)
             for tensor in tensors
-            for stages in _divisors(self.model.num_layers, num_ranks // tensor)
+            for stages in _divisors(model.num_layers, num_ranks // tensor)
             for context in _powers_of_two(num_ranks // tensor // stages)
             if self._lies_well(tensor, context)
         ]
@@ -482,13 +475,10 @@ class PredictedCosts:
             check_scheme(scheme, self.model)
             most = self._max_tokens(scheme, num_ranks)
             lengths = lengths_to_fit(most)
-            fitted = fit_scheme(scheme, self.model, self._cluster_for(scheme), self._cost_of, lengths)
+            fitted = fit_scheme(scheme, self.model, self._cluster_for(scheme), partial(on_cluster, self.cost), lengths)
             found = PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, most)
             self._known[scheme, num_ranks] = found
         return self._known[scheme, num_ranks]
-
-    def _cost_of(self, wide: Cluster, tensor: int) -> MachineCost:
-        return on_cluster(self.cost, wide, tensor)
 
     def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:
         if (scheme, num_ranks) not in self._most:
@@ -497,10 +487,6 @@ class PredictedCosts:
                 most = min(most, self.tokens_per_rank * scheme.tensor * scheme.context)
             self._most[scheme, num_ranks] = most
         return self._most[scheme, num_ranks]
-
-    def _splits(self, tensor: int) -> bool:
-        model = self.model
-        return not (model.num_heads % tensor or model.num_kv_heads % tensor)
 
     def _lies_well(self, tensor: int, context: int) -> bool:
         """Whether context-parallel ranks fill nodes, or parts of one."""

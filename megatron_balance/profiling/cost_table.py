@@ -30,16 +30,14 @@ from megatron_balance.runtime.groups import Groups, make_groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.kernels.base import Entries, Kernel, merge_partials
 
-DEVICES = ("cpu", "cuda")
-
 
 def profile(
     model: Model, device_name: str, options: ProfileOptions, progress: Progress, links: tuple[LinkTable, ...] = ()
 ) -> CostTable:
-    """Measure this machine for `model`'s heads and layers. Raises ConfigError: no such device, or a
-    kernel that does not serve it.
+    """Measure this machine for `model`'s heads and layers. Raises ConfigError: a kernel that does not
+    serve the device.
     """
-    device = _open_device(device_name)
+    device = torch.device(device_name)
     dtype = torch.float32 if model.bytes_per_element == 4 else torch.bfloat16
     bench = _KernelBench(model, device, dtype, choose_kernel(options.kernel, device, dtype, model.head_dim), options)
     return CostTable(
@@ -53,26 +51,18 @@ def profile(
     )
 
 
-def best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def prepare(device_name: str, threads: int | None) -> None:
-    """Check the device and set the threads of the CPU kernels (None: torch's own choice)."""
-    _open_device(device_name)
-    if threads:
-        torch.set_num_threads(threads)
-
-
-def _open_device(name: str) -> torch.device:
-    """The device called `name`. Raises ConfigError: unknown, or CUDA where there is none."""
-    if name not in DEVICES:
-        raise ConfigError(f"--device {name!r}: choose one of {', '.join(DEVICES)}")
+def prepare(device_name: str | None, threads: int | None) -> str:
+    """The device to measure (None: cuda where there is one), and the threads of the CPU kernels set
+    (None: torch's own choice). Raises ConfigError: cuda where there is none.
+    """
+    name = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "--device cuda: torch finds no CUDA device here; use --device cpu, or see 'megatron-balance doctor'"
         )
-    return torch.device(name)
+    if threads:
+        torch.set_num_threads(threads)
+    return name
 
 
 def _source(device: torch.device, options: ProfileOptions) -> Source:
@@ -123,7 +113,6 @@ QUICK = ProfileOptions(
 
 Too coarse to judge two planners within a few percent."""
 
-
 Progress = Callable[[Iterable[Callable[[], None]], int, str], Iterator[Callable[[], None]]]
 """Wraps the points to measure: (points, how many, what they are) -> the same points."""
 
@@ -133,10 +122,10 @@ def _time_s(call: Callable[[], object], device: torch.device, repeats: int) -> f
     if device.type == "cuda":
         return median(_events_s(call) for _ in range(repeats))
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    return min(clock_s(call, clock) for _ in range(repeats))
+    return min(_clock_s(call, clock) for _ in range(repeats))
 
 
-def clock_s(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+def _clock_s(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     begin = clock()
     call()
     return clock() - begin
@@ -156,10 +145,7 @@ FILLED_TOKENS = {"cpu": 256, "cuda": 16384}
 
 A GPU needs many to be busy, a CPU takes them one by one."""
 
-
 MAX_COPIES = 64
-
-
 MAX_KEYS = 1 << 18
 """Most entries of a timed launch, and key tokens.
 
@@ -208,7 +194,8 @@ class _KernelBench:
         heads = (model.num_heads, model.num_kv_heads, model.head_dim)
         axes = (options.q_tokens, options.k_tokens, options.before_tokens)
         times = (grid(False, 0), grid(False, 1), grid(True, 0), grid(True, 1))
-        return AttentionTable(self.kernel.name, _name(self.dtype), *heads, *axes, launch_s, backward_launch_s, *times)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return AttentionTable(self.kernel.name, dtype, *heads, *axes, launch_s, backward_launch_s, *times)
 
     def _axis(self, causal: bool) -> tuple[int, ...]:
         return self.options.before_tokens if causal else self.options.k_tokens
@@ -322,10 +309,6 @@ class _AroundAttention:
 
 def model_scale(model: Model) -> float:
     return model.head_dim**-0.5
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # Times of messages between two ranks: of a launched world, or of this machine's loopback.
@@ -485,6 +468,6 @@ def _ping(pair: tuple[int, int], message_bytes: Sequence[int], repeats: int, dev
                     dist.recv(payload, peer)
 
         there_and_back()
-        sample = _events_s if device.type == "cuda" else clock_s
+        sample = _events_s if device.type == "cuda" else _clock_s
         seconds.append(median(sample(there_and_back) for _ in range(repeats)) / 2)
     return seconds

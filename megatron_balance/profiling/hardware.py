@@ -61,23 +61,6 @@ class _Nic:
 
 
 @dataclass(frozen=True, slots=True)
-class _HardwareTopology:
-    """`links[a][b]`: how devices GPU0.., NIC names, are connected, as `nvidia-smi topo -m` prints
-    it.
-    """
-
-    links: Mapping[str, Mapping[str, str]]
-
-    @property
-    def nvlinks(self) -> int:
-        """NVLinks between two GPUs, the fewest of any pair; 0: none."""
-        gpus = [name for name in self.links if re.fullmatch(r"GPU\d+", name)]
-        pairs = [self.links[a].get(b, "") for a in gpus for b in gpus if a != b]
-        counts = [int(text[2:]) if re.fullmatch(r"NV\d+", text) else 0 for text in pairs]
-        return min(counts, default=0)
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
     """One node. `nearest`: by GPU, the names of the NICs that are nearest to it, and how near."""
 
@@ -105,14 +88,10 @@ def read_node(root: Path = Path("/"), run: Run | None = None) -> Node:
             "--write-cluster: nvidia-smi lists no GPU here; run it on a node of the cluster, inside the job's "
             "container if there is one"
         )
-    topology = parse_topology(run(["nvidia-smi", "topo", "-m"]) or "")
+    links, nvlinks = parse_topology(run(["nvidia-smi", "topo", "-m"]) or "")
     nics = _read_infiniband(root) or _read_ethernet(root)
-    return Node(
-        gpus,
-        topology.nvlinks,
-        nics,
-        tuple(_nearest(index, gpu, nics, topology, root) for index, gpu in enumerate(gpus)),
-    )
+    nearest = tuple(_nearest(gpu, nics, links.get(f"GPU{index}", {}), root) for index, gpu in enumerate(gpus))
+    return Node(gpus, nvlinks, nics, nearest)
 
 
 def _parse_gpus(text: str) -> tuple[_Gpu, ...]:
@@ -131,9 +110,13 @@ def _pci(address: str) -> str:
     return match[1] if match else ""
 
 
-def parse_topology(text: str) -> _HardwareTopology:
-    """The matrix of `nvidia-smi topo -m`; NICs go by the names of its legend. What is no such
-    matrix has no links.
+Links = Mapping[str, Mapping[str, str]]
+"""By two devices (GPU0, ..., names of NICs), how `nvidia-smi topo -m` says they are connected."""
+
+
+def parse_topology(text: str) -> tuple[Links, int]:
+    """The matrix of `nvidia-smi topo -m`, NICs by the names of its legend; and the NVLinks between two
+    GPUs, the fewest of any pair (0: none). What is no such matrix has no links.
     """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     device = re.compile(r"(GPU|NIC)\d+$|mlx5_\w+$|[a-z]+_\d+$")
@@ -156,7 +139,9 @@ def parse_topology(text: str) -> _HardwareTopology:
         if len(words) > len(columns) and words[0] in columns and "X" in words[1 : len(columns) + 1]:
             cells = zip(columns, words[1:], strict=False)
             links[legend.get(words[0], words[0])] = {legend.get(column, column): cell for column, cell in cells}
-    return _HardwareTopology(links)
+    gpus = [name for name in links if re.fullmatch(r"GPU\d+", name)]
+    pairs = [links[a].get(b, "") for a in gpus for b in gpus if a != b]
+    return links, min((int(text[2:]) if re.fullmatch(r"NV\d+", text) else 0 for text in pairs), default=0)
 
 
 def _read_infiniband(root: Path) -> tuple[_Nic, ...]:
@@ -209,13 +194,10 @@ def _read_ethernet(root: Path) -> tuple[_Nic, ...]:
     return tuple(nic for nic in nics if nic.bytes_per_s == fastest)
 
 
-def _nearest(
-    index: int, gpu: _Gpu, nics: Sequence[_Nic], topology: _HardwareTopology, root: Path
-) -> tuple[tuple[str, ...], str]:
-    """Names of the NICs nearest to a GPU, and how near: by the topology, else by the longest common
-    way on the PCI bus.
+def _nearest(gpu: _Gpu, nics: Sequence[_Nic], row: Mapping[str, str], root: Path) -> tuple[tuple[str, ...], str]:
+    """Names of the NICs nearest to a GPU, and how near: by its row of the topology, else by the
+    longest common way on the PCI bus.
     """
-    row = topology.links.get(f"GPU{index}", {})
     said = {nic.name: row[nic.name] for nic in nics if row.get(nic.name) in NEAR}
     if said:
         nearest = min(said.values(), key=NEAR.index)

@@ -76,7 +76,7 @@ def find_host_syncs(trace: Mapping[str, Any], within: str | None = None) -> list
     waits = [
         (event["ts"], HostSync(event["name"], where, event["dur"] / 1e6))
         for event, where in _nested(events)
-        if (_call_waits(event, pageable) if on_gpu else _op_waits(event)) and (within is None or within in where)
+        if _waits(event, pageable, on_gpu=on_gpu) and (within is None or within in where)
     ]
     return [wait for _, wait in sorted(waits, key=lambda wait: wait[0])]
 
@@ -85,14 +85,11 @@ def read_trace(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _call_waits(event: Mapping[str, Any], pageable: set[Any]) -> bool:
-    if event.get("cat") not in RUNTIME:
-        return False
-    return event["name"] in WAITING_CALLS or event.get("args", {}).get("correlation") in pageable
-
-
-def _op_waits(event: Mapping[str, Any]) -> bool:
-    return event.get("cat") == "cpu_op" and event["name"] in WAITING_OPS
+def _waits(event: Mapping[str, Any], pageable: set[Any], *, on_gpu: bool) -> bool:
+    if not on_gpu:
+        return event.get("cat") == "cpu_op" and event["name"] in WAITING_OPS
+    called = event["name"] in WAITING_CALLS or event.get("args", {}).get("correlation") in pageable
+    return event.get("cat") in RUNTIME and called
 
 
 def _nested(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], tuple[str, ...]]]:

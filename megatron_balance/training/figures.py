@@ -114,8 +114,8 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Js
             for pipeline in range(num_pipelines)
         ),
     }
-    if planned.ticks:
-        ticks = tick_figures(planned.ticks, job.model, job.cost, job.num_chunks)
+    if planned.step.ticks:
+        ticks = tick_figures(planned.step.ticks, job.model, job.cost, job.num_chunks)
         record["imbalance_after"]["attention"] = imbalance_after(ticks.pop("attention"))
         record.update(ticks)
     return record
@@ -126,7 +126,12 @@ def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost:
     `num_chunks`: of each stage. Received tokens count, as for microbatches, one layer of every
     forward pass of a stage.
     """
-    each = list(chain.from_iterable(_by_tick(ticks, model, cost.cluster.ranks_per_nic) for ticks in nano_batches))
+    each: list[Json] = []
+    for one in nano_batches:
+        # Ticks of the same microbatches have one plan.
+        plans = {planned.tick.microbatches: planned.plan for planned in one}
+        known = {of: plan_statistics(plan, model, cost.cluster.ranks_per_nic) for of, plan in plans.items()}
+        each += [known[planned.tick.microbatches] for planned in one]
     ticks = list(chain.from_iterable(nano_batches))
     forward = [of_tick for one, of_tick in zip(ticks, each, strict=True) if not one.tick.backward]
     pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
@@ -227,8 +232,3 @@ def _through_stages(seconds: Sequence[float], job: JobFacts) -> float:
         return begin + layers * seconds[step.microbatch] * (BACKWARD if step.backward else 1)
 
     return pipeline.run(stages, len(seconds), chunks, 1, run, lambda _: np.zeros(1)).total_s
-
-
-def _by_tick(ticks: Sequence[TickPlan], model: Model, ranks_per_nic: int) -> list[Json]:
-    by_plan = {one.tick.microbatches: plan_statistics(one.plan, model, ranks_per_nic) for one in ticks}
-    return [by_plan[one.tick.microbatches] for one in ticks]

@@ -35,36 +35,29 @@ FIRST_AGREEMENT = 3
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Memory of one rank as it reads it. `memory_bytes`: of its device, without what others take of
-    it; None: not known (CPU). `state_bytes`: of parameters, gradients and optimizer.
-    """
-
-    stage: int
-    memory_bytes: float | None
-    state_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
 class AgreedMemory:
-    """The least memory of any rank, and the most state of any rank of each stage."""
+    """The least memory of any rank, and the most state (parameters, gradients and optimizer) of any
+    rank of each stage. `memory_bytes`: of a device, without what others take of it; None: not known
+    (CPU).
+    """
 
     memory_bytes: float | None
     state_bytes: tuple[float, ...]
 
     @classmethod
-    def of(cls, ranks: Sequence[RankMemory]) -> AgreedMemory:
-        known = [rank.memory_bytes for rank in ranks if rank.memory_bytes is not None]
-        stages = range(1 + max(rank.stage for rank in ranks))
-        state = tuple(max((r.state_bytes for r in ranks if r.stage == stage), default=0.0) for stage in stages)
+    def agreed(cls, stage: int, memory_bytes: float | None, state_bytes: float) -> AgreedMemory:
+        """The memory of all ranks of the job, of what this one reads. Collective over the world."""
+        mine = (stage, memory_bytes, state_bytes)
+        everyone = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return cls.of(everyone)
+
+    @classmethod
+    def of(cls, ranks: Sequence[tuple[int, float | None, float]]) -> AgreedMemory:
+        known = [memory for _, memory, _ in ranks if memory is not None]
+        stages = range(1 + max(stage for stage, _, _ in ranks))
+        state = tuple(max((held for at, _, held in ranks if at == stage), default=0.0) for stage in stages)
         return cls(min(known) if known else None, state)
-
-
-def agree_memory(mine: RankMemory) -> AgreedMemory:
-    """The memory of all ranks of the job. Collective over the world, once."""
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return AgreedMemory.of(everyone)
 
 
 class Keeping:
@@ -124,7 +117,9 @@ class Keeping:
         ]
         found = [step_bytes(microbatches, model, stage) for microbatches, model, stages in each for stage in stages]
         decision = decide(found, self._asked, self._agreed.memory_bytes)
-        self._tell(decision)
+        if decision.in_words != self._told:
+            self._told = decision.in_words
+            log.log(logging.INFO if decision.fits else logging.WARNING, "%s", decision.sentence())
         fullest = max(each, key=lambda one: max(float(step_bytes(*one[:2], at).peak(0).max()) for at in one[2]))
         check_fits(decision, *fullest)
         # Devices count the most bytes so far, so the excess holds for all steps before, too.
@@ -139,7 +134,7 @@ class Keeping:
             dataclasses.replace(stage, state_bytes=state[stage.sharding.stage] + self._excess)
             for stage in memory.stages
         ]
-        plans_of = planned.plans_of[numbers.start : numbers.stop]
+        plans_of = planned.step.plans_of[numbers.start : numbers.stop]
         microbatches = [microbatch_bytes([planned.plans[at] for at in own], memory.model) for own in plans_of]
         return microbatches, memory.model, stages
 
@@ -155,8 +150,3 @@ class Keeping:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._groups.pool)
             excess = float(most)
         self._excess = max(0.0, excess)
-
-    def _tell(self, decision: Decision) -> None:
-        if decision.in_words != self._told:
-            self._told = decision.in_words
-            log.log(logging.INFO if decision.fits else logging.WARNING, "%s", decision.sentence())

@@ -111,8 +111,6 @@ class Ledger:
 
 
 BEGINNING = Ledger()
-
-
 UNKNOWN = "samples of an unknown data set (of a plain checkpoint, or of a loop's own)"
 
 

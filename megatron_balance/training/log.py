@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 
 from megatron_balance.analysis.backward import Decision
 from megatron_balance.analysis.trace_format import (
@@ -37,7 +38,8 @@ from megatron_balance.analysis.trace_format import (
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text, parse_json
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.planning.choice import as_yaml
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 from megatron_balance.planning.proofs import Proofs
 from megatron_balance.runtime.cuda import Streams
 from megatron_balance.runtime.groups import Groups
@@ -45,8 +47,7 @@ from megatron_balance.runtime.recorder import Counters, Mark, Recorder
 from megatron_balance.training.figures import JobFacts, Json, step_figures
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.stragglers import Stragglers, can_measure, link_rates, own_times, times_of
-from megatron_balance.training.stragglers import as_json as times_as_json
+from megatron_balance.training.stragglers import Stragglers, link_rates, own_times, times_of
 from megatron_balance.training.tokens import PoolLengths
 
 log = logging.getLogger(__name__)
@@ -234,11 +235,13 @@ class StepLog:
         joint = job.pool.joint
         if self._stragglers is None and self._target.folder is not None:
             per_node = job.pool.joint_ranks_per_node if job.pool.num_stages > 1 else job.pool.ranks_per_node
-            measure = partial(link_rates, groups=joint, ranks_per_node=per_node) if can_measure(joint) else None
+            # Only gloo's host waits for its transfers, and can time them.
+            waits = joint.pool is not None and dist.get_backend(joint.pool) == "gloo"
+            measure = partial(link_rates, groups=joint, ranks_per_node=per_node) if waits else None
             self._stragglers = Stragglers(joint.ranks, per_node, measure, tells=joint.rank == 0)
         if self._file is not None:
-            self._write(CLUSTER_FILE, as_yaml(job.cost.cluster))
-            self._write(MODEL_FILE, as_yaml(job.model))
+            self._write(CLUSTER_FILE, _as_yaml(job.cost.cluster))
+            self._write(MODEL_FILE, _as_yaml(job.model))
 
     def begin(self, step: int) -> None:
         """Start the clock of a training step; where a step runs again, the first start counts.
@@ -350,7 +353,7 @@ class StepLog:
         assert self._stragglers is not None
         times = times_of(gathered, _COUNTERS)
         self._stragglers.judge(step, times)
-        return {"times": times_as_json(times, self._stragglers.names), "slow": self._stragglers.as_json()}
+        return {"times": self._stragglers.times_as_json(times), "slow": self._stragglers.as_json()}
 
     def _gather(self, counters: tuple[Counters, ...], step_s: float, traced_s: float | None) -> Ints:
         """Counters and times of all ranks of the joint pool [R, counters and times]."""
@@ -390,6 +393,13 @@ def _told(folder: Path) -> Generator[None]:
 
 
 _COUNTERS = tuple(field.name for field in fields(Counters))
+
+
+def _as_yaml(facts: Cluster | Model) -> str:
+    """A cluster or a model as YAML that `--cluster` and `--model` read back."""
+    of_run = "gradient_wire"
+    keys = {key: value for key, value in asdict(facts).items() if value is not None and key != of_run}
+    return yaml.safe_dump(keys, sort_keys=False)
 
 
 def _pools(pool: Pool) -> tuple[Groups, ...]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, TickPlan
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import PlanAhead, StepPlanner
 from megatron_balance.runtime.groups import Groups
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 HORIZON = 2
 """Steps planned ahead."""
-
 
 PLAIN = "plain"
 """The name of samples that nobody knows, in `accepted_data`."""
@@ -60,18 +59,8 @@ class PlannedStep:
         """Of every nano-batch, microbatch by microbatch."""
         return self.step.plans
 
-    @property
-    def ticks(self) -> tuple[tuple[TickPlan, ...], ...]:
-        """By nano-batch, where all pipeline stages attend together."""
-        return self.step.ticks
-
-    @property
-    def plans_of(self) -> tuple[range, ...]:
-        """By microbatch, which of `plans` are its nano-batches'."""
-        return self.step.plans_of
-
     def own_plans_of(self, pipeline: int) -> tuple[range, ...]:
-        """`plans_of` of a pipeline's microbatches."""
+        """By microbatch of a pipeline, which of `plans` are its nano-batches'."""
         own = self.step.pipelines[pipeline]
         return self.step.plans_of[own.start : own.stop]
 
@@ -165,7 +154,8 @@ class StepPlans:
         self._drawn = None
         if self._evaluation:
             return Draw(num_microbatches)
-        if not self._may_wait():
+        holds_back = self._planner.choice.planner.plan_step is not None or self._ledger.needs_corpus
+        if self._samples.lengths is None or not holds_back:
             return self._draw_all(consumed, num_microbatches)
         first = consumed - self._ledger.behind
         # First all microbatches with documents held back as the planner likes; then less and less
@@ -321,10 +311,6 @@ class StepPlans:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
-
-    def _may_wait(self) -> bool:
-        holds = self._planner.choice.planner.plan_step is not None
-        return self._samples.lengths is not None and (holds or self._ledger.needs_corpus)
 
     def _leaves_enough(self, carry: Carry, lengths: Lengths) -> bool:
         """Whether the steps left can train what waits, and less waits of what another planner left."""

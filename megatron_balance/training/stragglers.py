@@ -186,6 +186,16 @@ class Stragglers:
         links = [[self.names[end] for end in link] for link in self.links]
         return {"ranks": [self.names[at] for at in self.ranks], "links": links}
 
+    def times_as_json(self, times: Sequence[RankTimes]) -> dict[str, list[object]]:
+        """Times of a step as its record has them, by rank."""
+        return {
+            "attended_s": [each.attended_s for each in times],
+            "waited_s": [each.waited_s for each in times],
+            "waited_for": [
+                [[None if at == SEVERAL else self.names[at], seconds] for at, seconds in each.sources] for each in times
+            ],
+        }
+
     def _judge_ranks(self, step: int, times: Sequence[RankTimes]) -> None:
         slow = [found for found, _ in self._recent]
         now = tuple(at for at in slow[-1] if all(at in found for found in slow))
@@ -257,34 +267,15 @@ class Stragglers:
             log.log(level, "%s", said)
 
 
-def as_json(times: Sequence[RankTimes], names: Sequence[int]) -> dict[str, list[object]]:
-    """Times of a step as its record has them, by rank. `names`: as in `Stragglers`."""
-    return {
-        "attended_s": [each.attended_s for each in times],
-        "waited_s": [each.waited_s for each in times],
-        "waited_for": [
-            [[None if at == SEVERAL else names[at], seconds] for at, seconds in each.sources] for each in times
-        ],
-    }
-
-
 def _microseconds(seconds: float) -> int:
     return int(np.rint(1e6 * seconds))
 
 
 NUM_BYTES = 512 << 10
-
-
 REPEATS = 5
 """All of them count: not each meets a lost packet."""
 
-
 _ASK_TAG, _ANSWER_TAG = 2**31 - 3, 2**31 - 2
-
-
-def can_measure(groups: Groups) -> bool:
-    """Whether the pool's host waits for its transfers (gloo)."""
-    return groups.pool is not None and dist.get_backend(groups.pool) == "gloo"
 
 
 def link_rates(links: Sequence[Link], groups: Groups, ranks_per_node: int) -> dict[Link, float]:

@@ -56,12 +56,10 @@ def from_bits(bits: Tensor) -> Tensor:
 _FAILED = -1
 """In place of a rank's first number: it could not read."""
 
-
 _HEADER = 6
 """Numbers before a rank's counts, each as the least and the most over its tensor-parallel ranks:
 microbatches of a step, and two halves of the plan's fingerprint.
 """
-
 
 _NOT_PLANNED = -1
 """In place of both halves of a fingerprint."""

@@ -108,6 +108,17 @@ class WeightExchange:
         own, mine = owned[owned[:, Shard.RANK] == rank], held(strategy, parameters, rank=rank)
         # Embedding and output have slots of their own, beside those of layers.
         count = num_slots(strategy, parameters.num_layers) + 2 if apart.slots else 1
+
+        def way(pieces: Ints, slots: Ints, sending: Ints, receiving: Ints) -> _LinkWay:
+            out, into = (pieces[pieces[:, end] == rank] for end in (WeightPiece.SRC, WeightPiece.DST))
+            return _LinkWay(
+                packed=places(out, sending),
+                unpacked=places(into, receiving),
+                turns=np.argsort(-slots[pieces[:, WeightPiece.DST] == rank], kind="stable"),
+                sent=tuple(sums(out[:, WeightPiece.DST], elements(out), base.num_ranks).tolist()),
+                received=tuple(sums(into[:, WeightPiece.SRC], elements(into), base.num_ranks).tolist()),
+            )
+
         made: list[tuple[_Slot, ...]] = []
         for name, role, sending, receiving in (
             ("pull", WeightPiece.DST, own, mine),
@@ -119,17 +130,14 @@ class WeightExchange:
             slots = [slots_of_pieces(table, role, strategy, parameters) for table in tables]
             # Two ends where what ranks of a node have alike crosses its NICs once: then from role
             # to role.
-            ends = [
-                _RankShards(rank, base.num_ranks, sending, receiving),
-                _RankShards(rank, base.num_ranks, mine, mine),
-            ]
+            ends = [(sending, receiving), (mine, mine)]
             cut: list[_Slot] = []
             for slot in range(count):
                 # A slot of all transfers, where nothing runs beside compute.
                 chosen = [of == slot if apart.slots else slice(None) for of in slots]
                 ways = [
-                    each.way(table[which], of[which])
-                    for each, table, of, which in zip(ends, tables, slots, chosen, strict=False)
+                    way(table[which], of[which], *shards)
+                    for shards, table, of, which in zip(ends, tables, slots, chosen, strict=False)
                 ]
                 cut.append(_Slot(ways[0], ways[1] if ways[1:] else None))
             made.append(tuple(cut))
@@ -192,24 +200,6 @@ class WeightExchange:
         )
         pairs = _matched(way.unpacked, target, into)
         return [pairs[turn] for turn in way.turns.tolist()]
-
-
-@dataclass(frozen=True, slots=True)
-class _RankShards:
-    rank: int
-    num_ranks: int
-    sending: Ints
-    receiving: Ints
-
-    def way(self, pieces: Ints, slots: Ints) -> _LinkWay:
-        out, into = (pieces[pieces[:, end] == self.rank] for end in (WeightPiece.SRC, WeightPiece.DST))
-        return _LinkWay(
-            packed=places(out, self.sending),
-            unpacked=places(into, self.receiving),
-            turns=np.argsort(-slots[pieces[:, WeightPiece.DST] == self.rank], kind="stable"),
-            sent=tuple(sums(out[:, WeightPiece.DST], elements(out), self.num_ranks).tolist()),
-            received=tuple(sums(into[:, WeightPiece.SRC], elements(into), self.num_ranks).tolist()),
-        )
 
 
 def _matched(table: Ints, flat: Flat, message: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

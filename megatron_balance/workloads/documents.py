@@ -174,10 +174,6 @@ class DocumentStream:
             raise ConfigError(f"seq_length {seq_length}: a sample needs room for at least 1 token")
         if seed < 0:
             raise ConfigError(f"seed {seed}: the document shuffle needs a seed of at least 0")
-        if policy not in ("split", "truncate"):
-            raise ConfigError(f"document policy {policy!r}: choose 'split' or 'truncate'")
-        if filling not in ("next_fit", "best_fit"):
-            raise ConfigError(f"filling of samples {filling!r}: choose 'next_fit' or 'best_fit'")
         cache = corpus.cache if isinstance(corpus, Corpus) else None
         num_documents = corpus.index.num_documents if isinstance(corpus, Corpus) else len(corpus)
         part = range(num_documents) if documents is None else documents
@@ -388,6 +384,15 @@ class OrderCache:
     folder: Path
     key: str
 
+    @classmethod
+    def of_corpus(cls, index: CorpusIndex, folder: str | os.PathLike[str] | None) -> OrderCache:
+        """The cache of a corpus, in `folder` or beside it."""
+        # Other files, or a newer index, have another one.
+        index_status, tokens_status = idx_path(index.prefix).stat(), bin_path(index.prefix).stat()
+        name = Path(index.prefix).name
+        what = (VERSION, name, index_status.st_size, index_status.st_mtime_ns, tokens_status.st_size)
+        return cls(Path(folder or Path(index.prefix).parent / "cache" / "balance"), repr(what))
+
     def under(self, *settings: object) -> OrderCache:
         """The files of that order which these settings decide, beside the corpus."""
         return OrderCache(self.folder, hashlib.sha256(f"{self.key} {settings!r}".encode()).hexdigest()[:16])
@@ -465,12 +470,3 @@ class Corpus:
 
     index: CorpusIndex
     cache: OrderCache | None = None
-
-
-def of_corpus(index: CorpusIndex, folder: str | os.PathLike[str] | None) -> OrderCache:
-    """The cache of a corpus, in `folder` or beside it."""
-    # Other files, or a newer index, have another one.
-    index_status, tokens_status = idx_path(index.prefix).stat(), bin_path(index.prefix).stat()
-    name = Path(index.prefix).name
-    what = (VERSION, name, index_status.st_size, index_status.st_mtime_ns, tokens_status.st_size)
-    return OrderCache(Path(folder or Path(index.prefix).parent / "cache" / "balance"), repr(what))

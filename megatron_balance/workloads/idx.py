@@ -61,8 +61,74 @@ class CorpusIndex:
     which Megatron's IndexedDataset is asked for tokens.
     """
 
+    @classmethod
+    def mapped(cls, prefix: str | os.PathLike[str]) -> CorpusIndex:
+        """Open the corpus at `prefix`; what the index says of documents is not checked.
+
+        Raises:
+            DataError: a file is missing, not Megatron's, of another size than its header says, or
+                empty.
+        """
+        prefix = prefix_of(prefix)
+        path = idx_path(prefix)
+        _size(bin_path(prefix), prefix)
+        idx_bytes = _size(path, prefix)
+        try:
+            with path.open("rb") as stream:
+                num_sequences, num_boundaries, dtype = _read_header(stream, path, idx_bytes)
+            if num_sequences == 0 or num_boundaries < 2:
+                raise DataError(
+                    f"{path}: the corpus is empty, it has {num_sequences} sequences in {max(num_boundaries - 1, 0)} "
+                    "documents"
+                )
+            body = np.memmap(path, dtype=np.uint8, mode="r", offset=HEADER.size)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        lengths = np.frombuffer(body, dtype="<i4", count=num_sequences)
+        pointers = np.frombuffer(body, dtype="<i8", count=num_sequences, offset=4 * num_sequences)
+        boundaries = np.frombuffer(body, dtype="<i8", count=num_boundaries, offset=12 * num_sequences)
+        return cls(prefix, dtype, lengths, pointers, boundaries)
+
     def __reduce__(self) -> tuple[Callable[[str], CorpusIndex], tuple[str]]:
-        return map_index, (self.prefix,)  # a mapped array would be pickled as a copy
+        return CorpusIndex.mapped, (self.prefix,)  # a mapped array would be pickled as a copy
+
+    def check(self) -> None:
+        """Check that documents follow one another without gap or overlap, and the `.bin`. Reads the
+        whole index. DataError if not.
+        """
+        path, lengths, pointers, boundaries = idx_path(self.prefix), self.lengths, self.pointers, self.first_sequence
+        if (lengths < 0).any():
+            at = int(np.argmax(lengths < 0))
+            raise DataError(f"{path}: sequence {at} has length {lengths[at]}; the file is damaged, build it again")
+        expected = np.zeros(len(lengths), dtype=np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=expected[1:])
+        wrong = pointers != expected * self.dtype.itemsize
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise DataError(
+                f"{path}: sequence {at} begins at byte {pointers[at]}, but the lengths before it put it at "
+                f"{expected[at] * self.dtype.itemsize}; the file is damaged, build it again"
+            )
+        if boundaries[0] != 0 or boundaries[-1] != len(lengths) or (np.diff(boundaries) < 0).any():
+            raise DataError(
+                f"{path}: document boundaries go from {boundaries[0]} to {boundaries[-1]}, expected them to rise "
+                f"from 0 to {len(lengths)}, the number of sequences; the file is damaged, build it again"
+            )
+        self.check_bin()
+
+    def check_bin(self) -> None:
+        """Check that the `.bin` holds the tokens of the index; DataError if not, or none."""
+        bin_bytes, num_tokens = _size(bin_path(self.prefix), self.prefix), self.num_tokens
+        if num_tokens == 0:
+            raise DataError(f"{idx_path(self.prefix)}: the corpus is empty, none of its documents has a token")
+        expected = num_tokens * self.dtype.itemsize
+        if bin_bytes != expected:
+            how = "truncated" if bin_bytes < expected else "too long"
+            raise DataError(
+                f"{bin_path(self.prefix)}: {how}, it has {bin_bytes} bytes, but {idx_path(self.prefix).name} "
+                f"describes {num_tokens} tokens of {self.dtype}, {expected} bytes; the two files do not belong "
+                "together, copy or build them again"
+            )
 
     @property
     def num_documents(self) -> int:
@@ -122,40 +188,10 @@ def bin_path(prefix: str) -> Path:
 
 
 def read_index(prefix: str | os.PathLike[str]) -> CorpusIndex:
-    """Open the corpus at `prefix`, checked whole: `map_index` and `check_index`."""
-    index = map_index(prefix)
-    check_index(index)
+    """Open the corpus at `prefix`, checked whole; errors as of `mapped` and `check`."""
+    index = CorpusIndex.mapped(prefix)
+    index.check()
     return index
-
-
-def map_index(prefix: str | os.PathLike[str]) -> CorpusIndex:
-    """Open the corpus at `prefix`; what the index says of documents is not checked.
-
-    Raises:
-        DataError: a file is missing, not Megatron's, of another size than its header says, or empty.
-    """
-    prefix = prefix_of(prefix)
-    path = idx_path(prefix)
-    _size(bin_path(prefix), prefix)
-    idx_bytes = _size(path, prefix)
-    try:
-        with path.open("rb") as stream:
-            num_sequences, num_boundaries, dtype = _read_header(stream, path, idx_bytes)
-        if num_sequences == 0 or num_boundaries < 2:
-            raise DataError(
-                f"{path}: the corpus is empty, it has {num_sequences} sequences in {max(num_boundaries - 1, 0)} "
-                "documents"
-            )
-        body = np.memmap(path, dtype=np.uint8, mode="r", offset=HEADER.size)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    return CorpusIndex(prefix, dtype, *_split_body(body, num_sequences, num_boundaries))
-
-
-def check_index(index: CorpusIndex) -> None:
-    """Check lengths, offsets and boundaries, and the `.bin` (`check_bin`). Reads the whole index."""
-    _check_documents(idx_path(index.prefix), index.lengths, index.pointers, index.first_sequence, index.dtype.itemsize)
-    check_bin(index)
 
 
 def _size(path: Path, prefix: str) -> int:
@@ -201,54 +237,6 @@ def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int
             f"{sizes}; the file is {'truncated' if idx_bytes < expected else 'too long'}, copy or build it again"
         )
     return num_sequences, num_boundaries, np.dtype(TOKEN_TYPES[code])
-
-
-def _split_body(
-    body: NDArray[np.uint8], num_sequences: int, num_boundaries: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Lengths [sequences], byte offsets [sequences] and document boundaries [documents + 1]."""
-    lengths = np.frombuffer(body, dtype="<i4", count=num_sequences)
-    pointers = np.frombuffer(body, dtype="<i8", count=num_sequences, offset=4 * num_sequences)
-    boundaries = np.frombuffer(body, dtype="<i8", count=num_boundaries, offset=12 * num_sequences)
-    return lengths, pointers, boundaries
-
-
-def _check_documents(
-    path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], boundaries: NDArray[np.int64], token_bytes: int
-) -> None:
-    """Documents must follow one another without gap or overlap."""
-    if (lengths < 0).any():
-        at = int(np.argmax(lengths < 0))
-        raise DataError(f"{path}: sequence {at} has length {lengths[at]}; the file is damaged, build it again")
-    expected = np.zeros(len(lengths), dtype=np.int64)
-    np.cumsum(lengths[:-1], dtype=np.int64, out=expected[1:])
-    wrong = pointers != expected * token_bytes
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise DataError(
-            f"{path}: sequence {at} begins at byte {pointers[at]}, but the lengths before it put it at "
-            f"{expected[at] * token_bytes}; the file is damaged, build it again"
-        )
-    if boundaries[0] != 0 or boundaries[-1] != len(lengths) or (np.diff(boundaries) < 0).any():
-        raise DataError(
-            f"{path}: document boundaries go from {boundaries[0]} to {boundaries[-1]}, expected them to rise "
-            f"from 0 to {len(lengths)}, the number of sequences; the file is damaged, build it again"
-        )
-
-
-def check_bin(index: CorpusIndex) -> None:
-    """Check that the `.bin` holds the tokens that the index describes; DataError if not, or none."""
-    prefix, dtype, num_tokens = index.prefix, index.dtype, index.num_tokens
-    bin_bytes = _size(bin_path(prefix), prefix)
-    if num_tokens == 0:
-        raise DataError(f"{idx_path(prefix)}: the corpus is empty, none of its documents has a token")
-    expected = num_tokens * dtype.itemsize
-    if bin_bytes != expected:
-        how = "truncated" if bin_bytes < expected else "too long"
-        raise DataError(
-            f"{bin_path(prefix)}: {how}, it has {bin_bytes} bytes, but {idx_path(prefix).name} describes {num_tokens} "
-            f"tokens of {dtype}, {expected} bytes; the two files do not belong together, copy or build them again"
-        )
 
 
 class CorpusWriter:
@@ -364,21 +352,12 @@ def _umask() -> int:
 # behind each.
 
 END_OF_DOCUMENT = 256
-
-
 VOCABULARY = 257
-
-
 TOKEN_TYPE = "uint16"
-
 
 # Installed packages differ from machine to machine; the standard library proper does not.
 INSTALLED = ("site-packages", "dist-packages")
-
-
 T = TypeVar("T")
-
-
 Skipped = Literal["empty", "too_large"]
 
 

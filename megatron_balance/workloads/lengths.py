@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.files import UnreadableError, open_lines, parse_json, read_text, uncompressed
+from megatron_balance.files import UnreadableError, open_lines, parse_json, read_text
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.workloads import distributions
 from megatron_balance.workloads.distributions import DISTRIBUTIONS
@@ -142,7 +142,7 @@ def tokens_of(word: str) -> int | None:
 
 def _length_of(word: str) -> object:
     """A length in a file; a word that is none stays."""
-    plain = whole(word)
+    plain = _whole(word)
     number = tokens_of(word) if plain == word and word[-1:] in _UNITS and word[:1].isdigit() else None
     return plain if number is None else number
 
@@ -240,24 +240,17 @@ def quantiles(lengths: NDArray[np.int64]) -> dict[str, int]:
 
 
 log = logging.getLogger(__name__)
-
-
 COLUMNS = ("length", "num_tokens", "token_count", "n_tokens", "input_ids", "tokens", "text", "content", "code")
 """Columns looked for, in this order."""
-
 
 BYTES_PER_TOKEN = 4.0
 """Of text: the usual figure for byte-pair encodings on English (OpenAI's documentation: a token is
 about four characters).
 """
 
-
 ARROW = (".arrow", ".parquet")
-
-
 LONGEST_LINE = 2**26
 """Characters, of what is read as lines: some ten million tokens; few compressed bytes may say more."""
-
 
 PEEK = 2**16
 """Characters of a JSONL file that are read before a whole line is."""
@@ -267,7 +260,11 @@ def is_path(name: str) -> bool:
     """Whether a data set's name is meant as a path."""
     base = name.rpartition("#")[0] or name
     endings = (".idx", ".bin", ".jsonl", ".json", ".csv", ".txt", *ARROW)
-    return "/" in base or uncompressed(Path(base)).name.endswith(endings) or Path(base).exists()
+    return "/" in base or _uncompressed(Path(base)).name.endswith(endings) or Path(base).exists()
+
+
+def _uncompressed(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix in (".gz", ".zst") else path
 
 
 def document_lengths(name: str) -> Ints:
@@ -284,7 +281,7 @@ def document_lengths(name: str) -> Ints:
     elif path.is_dir() or base.endswith(ARROW):
         lengths = _of_arrow(path, column)
     elif path.is_file():
-        lengths = (_of_csv if uncompressed(path).suffix == ".csv" else _of_jsonl)(path, column)
+        lengths = (_of_csv if _uncompressed(path).suffix == ".csv" else _of_jsonl)(path, column)
     elif path.with_name(path.name + ".idx").is_file():
         lengths = read_index(base).document_lengths
     else:
@@ -305,13 +302,13 @@ def _of_csv(path: Path, column: str) -> Ints:
     count: Callable[[Any], int] | None = None
     try:
         header = [word.strip() for word in next(rows, list[str]())]
-        if len(header) < 2 and all(type(whole(word)) is int for word in header):  # lines of one length each, or none
+        if len(header) < 2 and all(type(_whole(word)) is int for word in header):  # lines of one length each, or none
             return _of_jsonl(path, column)
         column = _choose(header, column, str(path))
         for number, row in enumerate(rows, 2):
             if len(row) != len(header):
                 raise DataError(f"{path}:{number}: {len(row)} columns, the first line has {len(header)}")
-            value = whole(row[header.index(column)].strip())
+            value = _whole(row[header.index(column)].strip())
             count = count or _counter(value, column, str(path))
             lengths.append(_checked(count, value, f"{path}:{number}: {column}"))
     except csv.Error as error:
@@ -319,7 +316,7 @@ def _of_csv(path: Path, column: str) -> Ints:
     return np.array(lengths, dtype=np.int64)
 
 
-def whole(word: str) -> int | str:
+def _whole(word: str) -> int | str:
     """The number that a word of at most 18 digits is; any other word as it is."""
     return int(word) if word.isascii() and word.isdigit() and len(word) < 19 else word
 

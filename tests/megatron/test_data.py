@@ -25,7 +25,7 @@ from megatron_balance.errors import BalanceError, ConfigError, DataError
 from megatron_balance.ir.strategy import Scheme
 from megatron_balance.megatron import data, session
 from megatron_balance.training.tokens import from_bits
-from megatron_balance.workloads.documents import Corpus, CutPolicy, split_documents
+from megatron_balance.workloads.documents import Corpus, CutPolicy, DocumentStream, split_documents
 from megatron_balance.workloads.idx import CODES, CorpusWriter, bin_path, idx_path, read_index
 from tests.support.links import buffers_of, cut
 
@@ -53,8 +53,8 @@ def dataset(
     prefix: str, policy: CutPolicy = "split", num_samples: int | None = None, **options: object
 ) -> data.DocumentDataset:
     index = read_index(prefix)
-    chosen = data.DataOptions(SEQ_LENGTH, 7, policy, **options)  # pyright: ignore[reportArgumentType]
-    made = data.DocumentDataset(Corpus(index), range(index.num_documents), num_samples or 0, chosen)
+    stream = DocumentStream(Corpus(index), SEQ_LENGTH, 7, policy)
+    made = data.DocumentDataset(index, stream, num_samples or 0, **options)  # pyright: ignore[reportArgumentType]
     if num_samples is None:  # an epoch
         made.num_samples = made.stream.num_samples(0)
     return made
@@ -365,7 +365,7 @@ def test_corpora_of_the_same_lengths_have_fingerprints_of_their_own(tmp_path: Pa
                 writer.add_document(np.arange(first, first + 8))
         train = data.build_datasets(arguments(str(tmp_path / name), split="1,0,0"), (8, 0, 0), "split")[0]
         assert train is not None
-        found.append(train.fingerprint())
+        found.append(train.fingerprint)
     assert found[0] == found[1] != found[2]
 
 
@@ -374,7 +374,7 @@ def test_the_weight_of_a_blend_of_one_corpus_changes_nothing(prefix: str) -> Non
     alone, one = (data.build_datasets(each, (8, 0, 0), "split")[0] for each in (arguments(prefix), weighted))
     assert alone is not None
     assert one is not None
-    assert one.fingerprint() == alone.fingerprint()
+    assert one.fingerprint == alone.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_a_blend_deals_samples_of_its_corpora_by_weight(prefix: str, other: str)
     args.data_path = ["4", prefix, "1", other]
     heavier = data.build_datasets(args, (80, 16, 0), "split")[0]
     assert heavier is not None
-    assert len({train.fingerprint(), alone.fingerprint(), heavier.fingerprint()}) == 3
+    assert len({train.fingerprint, alone.fingerprint, heavier.fingerprint}) == 3
 
 
 def test_every_way_of_naming_corpora_reads_them(prefix: str, other: str, tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ def test_every_way_of_naming_corpora_reads_them(prefix: str, other: str, tmp_pat
         train, valid, _ = data.build_datasets(args, (20, 8, 0), "split")
         assert train is not None
         assert valid is not None
-        assert train.fingerprint() == data.build_datasets(arguments(prefix), (8, 0, 0), "split")[0].fingerprint()  # type: ignore[union-attr]
+        assert train.fingerprint == data.build_datasets(arguments(prefix), (8, 0, 0), "split")[0].fingerprint  # type: ignore[union-attr]
         assert not any(is_other(train[index]) for index in range(20))
         assert all(is_other(valid[index]) for index in range(8))
 
@@ -465,18 +465,18 @@ def test_a_large_corpus_is_sorted_once_and_read_as_a_small_one(
     assert first is not None
     samples = [first[index]["tokens"].tolist() for index in range(60)]
     assert samples == [usual[index]["tokens"].tolist() for index in range(60)]
-    assert first.fingerprint() == usual.fingerprint()
+    assert first.fingerprint == usual.fingerprint
 
     def sorts(*_: object) -> None:
         raise AssertionError("the order is kept")
 
     for name in ("cut", "shuffled", "pack_best_fit"):
         monkeypatch.setattr(f"megatron_balance.workloads.documents.{name}", sorts)
-    monkeypatch.setattr("megatron_balance.workloads.idx._check_documents", sorts)
+    monkeypatch.setattr("megatron_balance.workloads.idx.CorpusIndex.check", sorts)
     again = data.build_datasets(args, (60, 0, 0), "split")[0]
     assert again is not None
     assert [again[index]["tokens"].tolist() for index in range(60)] == samples
-    assert again.fingerprint() == usual.fingerprint()
+    assert again.fingerprint == usual.fingerprint
     text = pickle.dumps(again)
     assert pickle.loads(text)[5]["tokens"].tolist() == samples[5]
     assert len(text) < 4000, "maps are opened again, not copied"

@@ -154,16 +154,16 @@ def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_tic
             lengths = SAMPLES[first : first + 2]
             planned = ahead.plan(lengths)
             assert (planned.wait_s == planned.plan_s) == (first == 0), "all but the first step are planned ahead"
-            assert (planned.plans, planned.ticks) == (here.plan(lengths).plans, here.plan(lengths).ticks)
+            assert (planned.plans, planned.step.ticks) == (here.plan(lengths).plans, here.plan(lengths).step.ticks)
             pooled = [n for microbatch in lengths for n in microbatch]
             parts = [tuple(pooled[i] for i in part) for own in planned.step.members for part in own]
             assert [plan.lengths for plan in planned.plans] == parts
             assert [len(own) for own in planned.step.members] == [2, 2], (
                 "of a microbatch of one document the second half is empty"
             )
-            order, other = ([one.tick for one in ticks] for ticks in planned.ticks)
+            order, other = ([one.tick for one in ticks] for ticks in planned.step.ticks)
             assert order == other
-            for nano_batch, ticks in enumerate(planned.ticks):
+            for nano_batch, ticks in enumerate(planned.step.ticks):
                 assert ticks[0].plan.lengths == planned.plans[nano_batch].lengths
     finally:
         ahead.close()
@@ -177,7 +177,7 @@ def test_figures_of_ticks_count_each_half_once() -> None:
     cost = AnalyticCost(work.joint_cluster(), work.model())
     both, first, second = (
         tick_figures(nano_batches, work.model(), cost, 1)
-        for nano_batches in (planned.ticks, planned.ticks[:1], planned.ticks[1:])
+        for nano_batches in (planned.step.ticks, planned.step.ticks[:1], planned.step.ticks[1:])
     )
     assert both["num_ticks"] == first["num_ticks"] == 2 * (3 + 1)
     assert first["kv_tokens_received"] > second["kv_tokens_received"] > 0

@@ -37,13 +37,12 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.lab.papers.base import Effort, Ours, paper
-from megatron_balance.planners.pipelines import CandidateMovement, Microbatches, fastest, pipeline_s
+from megatron_balance.planners.pipelines import CandidateMovement, Microbatches, deal, fastest, pipeline_s
 from megatron_balance.planning.strategies import (
     PredictedCosts,
     SchemeCosts,
     TableCosts,
     costs_of,
-    pipelines_s,
     propose,
     rank,
 )
@@ -113,7 +112,7 @@ def candidates(source: str, job: TrainedCase) -> tuple[Strategy, ...]:
 
 def seconds(source: str, job: TrainedCase, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:
     """Seconds of each pipeline under dispatch (Eq. 3) and packing (Eq. 1)."""
-    return pipelines_s(batch, costs_of(strategy, costs(source, job.size), job.num_ranks))
+    return deal(batch, costs_of(strategy, costs(source, job.size), job.num_ranks))[1]
 
 
 def chosen(source: str, job: TrainedCase, batch: Lengths) -> tuple[Strategy, float]:

@@ -197,10 +197,10 @@ def test_large_steps_are_asked_for_without_waiting_for_a_process_that_does_not_r
 def test_what_others_write_to_standard_output_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
     """A library that prints where a plan is made."""
     code = (
-        "import sys; from megatron_balance.planning import ahead, step_planner; "
+        "import sys; from megatron_balance.planning import step_planner; "
         "real = step_planner.StepPlanner.plan; "
-        "ahead.StepPlanner.plan = lambda *args: print('a line', flush=True) or real(*args); "
-        "ahead.answer_requests(open(int(sys.argv[1]), 'rb'), open(int(sys.argv[2]), 'wb'))"
+        "step_planner.StepPlanner.plan = lambda *args: print('a line', flush=True) or real(*args); "
+        "step_planner.answer_requests(open(int(sys.argv[1]), 'rb'), open(int(sys.argv[2]), 'wb'))"
     )
     asked, answered = os.pipe(), os.pipe()
     process = subprocess.Popen(

@@ -23,7 +23,7 @@ from megatron_balance.planners.base import Planner, StepContext
 from megatron_balance.planning.proofs import Proofs
 from megatron_balance.planning.step_planner import PlanSpec, Ready, StepPlanner
 from megatron_balance.runtime.groups import Groups, single
-from megatron_balance.training.keeping import FIRST_AGREEMENT, AgreedMemory, Keeping, RankMemory
+from megatron_balance.training.keeping import FIRST_AGREEMENT, AgreedMemory, Keeping
 from megatron_balance.training.ledger import DataIdentity, HeldDocument, Ledger
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans
 from tests.support import by_hand
@@ -320,9 +320,9 @@ def keeping(
 
 
 def test_the_least_memory_and_the_most_state_of_a_stage_are_agreed_on():
-    ranks = [RankMemory(0, 80.0, 5.0), RankMemory(0, 79.0, 6.0), RankMemory(1, 81.0, 2.0)]
+    ranks = [(0, 80.0, 5.0), (0, 79.0, 6.0), (1, 81.0, 2.0)]
     assert AgreedMemory.of(ranks) == AgreedMemory(79.0, (6.0, 2.0))
-    assert AgreedMemory.of([RankMemory(0, None, 5.0)]).memory_bytes is None
+    assert AgreedMemory.of([(0, None, 5.0)]).memory_bytes is None
 
 
 def test_ranks_with_other_readings_decide_alike():

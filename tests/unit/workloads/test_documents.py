@@ -168,8 +168,6 @@ def test_the_fingerprint_sees_every_input() -> None:
     [
         ({"seq_length": 0}, ConfigError, "seq_length 0"),
         ({"seed": -1}, ConfigError, "seed -1"),
-        ({"policy": "drop"}, ConfigError, "document policy 'drop': choose 'split' or 'truncate'"),
-        ({"filling": "worst"}, ConfigError, "filling of samples 'worst': choose 'next_fit' or 'best_fit'"),
         ({"documents": range(1, 4)}, ConfigError, "documents range"),
         ({"documents": range(0)}, DataError, "documents 0 to 0 of the corpus hold no token"),
         ({"corpus": array(0, 0, 0)}, DataError, "hold no token"),
