@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_balance.analysis.shards import Base, ParameterTable, Shard, held, runs
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Bools, Ints, sums
+from megatron_balance.ir.arrays import Bools, Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.strategy import Strategy
 
@@ -95,13 +95,6 @@ def link_of(base: Base, owned: Ints, strategy: Strategy, parameters: ParameterTa
 def elements(pieces: Ints) -> Ints:
     """Elements of each transfer [n]."""
     return (pieces[:, WeightPiece.STOPS] - pieces[:, WeightPiece.STARTS]).prod(axis=1)
-
-
-def traffic(pieces: Ints, num_ranks: int) -> Ints:
-    """Elements that each rank sends and receives [num_ranks, 2], without those it keeps."""
-    moved = pieces[pieces[:, WeightPiece.SRC] != pieces[:, WeightPiece.DST]]
-    amounts = elements(moved)
-    return np.stack([sums(moved[:, end], amounts, num_ranks) for end in (WeightPiece.SRC, WeightPiece.DST)], axis=1)
 
 
 def _pulled(base: Base, owned: Ints, wanted: Ints) -> Ints:
@@ -259,17 +252,9 @@ def slots_of_pieces(pieces: Ints, end: int, strategy: Strategy, parameters: Para
     return slots_of(pieces[:, WeightPiece.PARAMETER], pieces[:, end], strategy, parameters)
 
 
-class WeightPlace:
-    """Columns of a table of places: a strided matrix in the flat tensor that a rank has of a
-    parameter.
-    """
-
-    WIDTH = 5
-    PARAMETER, START, ROWS, COLUMNS, STRIDE = range(5)
-
-
 def places(pieces: Ints, shards: Ints) -> Ints:
-    """Where each piece lies on the rank that has these shards [n, Place.WIDTH].
+    """Where each piece lies on the rank that has these shards [n, 5]: rows (parameter, start, rows,
+    columns, stride), a strided matrix in the flat tensor that the rank has of the parameter.
 
     A rank's shards of a parameter lie in one flat tensor, one behind the other, row by row: for an
     owner its range of the parameter (`Base.owned`), for a role the weight itself (`held`).
