@@ -21,9 +21,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatron_balance.analysis.shards import Base, ParameterTable, Shard, held, runs
+from megatron_balance.analysis.shards import Base, ParameterTable, Shard, held
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.arrays import Bools, Ints, ranges
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.strategy import Strategy
 
@@ -123,10 +123,9 @@ def _meetings(owned: Ints, other: Ints) -> tuple[Ints, Ints, Ints]:
     """Indices of owned and other shards that share elements, and the rectangles shared [m, 4]."""
     order = np.argsort(owned[:, Shard.PARAMETER], kind="stable")
     numbers = owned[order, Shard.PARAMETER]
-    first = np.searchsorted(numbers, other[:, Shard.PARAMETER], side="left")
-    count = np.searchsorted(numbers, other[:, Shard.PARAMETER], side="right") - first
-    two, place = runs(count)
-    one = order[first[two] + place]
+    of = other[:, Shard.PARAMETER]
+    two, place = ranges(np.searchsorted(numbers, of, side="left"), np.searchsorted(numbers, of, side="right"))
+    one = order[place]
     starts = np.maximum(owned[one, Shard.STARTS], other[two, Shard.STARTS])
     stops = np.minimum(owned[one, Shard.STOPS], other[two, Shard.STOPS])
     meet = (starts < stops).all(axis=1)
@@ -190,7 +189,8 @@ class Twins:
         if rank is None:
             return across, inside
         mine = np.flatnonzero(far & (chosen == member) & (member == rank))
-        which, turn = runs(self.counts[member[mine]])
+        counts = self.counts[member[mine]]
+        which, turn = ranges(np.zeros_like(counts), counts)
         mine, other = mine[which], self.members[member[mine[which]], turn]
         there = other != rank
         handed = _between_twins(pieces[mine[there]], chosen[mine[there]], other[there], role)
@@ -272,9 +272,8 @@ def places(pieces: Ints, shards: Ints) -> Ints:
     before = np.cumsum(sizes) - sizes
     numbers = shards[:, Shard.PARAMETER]
     starts = before - before[np.searchsorted(numbers, numbers, side="left")]
-    first = np.searchsorted(numbers, pieces[:, WeightPiece.PARAMETER], side="left")
-    which, offset = runs(np.searchsorted(numbers, pieces[:, WeightPiece.PARAMETER], side="right") - first)
-    shard = first[which] + offset
+    of = pieces[:, WeightPiece.PARAMETER]
+    which, shard = ranges(np.searchsorted(numbers, of, side="left"), np.searchsorted(numbers, of, side="right"))
     inside = (pieces[which][:, WeightPiece.STARTS] >= shards[shard][:, Shard.STARTS]).all(axis=1)
     inside &= (pieces[which][:, WeightPiece.STOPS] <= shards[shard][:, Shard.STOPS]).all(axis=1)
     which, shard = which[inside], shard[inside]
