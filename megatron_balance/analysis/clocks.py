@@ -96,7 +96,7 @@ class Clocks:
             packed[there] = np.array([self.cost.pack_s(size) for size in sizes.tolist()])[place]
         return packed
 
-    def carry(self, transfers: Transfers, posted: Floats, traffic_class: int) -> Floats:
+    def carry(self, transfers: _Transfers, posted: Floats, traffic_class: int) -> Floats:
         """Run the transfers of an exchange, each when both ends are `posted` and their streams
         free; when each rank has all it receives.
         """
@@ -117,7 +117,7 @@ class Clocks:
         np.maximum.at(arrived, dst, free[link, dst])
         return arrived
 
-    def _count(self, transfers: Transfers) -> None:
+    def _count(self, transfers: _Transfers) -> None:
         """Add the bytes that transfers move over each resource."""
         if not self.counts:
             return
@@ -151,7 +151,7 @@ class Clocks:
         """
         parcels = self.machine.payload.parcels(messages)
         routed = self.routed(index, parcels.tokens) & self.machine.crosses(parcels.src, parcels.dst)
-        sent = Transfers(
+        sent = _Transfers(
             parcels.src, parcels.dst, np.where(routed, parcels.packed, parcels.direct).astype(np.float64), routed
         )
         ranks = np.arange(self.machine.num_ranks)
@@ -173,7 +173,7 @@ class Clocks:
         self.issue(ranks, 0, placed > 0)
         return posted, arrived, placed
 
-    def _calls(self, transfers: Transfers) -> tuple[Ints, Ints]:
+    def _calls(self, transfers: _Transfers) -> tuple[Ints, Ints]:
         """Group calls of each rank, and their messages: one call for the transfers inside its node,
         one for those between nodes, and two more legs of those that are routed, in a piece for each
         NIC; what it passes on for others left out.
@@ -211,7 +211,7 @@ class Clocks:
             routed = self.is_routed(table)
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
             src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
-            transfers = Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
+            transfers = _Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
             calls, num_messages = self._calls(transfers)
             self.issue(np.arange(machine.num_ranks), calls, 0, num_messages)
             return self.carry(transfers, posted, traffic_class)[ranks]
@@ -227,7 +227,7 @@ class Clocks:
 
 
 @dataclass(slots=True)
-class Transfers:
+class _Transfers:
     """Point-to-point transfers of one exchange, [n] each; which of them are `routed`."""
 
     src: Ints

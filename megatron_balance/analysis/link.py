@@ -21,9 +21,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatron_balance.analysis.shards import Base, ParameterTable, Shard, held, runs
+from megatron_balance.analysis.shards import Base, ParameterTable, Shard, held
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Bools, Ints, sums
+from megatron_balance.ir.arrays import Bools, Ints, ranges
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.strategy import Strategy
 
@@ -97,13 +97,6 @@ def elements(pieces: Ints) -> Ints:
     return (pieces[:, WeightPiece.STOPS] - pieces[:, WeightPiece.STARTS]).prod(axis=1)
 
 
-def traffic(pieces: Ints, num_ranks: int) -> Ints:
-    """Elements that each rank sends and receives [num_ranks, 2], without those it keeps."""
-    moved = pieces[pieces[:, WeightPiece.SRC] != pieces[:, WeightPiece.DST]]
-    amounts = elements(moved)
-    return np.stack([sums(moved[:, end], amounts, num_ranks) for end in (WeightPiece.SRC, WeightPiece.DST)], axis=1)
-
-
 def _pulled(base: Base, owned: Ints, wanted: Ints) -> Ints:
     """Weights to every holder, from the owned copy of its TP rank and end, if there is one."""
     one, other, rectangles = _meetings(owned, wanted)
@@ -130,10 +123,9 @@ def _meetings(owned: Ints, other: Ints) -> tuple[Ints, Ints, Ints]:
     """Indices of owned and other shards that share elements, and the rectangles shared [m, 4]."""
     order = np.argsort(owned[:, Shard.PARAMETER], kind="stable")
     numbers = owned[order, Shard.PARAMETER]
-    first = np.searchsorted(numbers, other[:, Shard.PARAMETER], side="left")
-    count = np.searchsorted(numbers, other[:, Shard.PARAMETER], side="right") - first
-    two, place = runs(count)
-    one = order[first[two] + place]
+    of = other[:, Shard.PARAMETER]
+    two, place = ranges(np.searchsorted(numbers, of, side="left"), np.searchsorted(numbers, of, side="right"))
+    one = order[place]
     starts = np.maximum(owned[one, Shard.STARTS], other[two, Shard.STARTS])
     stops = np.minimum(owned[one, Shard.STOPS], other[two, Shard.STOPS])
     meet = (starts < stops).all(axis=1)
@@ -197,7 +189,8 @@ class Twins:
         if rank is None:
             return across, inside
         mine = np.flatnonzero(far & (chosen == member) & (member == rank))
-        which, turn = runs(self.counts[member[mine]])
+        counts = self.counts[member[mine]]
+        which, turn = ranges(np.zeros_like(counts), counts)
         mine, other = mine[which], self.members[member[mine[which]], turn]
         there = other != rank
         handed = _between_twins(pieces[mine[there]], chosen[mine[there]], other[there], role)
@@ -259,17 +252,9 @@ def slots_of_pieces(pieces: Ints, end: int, strategy: Strategy, parameters: Para
     return slots_of(pieces[:, WeightPiece.PARAMETER], pieces[:, end], strategy, parameters)
 
 
-class WeightPlace:
-    """Columns of a table of places: a strided matrix in the flat tensor that a rank has of a
-    parameter.
-    """
-
-    WIDTH = 5
-    PARAMETER, START, ROWS, COLUMNS, STRIDE = range(5)
-
-
 def places(pieces: Ints, shards: Ints) -> Ints:
-    """Where each piece lies on the rank that has these shards [n, Place.WIDTH].
+    """Where each piece lies on the rank that has these shards [n, 5]: rows (parameter, start, rows,
+    columns, stride), a strided matrix in the flat tensor that the rank has of the parameter.
 
     A rank's shards of a parameter lie in one flat tensor, one behind the other, row by row: for an
     owner its range of the parameter (`Base.owned`), for a role the weight itself (`held`).
@@ -287,9 +272,8 @@ def places(pieces: Ints, shards: Ints) -> Ints:
     before = np.cumsum(sizes) - sizes
     numbers = shards[:, Shard.PARAMETER]
     starts = before - before[np.searchsorted(numbers, numbers, side="left")]
-    first = np.searchsorted(numbers, pieces[:, WeightPiece.PARAMETER], side="left")
-    which, offset = runs(np.searchsorted(numbers, pieces[:, WeightPiece.PARAMETER], side="right") - first)
-    shard = first[which] + offset
+    of = pieces[:, WeightPiece.PARAMETER]
+    which, shard = ranges(np.searchsorted(numbers, of, side="left"), np.searchsorted(numbers, of, side="right"))
     inside = (pieces[which][:, WeightPiece.STARTS] >= shards[shard][:, Shard.STARTS]).all(axis=1)
     inside &= (pieces[which][:, WeightPiece.STOPS] <= shards[shard][:, Shard.STOPS]).all(axis=1)
     which, shard = which[inside], shard[inside]

@@ -65,7 +65,7 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class _Memory:
     """Peak bytes of one rank, by what holds them."""
 
     weights: float
@@ -96,7 +96,7 @@ def rank_memory(
     received_tokens: float,
     sharding: Sharding = Sharding(),
     holding: Holding = Holding(),
-) -> Memory:
+) -> _Memory:
     """Peak bytes of a rank that holds `num_tokens` of each microbatch and receives keys and values
     of `received_tokens`.
 
@@ -118,7 +118,7 @@ def rank_memory(
         one_layer = max(one_layer, logit_bytes(model))
     per_token = layers * layer_activation_bytes(model, holding.recompute) + one_layer
     held = 2.0 if holding.policy == "replay" else 1.0 if holding.recompute == "full" else layers
-    return Memory(
+    return _Memory(
         weights=WEIGHT_BYTES * parameters,
         gradients=GRADIENT_BYTES * parameters,
         optimizer=OPTIMIZER_BYTES * (others / sharding.optimizer + experts / sharding.optimizer_of_experts),

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.arrays import Bools, Ints, ranges
 from megatron_balance.ir.strategy import Scheme, Strategy
 
 
@@ -99,9 +99,7 @@ class Base:
                 f"{buffer.buckets[-1] - buffer.buckets[0]} elements; give the starts of the flat buffer itself"
             )
         first = np.searchsorted(borders, starts, side="right") - 1
-        count = np.searchsorted(borders, stops, side="left") - first
-        which, shard = runs(count)
-        shard = first[which] + shard
+        which, shard = ranges(first, np.searchsorted(borders, stops, side="left"))
         begin = np.maximum(borders[shard], starts[which]) - starts[which]
         end = np.minimum(borders[shard + 1], stops[which]) - starts[which]
         index, rectangles = _of_ranges(begin, end, numbers[which], parameters, tensor)
@@ -180,7 +178,7 @@ def held(
 def _held(scheme: Scheme, firsts: Ints, parameters: ParameterTable, chosen: Ints) -> Ints:
     tensor, context = scheme.tensor, scheme.context
     number, stage, end = parameters.stages(chosen, scheme.pipeline)
-    which, block = runs(parameters.blocks[number])
+    which, block = ranges(np.zeros_like(number), parameters.blocks[number])
     number, stage, end = number[which], stage[which], end[which]
     replicated = parameters.cut[number] < 0
     axis = np.maximum(parameters.cut[number], 0)
@@ -230,7 +228,7 @@ def _of_ranges(begin: Ints, end: Ints, number: Ints, parameters: ParameterTable,
     )
     index, piece = np.divmod(np.flatnonzero((pieces[..., 0] < pieces[..., 1]).reshape(-1)), 3)
     pieces = pieces[index, piece]
-    which, block = runs(blocks[index])
+    which, block = ranges(np.zeros_like(index), blocks[index])
     index, pieces = index[which], pieces[which]
     height = shape[index, 0] // blocks[index]
     pieces[:, 0] = np.maximum(pieces[:, 0], block * height)
@@ -249,12 +247,6 @@ def _steps(number: Ints, parameters: ParameterTable, tensor: int) -> Ints:
         size = parameters.shape[number, dimension] // parameters.blocks[number] // tensor
         steps[:, 2 * dimension : 2 * dimension + 2] = np.where(axis == dimension, size, 0)[:, None]
     return steps
-
-
-def runs(counts: Ints) -> tuple[Ints, Ints]:
-    """For `counts` elements of each index: the index, and the number within it."""
-    index = np.repeat(np.arange(len(counts)), counts)
-    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _empty() -> Ints:

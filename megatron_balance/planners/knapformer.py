@@ -398,12 +398,14 @@ def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
         heaps[kind].append(group)
     taken: list[int] = []
     for more in added:
-        least = [heap[0] for heap in heaps]
-        key = min(least)
+        # Keys differ, so heaps compare by their first ones.
+        key = min(heaps)[0]
         if key + more[kind_of[key & number]] > limit:
-            key = min((each for each in least if each + more[kind_of[each & number]] <= limit), default=key)
-        taken.append(key & number)
-        kind = kind_of[key & number]
+            roomy = (heap[0] for kind, heap in enumerate(heaps) if heap[0] + more[kind] <= limit)
+            key = min(roomy, default=key)
+        group = key & number
+        kind = kind_of[group]
+        taken.append(group)
         heapreplace(heaps[kind], key + more[kind])
     chosen = np.empty(len(work), dtype=np.int64)
     chosen[order] = taken

@@ -91,12 +91,12 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     """Pack the documents of a step and those that wait, and place each microbatch by `within`."""
     options: WlbLlmOptions = context.options
     _check(options, len(lengths))
-    packed, queued = pack(lengths, context, carry)
+    packed, queued = _pack(lengths, context, carry)
     step = _within(packed, context, options)
-    return step, carried(held_back(step, lengths, carry.waiting), lengths, queued)
+    return step, _carried(held_back(step, lengths, carry.waiting), lengths, queued)
 
 
-def carried(waiting: Sequence[tuple[int, int]], lengths: Lengths, queued: Sequence[Document]) -> Carry:
+def _carried(waiting: Sequence[tuple[int, int]], lengths: Lengths, queued: Sequence[Document]) -> Carry:
     """What the next step is planned with. `waiting`: number there and length of what this step, dealt
     `lengths`, holds back; `queued`: those in queues, by their number in this step.
     """
@@ -112,17 +112,17 @@ def packed_step(
     """A step whose microbatches are packed and not placed: those, what the next one is planned with,
     and the tokens that were dealt in it and wait.
     """
-    microbatches, queued = pack(lengths, context, carry)
+    microbatches, queued = _pack(lengths, context, carry)
     new = dict(enumerate(chain.from_iterable(lengths)))
     left = dict(carry.waiting) | new
     for document in chain.from_iterable(microbatches):
         del left[document.number]
     waiting = sorted((number - len(new), length) for number, length in left.items())
     fresh = sum(length for number, length in left.items() if number >= 0)
-    return microbatches, carried(waiting, lengths, queued), fresh
+    return microbatches, _carried(waiting, lengths, queued), fresh
 
 
-def pack(
+def _pack(
     lengths: Lengths, context: StepContext, carry: Carry
 ) -> tuple[tuple[tuple[Document, ...], ...], Sequence[Document]]:
     """The documents of each microbatch, as they were dealt, and those in queues."""

@@ -42,7 +42,7 @@ Flat = Mapping[int, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class _LinkWay:
     """One direction of a link on one rank: what it packs, in the order of the receiving ranks, what
-    it unpacks, in that of the sending ones (both [n, Place.WIDTH]), and elements by peer.
+    it unpacks, in that of the sending ones (both [n, 5]), and elements by peer.
     """
 
     packed: Ints

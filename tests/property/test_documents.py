@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from megatron_balance.analysis.link import (
     Twins,
     WeightPiece,
-    WeightPlace,
     elements,
     link,
     places,
     through_nodes,
-    traffic,
+    volume,
 )
 from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard, held
 from megatron_balance.errors import ConfigError
@@ -442,7 +441,7 @@ def _exchanged(
     for rank, table in enumerate(tables):
         out = table[table[:, WeightPiece.SRC] == rank]
         for row, place in zip(out, places(out, sending[rank]), strict=True):
-            content = values[rank][place[WeightPlace.PARAMETER]][_indices(place)]
+            content = values[rank][place[0]][_indices(place)]
             messages.setdefault((rank, int(row[WeightPiece.DST])), []).extend(content.tolist())
     found: list[dict[int, Ints]] = []
     for rank, table in enumerate(tables):
@@ -455,9 +454,9 @@ def _exchanged(
         for row, place in zip(into, places(into, receiving[rank]), strict=True):
             message, size = (
                 messages[int(row[WeightPiece.SRC]), rank],
-                int(place[WeightPlace.ROWS] * place[WeightPlace.COLUMNS]),
+                int(place[2] * place[3]),
             )
-            flats[int(place[WeightPlace.PARAMETER])][_indices(place)] += np.array(message[:size])
+            flats[int(place[0])][_indices(place)] += np.array(message[:size])
             del message[:size]
         found.append(flats)
     assert not any(messages.values()), "a message was longer than its receiver expected"
@@ -475,6 +474,11 @@ def _sum(one: list[dict[int, Ints]], other: list[dict[int, Ints]]) -> list[dict[
 def _indices(place: Ints) -> Ints:
     _, start, rows, columns, stride = place
     return (start + stride * np.arange(rows)[:, None] + np.arange(columns)).reshape(-1)
+
+
+def traffic(pieces: Ints, num_ranks: int) -> Ints:
+    """Elements that each rank sends and receives [num_ranks, 2], without those it keeps."""
+    return volume(pieces, 1, num_ranks, 1).sum(axis=1)
 
 
 def _elements(shards: Ints, num_ranks: int) -> Ints:

@@ -294,9 +294,9 @@ def replica_s(case: DistcaCase, microbatches: Sequence[GroupQueries], config: Re
     return pipeline.run(config.stages, len(microbatches), 1, 1, each, transfer).total_s
 
 
-def _megatron_s(case: DistcaCase, documents: Sequence[int]) -> float:
+def _best_s(by_config: Callable[[DistcaCase, Sequence[int]], dict[ReplicaConfig, float]]) -> Seconds:
     """Seconds of a step in the best configuration; infinite if none fits the memory."""
-    return min(megatron_by_config(case, documents).values(), default=inf)
+    return lambda case, documents: min(by_config(case, documents).values(), default=inf)
 
 
 def megatron_by_config(case: DistcaCase, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
@@ -315,11 +315,6 @@ def megatron_by_config(case: DistcaCase, documents: Sequence[int]) -> dict[Repli
                 replica_s(case, [per_sequence(packed[i], config.degree) for i in replica], config) for replica in dealt
             )
     return seconds
-
-
-def _wlb_s(case: DistcaCase, documents: Sequence[int]) -> float:
-    """Seconds of a step in the best configuration; infinite if none fits the memory."""
-    return min(wlb_by_config(case, documents).values(), default=inf)
 
 
 def wlb_by_config(case: DistcaCase, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
@@ -640,7 +635,11 @@ def _cells(found: Speedups) -> Ours:
 
 
 def _fig9(effort: Effort) -> Ours:
-    others: dict[str, Seconds] = {"Megatron": _megatron_s, GREEDY: _flexsp_s, "WLB-ideal": _wlb_s}
+    others: dict[str, Seconds] = {
+        "Megatron": _best_s(megatron_by_config),
+        GREEDY: _flexsp_s,
+        "WLB-ideal": _best_s(wlb_by_config),
+    }
     found = _speedups(effort, "fig9", grid(TABLE_4, NODES), others)
     for system in others:
         finite = [each[system] for each in found.values() if each[system] < inf]
@@ -656,7 +655,7 @@ def _fig9(effort: Effort) -> Ours:
 
 def _fig10(effort: Effort) -> Ours:
     """Speedups with pipelines, model by model."""
-    others: dict[str, Seconds] = {"Megatron": _megatron_s, "WLB-ideal": _wlb_s}
+    others: dict[str, Seconds] = {"Megatron": _best_s(megatron_by_config), "WLB-ideal": _best_s(wlb_by_config)}
     found = _speedups(effort, "fig10", grid(TABLE_5, NODES_5, STAGES), others)
     for model, system in product(NODES_5, others):
         finite = [each[system] for (case, _), each in found.items() if case.model_name == model and each[system] < inf]

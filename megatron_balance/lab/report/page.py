@@ -12,7 +12,6 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -132,11 +131,6 @@ def render(title: str, lead: Sequence[str], sections: Sequence[Section], library
     return template.render(title=title, lead=lead, sections=sections, plots=plots, **trusted)
 
 
-def label(text: str) -> str:
-    """A name as Plotly shows it, which takes labels for HTML."""
-    return escape(text, quote=False)
-
-
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -230,17 +224,6 @@ def tokens(number: float) -> str:
 def count(number: int, one: str, several: str | None = None) -> str:
     """'1 rank', '8 ranks'."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
-
-
-def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """First and last of each run of neighbours."""
-    bounds: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if bounds and bounds[-1][1] == rank - 1:
-            bounds[-1] = bounds[-1][0], rank
-        else:
-            bounds.append((rank, rank))
-    return bounds
 
 
 def listed(parts: Sequence[str]) -> str:

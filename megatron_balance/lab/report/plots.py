@@ -6,13 +6,13 @@ Colours are told apart by the colour-blind too (Okabe and Ito).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from itertools import cycle
 from typing import Any
 
 from megatron_balance.lab.bench import Figures
 from megatron_balance.lab.report import study
 from megatron_balance.lab.report.limits import PARTS
-from megatron_balance.lab.report.page import label
 from megatron_balance.lab.report.study import ACTIVITIES
 
 Json = dict[str, Any]
@@ -53,6 +53,11 @@ _PART_COLOURS = {
 
 _MOST_LINES = 32
 """Nodes that are told apart by lines."""
+
+
+def _label(text: str) -> str:
+    """A name as Plotly shows it, which takes labels for HTML."""
+    return escape(text, quote=False)
 
 
 def _layout(height: int, **more: Any) -> Json:
@@ -134,7 +139,7 @@ def _k(tokens: int) -> str:
 
 def planners(rows: Sequence[Figures]) -> Figure:
     """Phases of each planner's step, the fastest planner on top."""
-    names = [label(row["planner"]) for row in rows]
+    names = [_label(row["planner"]) for row in rows]
     data = [
         _bars(
             name, names, [sum(row["phases_s"][phase] for phase in phases) for row in rows], colour, "%{y}: %{x:.3f} s"
@@ -145,7 +150,7 @@ def planners(rows: Sequence[Figures]) -> Figure:
     ends = [
         {
             "x": sum(row["phases_s"].values()),
-            "y": label(row["planner"]),
+            "y": _label(row["planner"]),
             "text": f"{row['speedup']:.2f}x",
             "showarrow": False,
             "xanchor": "left",
@@ -228,14 +233,14 @@ def loads(of_planners: Figures, shown: Sequence[str], num_ranks: int, size: int)
                 "type": "scatter",
                 "mode": "lines",
                 "line": {"shape": "hvh", "width": 2, "color": colour},
-                "name": label(name),
+                "name": _label(name),
                 "legendgroup": name,
                 "showlegend": at == 0,
                 "x": ranks,
                 "y": each[key],
                 "xaxis": "x",
                 "yaxis": "y" if at == 0 else f"y{at + 1}",
-                "hovertemplate": "rank %{x}: %{y:,} " + what + "<extra>" + label(name) + "</extra>",
+                "hovertemplate": "rank %{x}: %{y:,} " + what + "<extra>" + _label(name) + "</extra>",
             }
             data.append(trace if name in shown else {**trace, "visible": "legendonly"})
     axes = {
@@ -285,7 +290,7 @@ def timeline(traced: Figures, most_ms: float) -> Figure:
 
 
 def limits(of_planners: Figures) -> Figure:
-    names = [label(name) for name in of_planners]
+    names = [_label(name) for name in of_planners]
     data = [
         _bars(
             words,
@@ -304,7 +309,7 @@ def gains(rows: Sequence[Figures]) -> Figure:
     """Seconds that each variant saves, in % of the step."""
     colours = {"planner": BLUE, "step": GREEN, "machine": GREY}
     whose = {"planner": "the planner and its settings", "step": "the training step", "machine": "another machine"}
-    names = [label(row["name"]) + ("" if row["fits"] else " (too much memory)") for row in rows]
+    names = [_label(row["name"]) + ("" if row["fits"] else " (too much memory)") for row in rows]
     data = [
         _bars(
             whose[where],
@@ -400,7 +405,7 @@ def predicted(runs: Sequence[Figures]) -> Figure:
         {
             "type": "scatter",
             "mode": "markers",
-            "name": label(run["label"]),
+            "name": _label(run["label"]),
             "x": run["curves"]["predicted_ms"],
             "y": run["curves"]["step_ms"],
             "text": [f"step {step}" for step in run["curves"]["step"]],
@@ -426,7 +431,7 @@ RUN_PARTS = {
 
 
 def parts(of_runs: Figures) -> Figure:
-    names = [label(name) for name in of_runs]
+    names = [_label(name) for name in of_runs]
     data = [
         _bars(words, names, [each["parts_ms"][part] for each in of_runs.values()], colour, "%{y}: %{x:.4g} ms")
         for part, (words, colour) in RUN_PARTS.items()
@@ -443,10 +448,10 @@ def _line(run: Figures, key: str, name: str, colour: str, **line: Any) -> Json:
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(steps) <= FEW else "lines",
-        "name": label(name),
+        "name": _label(name),
         "x": steps,
         "y": run["curves"][key],
         "line": {"color": colour, "width": 2, **line},
         "marker": {"size": 5},
-        "hovertemplate": "step %{x}: %{y:,.5g}<extra>" + label(name) + "</extra>",
+        "hovertemplate": "step %{x}: %{y:,.5g}<extra>" + _label(name) + "</extra>",
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -239,7 +239,7 @@ def placement(plan: MicrobatchPlan) -> Figures:
             "where": kind,
             "zone": zone,
             "num_ranks": len(ranks),
-            "rank_runs": page.runs(ranks),
+            "rank_runs": _runs(ranks),
         }
         for seq, length, kind, zone, ranks in rows[:LISTED]
     ]
@@ -254,6 +254,17 @@ def placement(plan: MicrobatchPlan) -> Figures:
         "remapped_tokens": int(as_array(plan.moves)[:, Move.TOKENS].sum()),
         "routed": plan.routing is not None,
     }
+
+
+def _runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of each run of neighbours."""
+    bounds: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if bounds and bounds[-1][1] == rank - 1:
+            bounds[-1] = bounds[-1][0], rank
+        else:
+            bounds.append((rank, rank))
+    return bounds
 
 
 def _kind(ranks: list[int], ranks_per_node: int) -> str:
