@@ -149,8 +149,8 @@ class RingClock:
         # Of each round and node: the longest leg of a rank of it.
         inside, between = np.zeros((2, len(dispatch), self.machine.nics.num_nodes))
         for node, near in ((node_out, dispatch), (node_in, combine)):
-            np.maximum.at(inside, (slice(None), node), near)
-            np.maximum.at(between, (slice(None), node), across)
+            for most, leg in ((inside, near), (between, across)):
+                np.maximum.at(most.T, node, leg.T)
         turn.inside = np.maximum(turn.inside, inside[:, node_out])
         turn.between = np.maximum(turn.between, between[:, node_out])
 

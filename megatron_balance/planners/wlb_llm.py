@@ -97,7 +97,7 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
 
 
 def _carried(waiting: Sequence[tuple[int, int]], lengths: Lengths, queued: Sequence[Document]) -> Carry:
-    """What the next step is planned with. `waiting`: number there and length of what this step, dealt
+    """The carry to the next step. `waiting`: number there and length of what this step, dealt
     `lengths`, holds back; `queued`: those in queues, by their number in this step.
     """
     num_dealt = sum(map(len, lengths))

@@ -92,7 +92,7 @@ def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[st
     if NAME in given:
         if given.get("labels") is not None:
             raise ConfigError(_OwnLoss.why)
-        _check_positions(model, args, given)
+        _check_positions(model, args, given)  # pyright: ignore[reportCallIssue]
     positions.begin_forward(model, given.get(NAME))
 
 

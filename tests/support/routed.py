@@ -271,7 +271,7 @@ class NotCounted:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRun:
     """Memory of one step: some layers forward, then backward.
 
     `allocations`: by operator, without the kernel's.
@@ -286,7 +286,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Seen:
-    steps: list[Step]
+    steps: list[StepRun]
     call_bytes: int
 
 
@@ -309,7 +309,7 @@ def steps(
     return seen
 
 
-def _step(bound: Bound, layers: int, dtype: torch.dtype) -> Step:
+def _step(bound: Bound, layers: int, dtype: torch.dtype) -> StepRun:
     shape, counter = bound.shape, Allocations()
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
     tensors = [torch.randn(bound.num_tokens, h, shape.head_dim).to(dtype) for h in heads]
@@ -322,7 +322,7 @@ def _step(bound: Bound, layers: int, dtype: torch.dtype) -> Step:
         del forwards, out, lse, received
     gc.collect()  # Triton's interpreter leaves its arguments to the garbage collection
     pool.empty((1,), torch.uint8, torch.device("cpu"))  # so that it takes back what was let go
-    return Step(
+    return StepRun(
         {k: v for k, v in counter.found.items() if v}, pool.num_slabs, pool.held_bytes, pool.peak_bytes, pool.used_bytes
     )
 

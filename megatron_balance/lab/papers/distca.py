@@ -120,7 +120,7 @@ class HeldTokens:
     """Tokens of a rank of the first stage in each microbatch, and those whose keys it receives."""
 
     tokens: float
-    _received: float
+    received: float
     stages: int = 1
     recompute: Recompute = "none"
     num_microbatches: int = 1
@@ -676,7 +676,7 @@ TABLE_7 = (
 """Model, batch size, nodes, tolerance."""
 
 
-def _received(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
+def _moved(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
     """Bytes that reach each rank in a layer's forward pass: queries, keys and values; outputs."""
     report = plan_statistics(plan, case.model)
     of_token = int(case.cost.query_bytes(1))
@@ -695,7 +695,7 @@ def _table6(effort: Effort) -> Ours:
         shares: list[list[float]] = []
         for batch in case.batches("pretrain", effort.batches):
             seconds = sum(case.passes_s(batch))
-            parts = [_received(nano_batch, case) for nano_batch in case.ping_pong(batch)]
+            parts = [_moved(nano_batch, case) for nano_batch in case.ping_pong(batch)]
             # Out of the sender's tensors and into the receiver's.
             travels = [2 * sum(part[i].sum() for part in parts) / nodes for i in (0, 1)]
             layers = 2 * case.model.num_layers
@@ -724,7 +724,7 @@ def _table7(effort: Effort) -> Ours:
 
 def _rates(case: DistcaCase, moving: MicrobatchPlan, computing: MicrobatchPlan) -> tuple[float, float]:
     """Bytes per second and GPU, beside the modules outside attention, and beside attention too."""
-    inputs, outputs = _received(moving, case)
+    inputs, outputs = _moved(moving, case)
     pairs = np.array(plan_statistics(computing, case.model)["attention_pairs_per_rank"], dtype=np.float64)
     outside = linear_s(computing, case.machine)[0]
     meanwhile = outside + np.array([case.cost.attention_s(n) for n in pairs.tolist()])

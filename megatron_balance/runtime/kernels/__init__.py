@@ -405,11 +405,11 @@ class VarlenKernel:
         for causal, window in sorted(set(masks)):
             chosen = [i for i, mask in enumerate(masks) if mask == (causal, window)]
             q, k = [entries.q[i] for i in chosen], [entries.k[i] for i in chosen]
-            longest = [max(b - a for a, b in rows) for rows in (q, k)]
-            at = CuSeqlens(_cu_seqlens(q, device), _cu_seqlens(k, device), *longest, causal, window)
+            max_q, max_k = (max(b - a for a, b in rows) for rows in (q, k))
+            at = CuSeqlens(_cu_seqlens(q, device), _cu_seqlens(k, device), max_q, max_k, causal, window)
             dout = [entries.dout[i] for i in chosen] if entries.dout else [(0, 0)]
-            packed = ([packed_q[i] for i in chosen], [packed_k[i] for i in chosen])
-            groups.append(_MaskGroup(at, *(_rows(rows, device) for rows in (q, k, dout, *packed))))
+            rows = (q, k, dout, [packed_q[i] for i in chosen], [packed_k[i] for i in chosen])
+            groups.append(_MaskGroup(at, *[_rows(each, device) for each in rows]))
         return _VarlenEntries(tuple(groups), packed_q[-1][1], packed_k[-1][1])
 
     def forward(self, entries: _VarlenEntries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

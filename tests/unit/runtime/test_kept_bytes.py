@@ -142,6 +142,7 @@ def test_what_autograd_saves_is_in_use() -> None:
     for _ in range(20):
         assert address(pool.empty((8,), torch.float32, CPU).fill_(0.0)) != at
     y.sum().backward()
+    assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full((8,), 3.0))
     del y
     assert address(buffer(pool, 32)) == at
