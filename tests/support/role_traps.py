@@ -116,7 +116,7 @@ def bytes_of_rows(roles: Any, strategy: Any) -> dict[str, int]:
 
     layout, rank, size = roles.layout, dist.get_rank(), dist.get_world_size()
     rows = [link(layout.base, layout.owned, strategy, layout.parameters, rank)]
-    per_node = roles._moving.apart[strategy].ranks_per_node
+    per_node = roles._apart[strategy].ranks_per_node
     if per_node is not None:
         rows = [*through_nodes(rows[0], layout.parameters, Twins.of(strategy, size, per_node), rank)]
     found = [
