@@ -235,6 +235,8 @@ def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_RO
         each = np.where(there, load / np.maximum(number, 1) + fill_s, 0.0)
         mean = each.sum(axis=1, keepdims=True) / there.sum(axis=1, keepdims=True)
         weight = weight * np.exp((each / np.maximum(mean, 1e-30) - 1) / (at + 2))
+        # Exponentials differ in their last bit from processor to processor; plans must not.
+        weight = weight.astype(np.float32).astype(np.float64)
         weight /= (weight * number).sum(axis=1, keepdims=True)
     return best
 

@@ -587,18 +587,19 @@ def _dual_weights(work: Floats, counts: Ints, rounds: int) -> Floats:
     logs = np.log(grouped)
     for turn in range(rounds):
         sharpness = SHARPNESS[0] * (SHARPNESS[1] / SHARPNESS[0]) ** (turn / rounds)
-        price = np.log(weights)[:, None] + logs
-        least_price = price.min(axis=0)
-        total = float(np.exp(least_price).sum())
+        total = float((weights[:, None] * grouped).min(axis=0).sum())
         if total > best_s:
             best, best_s = weights, total
         # Softmin over kinds: sharper each round, so that items settle on one kind.
-        share = np.exp(-sharpness * (price - least_price))
+        price = np.log(weights)[:, None] + logs
+        share = np.exp(-sharpness * (price - price.min(axis=0)))
         loads = (share / share.sum(axis=0) * grouped).sum(axis=1) / each
         mean = loads.mean()
         weights = weights * np.maximum(loads / mean, LEAST_SHARE) ** (1 / (1 + sharpness / 2))
         weights = np.maximum(weights, LEAST_SHARE * weights.max())
-        weights /= weights @ each
+        # Logarithms differ in their last bit from processor to processor; plans must not.
+        weights = weights.astype(np.float32).astype(np.float64)
+        weights /= (weights * each).sum()
     return best
 
 

@@ -145,6 +145,15 @@ def test_filling_makes_long_pipelines_dearer() -> None:
     assert estimates(classes, [(4, 0), (0, 4)]) == pytest.approx([1.0, 1.75])
 
 
+def test_estimates_are_the_same_where_exponentials_round_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors with other vector instructions, where all ranks must plan alike."""
+    work_s = np.random.default_rng(1).uniform(1.0, 4.0, (2, 40))
+    classes = Classes((Scheme(2), Scheme(1, 2)), work_s, np.zeros((2, 40)), np.array([2.0, 2.0]))
+    before, exact = estimates(classes, [(4, 0), (2, 2), (1, 3)]).tolist(), np.exp
+    monkeypatch.setattr(np, "exp", lambda x: np.nextafter(exact(x), np.inf))
+    assert estimates(classes, [(4, 0), (2, 2), (1, 3)]).tolist() == before
+
+
 def test_roundings_use_what_is_left_and_never_more() -> None:
     gpus = np.array([4.0, 2.0, 1.0])
     found = roundings(np.array([1.3, 1.2, 0.0]), gpus, 9)

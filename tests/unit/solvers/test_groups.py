@@ -217,6 +217,17 @@ def seconds(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned:
     return float(problem.seconds(of).max())
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_weights_are_the_same_where_logarithms_round_otherwise(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors with other vector instructions, where all ranks must plan alike."""
+    problem = problem_of(*drawn_pipelines(random.Random(seed), mixed=True))
+    before = by_weights(problem, rounds=80)[1].tolist()
+    for name in ("log", "exp"):
+        exact = getattr(np, name)
+        monkeypatch.setattr(np, name, lambda x, exact=exact: np.nextafter(exact(x), np.inf))
+    assert by_weights(problem, rounds=80)[1].tolist() == before
+
+
 def least_of_all(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> float:
     """Seconds of the best of all assignments."""
     problem = problem_of(lengths, pipelines)
