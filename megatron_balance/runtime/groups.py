@@ -171,8 +171,8 @@ class Groups:
     groups by pool ranks; the executor runs a collective among exactly such a set, and point-to-point
     transfers otherwise. `safe`: exchanges are issued one after the other in the order of their ids
     (`communication: safe`). `connected`: links whose connection is open. `streams`: None on gloo,
-    whose transfers are calls of `workers`. `inside`: what collective calls run in
-    (`training.roll_call.RollCall.inside`).
+    whose transfers are calls of `workers`. `inside`: what collective calls run in, by
+    what they are, in words (`training.roll_call.RollCall.of_pool`).
     """
 
     rank: int
@@ -187,7 +187,7 @@ class Groups:
     safe: bool = False
     connected: set[StreamPair] = field(default_factory=set)
     host_times: HostTimes = field(default_factory=HostTimes)
-    inside: Callable[[], AbstractContextManager[object]] = nullcontext
+    inside: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of exactly these pool ranks, or None."""

@@ -162,7 +162,7 @@ class PhaseRun:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Abort on an error: unblock peers that wait for this rank."""
-        with self.bound.groups.inside():
+        with self.bound.groups.inside("the attention of a layer" if self.forward else "an attention's backward"):
             try:
                 yield
             except Exception:

@@ -72,11 +72,14 @@ def _each(loader: Iterable[Sequence[Document]]) -> Iterator[Sequence[Document]]:
 
 
 def _collective(method: Callable[..., T]) -> Callable[..., T]:
-    """A method in which this rank waits for others: who failed is told (`RollCall.inside`)."""
+    """A method in which this rank waits for others: who failed is told (`RollCall.of_pool`)."""
+    call = {"_run": "a step's plan", "evaluate": "an evaluation"}.get(
+        method.__name__, "the exchange of a step's lengths"
+    )
 
     @wraps(method)
     def inside(self: SequenceBalancer, *args: Any, **keywords: Any) -> T:
-        with self.pool.groups.inside():
+        with self.pool.groups.inside(call):
             return method(self, *args, **keywords)
 
     return inside

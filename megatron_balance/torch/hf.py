@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from typing import Any
 
 import torch
@@ -92,6 +92,8 @@ def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[st
     if NAME in given:
         if given.get("labels") is not None:
             raise ConfigError(_OwnLoss.why)
+        if any(isinstance(each, Mapping) for each in (*args, given.get("attention_mask"))):
+            raise ConfigError(f"expected no attention masks beside a batch, got a dict of them. {_NO_MASK}")
         _check_positions(model, args, given)  # pyright: ignore[reportCallIssue]
     positions.begin_forward(model, given.get(NAME))
 

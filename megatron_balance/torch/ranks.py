@@ -72,7 +72,7 @@ def shared_pool(mine: Membership, ranks_per_node: int | None) -> Pool:
 
     def make() -> Pool:
         pool = make_pool(mine, ranks_per_node)
-        return replace(pool, groups=replace(pool.groups, inside=roll_call().inside))
+        return replace(pool, groups=replace(pool.groups, inside=roll_call().of_pool(pool.groups.ranks)))
 
     return shared((mine, ranks_per_node), make)
 

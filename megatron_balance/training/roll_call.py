@@ -4,7 +4,8 @@ Every rank has a thread that waits for a call in the store through which the job
 another, and answers it, whatever its rank is busy with. In plain PyTorch, where nobody tells others
 what ended a rank, the thread also `watches`: a rank that ends by an exception rings all others first,
 and what they wait for is broken off. An exception that somebody catches ends no rank, and nothing
-happens, unless others are left waiting in one of our calls (`RollCall.inside`).
+happens, unless others are left waiting: in one of our calls that it left, or in one that it never
+made, since it went on to the next step. (All ranks of a pool make the same calls in the same order.)
 
 | key of the store | written by | read by |
 |---|---|---|
@@ -14,6 +15,7 @@ happens, unless others are left waiting in one of our calls (`RollCall.inside`).
 | news | a rank that ends or left, the latest one | threads that watch |
 | heard | threads that have seen that a rank ends | that rank, before it ends |
 | rung | who calls all ranks, which the first few do | the same |
+| waits/P | of pool P, a rank that waits long, the one with the fewest calls | others that wait long |
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ import logging
 import os
 import sys
 import time
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -43,19 +48,36 @@ PATIENCE_S = 3.0
 MOST_NAMED, MOST_CHARACTERS = 8, 300
 """Ranks that a sentence names, and of the reason of each."""
 _POLL_S, _WATCH_S = 0.1, 1.0
+_MOST_CALLS = 4096
 _FOREVER = timedelta(days=365)
 _NEWS, _RUNG, _HEARD = f"{NAME}/news", f"{NAME}/rung", f"{NAME}/heard"
 T = TypeVar("T")
 
 
 class _News(NamedTuple):
-    """A rank that `ends`, or that `left` one of our calls by an error, its `count`th; `over`: the
-    rank that holds the store has come to its end.
+    """A rank that `ends`, or that `left` call `number` of `pool` by an error, its `count`th; `over`:
+    the rank that holds the store has come to its end.
     """
 
     rank: int
     what: str
-    count: int
+    count: int = 0
+    pool: str = ""
+    number: int = 0
+
+
+class _Calls:
+    """This rank's collective calls with the ranks of a pool: how many, and the last ones in words."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.pool = f"{zlib.crc32(str(tuple(ranks)).encode()):x}"
+        self.count = 0
+        self.last: deque[str] = deque(maxlen=_MOST_CALLS)
+
+    def made(self, number: int) -> str | None:
+        """The call of this number; None: not known any more, or not made yet."""
+        back = self.count - number
+        return self.last[-1 - back] if 0 <= back < len(self.last) else None
 
 
 class RollCall:
@@ -70,6 +92,7 @@ class RollCall:
         self._watches = watches and self._size > 1
         self._closing = Event()
         self._since: float | None = None  # when the collective call began in which this rank is
+        self._calls = _Calls(())  # of the pool of that call, or of the last one
         self._left: Exception | None = None  # the error by which this rank left one
         self._num_left = 0
         self.found = ""
@@ -80,6 +103,7 @@ class RollCall:
             self._thread = Thread(target=self._answer, args=(self._store.clone(),), daemon=True)
             self._thread.start()
         if self._watches:
+            Thread(target=self._compare, args=(self._store.clone(),), daemon=True).start()
             self._process, self._hooked = os.getpid(), sys.excepthook
             sys.excepthook = self._on_exception
             atexit.register(self._at_exit)
@@ -109,14 +133,24 @@ class RollCall:
         self._num_left += 1
         _in_time(lambda: self._tell(error, "left"), PATIENCE_S)
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """One of our collective calls, in which this rank waits for others. RankFailedError in
-        place of an error of communication: the ranks that failed or ended.
+    def of_pool(self, ranks: Sequence[int]) -> Callable[[str], AbstractContextManager[None]]:
+        """What the collective calls of a pool (global ranks) run in; it takes the call, in words.
+
+        There, in place of an error of communication, comes RankFailedError: the ranks that failed or
+        ended, or that wait in another call.
         """
-        outer, self._since = self._since, self._since or time.monotonic()
-        if self._left is not None and outer is None:
-            self._come_back()
+        return partial(self._inside, _Calls(ranks))
+
+    @contextmanager
+    def _inside(self, calls: _Calls, call: str) -> Iterator[None]:
+        outer = self._since
+        if outer is None:
+            if self._left is not None:
+                self._come_back()
+            self._calls = calls
+            calls.last.append(call)
+            calls.count += 1
+            self._since = time.monotonic()
         try:
             yield
         except Exception as error:
@@ -150,7 +184,7 @@ class RollCall:
             self._store.set(_key("reason", self._rank), "")
         self._store.set(_key("call", self._rank), "")
         if self._watches and self._rank == 0 and _news(self._store) is None:
-            self._store.set(_NEWS, "0 over 0")  # who waits for the store would complain of its end
+            self._store.set(_NEWS, "0 over 0 - 0")  # who waits for the store would complain of its end
             _ring(self._store, range(self._size))
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -162,7 +196,8 @@ class RollCall:
         text = " ".join(str(error).split())
         self._store.set(_key("reason", self._rank), f"{type(error).__name__}: {text[:MOST_CHARACTERS]}")
         if self._watches:
-            self._store.set(_NEWS, f"{self._rank} {what} {self._num_left}")
+            # a rank that does not come back is missed in all later calls
+            self._store.set(_NEWS, f"{self._rank} {what} {self._num_left} {self._calls.pool} {sys.maxsize}")
             _ring(self._store, range(self._size))
 
     def _until_heard(self) -> None:
@@ -170,12 +205,13 @@ class RollCall:
             time.sleep(_POLL_S)
 
     def _come_back(self) -> None:
-        self._left = None
+        """Once more, that this rank left a call: it is in the next one now."""
+        self._left, number = None, self._calls.count
 
         def unless_newer() -> None:
             news = _news(self._store)
             if news is not None and (news.rank, news.what) == (self._rank, "left"):
-                self._store.set(_NEWS, "")
+                self._store.set(_NEWS, " ".join(map(str, news._replace(number=number))))
 
         _in_time(unless_newer, PATIENCE_S)
 
@@ -214,13 +250,46 @@ class RollCall:
         if news.rank == self._rank:
             return False
         waits_s = 0.0 if self._since is None else time.monotonic() - self._since
-        # This rank has left as often: the error was of all ranks, and nobody is left waiting.
-        if news.what == "left" and (waits_s < PATIENCE_S or self._num_left >= news.count):
-            return False
-        self.found = in_words([], reason, self._size)
-        log.error("%s", self.found)
-        _break_off_all()
+        if news.what == "left":
+            # Nobody is left waiting where this rank left as often, so that the error was of all ranks,
+            # or came through the call that the other one left.
+            stuck = self._calls.pool == news.pool and waits_s >= PATIENCE_S
+            if not stuck or self._num_left >= news.count or self._calls.count > news.number:
+                return False
+        self._end_with(in_words([], reason, self._size))
         return True
+
+    def _end_with(self, found: str) -> None:
+        self.found = found
+        log.error("%s", found)
+        _break_off_all()
+
+    def _compare(self, store: Any) -> None:
+        """In a thread: while this rank waits long, look for one that waits where this one made another
+        call: then both would wait for ever.
+        """
+        told: tuple[str, str] | None = None
+        with suppress(RuntimeError):  # the store has ended
+            while not self._closing.wait(_WATCH_S):
+                since, calls = self._since, self._calls
+                if since is None or time.monotonic() - since < PATIENCE_S:
+                    if told is not None and store.get(told[0]).decode() == told[1]:
+                        store.set(told[0], "")
+                    told = None
+                    continue
+                key, mine = f"{NAME}/waits/{calls.pool}", f"{calls.count} {self._rank} {calls.last[-1]}"
+                there = store.get(key).decode() if store.check([key]) else ""
+                number, rank, call = there.split(maxsplit=2) if there else (calls.count + 1, -1, "")
+                if calls.made(int(number)) not in (None, call) and not self.found:
+                    error = RankFailedError(
+                        f"rank {rank} waits in {call}, rank {self._rank} in {calls.last[-1]}: one of them went on from "
+                        "an error in a step that the others did not leave"
+                    )
+                    self._tell(error, "ends")
+                    self._end_with(str(error))
+                elif int(number) > calls.count:
+                    store.set(key, mine)
+                    told = key, mine
 
 
 def _break_off_all() -> None:
@@ -319,8 +388,8 @@ def _ring(store: Any, ranks: Iterable[int]) -> None:
 def _news(store: Any) -> _News | None:
     if not store.check([_NEWS]):
         return None
-    rank, what, count = [*store.get(_NEWS).decode().split(), "", "", ""][:3]
-    return _News(int(rank), what, int(count)) if what else None
+    rank, what, count, pool, number = store.get(_NEWS).decode().split()
+    return _News(int(rank), what, int(count), pool, int(number))
 
 
 def _key(what: Literal["call", "answer", "reason"], rank: int) -> str:

@@ -379,7 +379,7 @@ class TokenExchange:
     def _all_to_all(self, sent: Tensor, received: Tensor, receive_counts: list[int], send_counts: list[int]) -> Tensor:
         if self._pool.size == 1:  # a pool of one has no process group
             return sent
-        with self._pool.groups.inside():
+        with self._pool.groups.inside("gathering results"):
             dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self._pool.groups.pool)
         return received
 

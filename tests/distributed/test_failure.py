@@ -65,6 +65,8 @@ def seconds(said: str) -> float:
         ("in_knapformer", "rank 1 failed (ValueError: boom)"),
         ("leaves_the_balancer", "rank 1 failed (ValueError: boom)"),
         ("leaves_an_evaluation", "rank 1 failed (ValueError: boom)"),
+        ("goes_on_from_the_model", "rank 1 waits in the exchange of a step's lengths, rank "),
+        ("goes_on_from_attention", "rank 1 failed (ValueError: boom)"),
         ("killed", "rank 1 of 3 does not answer: ended, or frozen"),
         ("exits", "rank 1 came to its end before the others"),
     ],

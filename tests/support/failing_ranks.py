@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from megatron_balance import Model
 from megatron_balance.errors import DataError
+from megatron_balance.runtime.phase_run import PhaseRun
 from megatron_balance.torch import SequenceBalancer, Settings, balanced_attention, hf, knapformer
 
 SIZE, FAILS = 3, 1
@@ -138,6 +140,26 @@ def caught(balancer: SequenceBalancer) -> None:
     step(balancer)
 
 
+def goes_on_from_the_model(balancer: SequenceBalancer) -> None:
+    """To the next step, at once, while the others are in this one."""
+    with suppress(ValueError):
+        step(balancer, boom)
+    step(balancer)
+
+
+def goes_on_from_attention(balancer: SequenceBalancer) -> None:
+    def take(*_: object) -> None:
+        raise ValueError("boom")
+
+    whole = PhaseRun.take
+    if dist.get_rank() == FAILS:
+        PhaseRun.take = take
+    with suppress(ValueError):
+        step(balancer)
+    PhaseRun.take = whole
+    step(balancer)
+
+
 def caught_by_all(balancer: SequenceBalancer) -> None:
     """An error of all ranks, of which one comes back late."""
     try:
@@ -156,6 +178,7 @@ def ends_first(balancer: SequenceBalancer) -> None:
 JOBS = (
     *(in_the_model, in_the_backward, refused, in_a_collective_of_the_user, killed, exits, in_knapformer),
     *(leaves_the_balancer, leaves_an_evaluation, caught, caught_by_all, ends_first),
+    *(goes_on_from_the_model, goes_on_from_attention),
     *((masked,) if find_spec("transformers") else ()),
 )
 

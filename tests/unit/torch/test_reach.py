@@ -326,6 +326,8 @@ def test_a_users_attention_mask_of_ones_changes_nothing_and_zeros_are_refused() 
         ConfigError, match=r"LlamaAttention asks for an attention mask that hides tokens; .* no padding"
     ):
         model(**hf.inputs(batch), attention_mask=ones)
+    with pytest.raises(ConfigError, match=r"got a dict of them\. Leave out attention_mask"):
+        model(**hf.inputs(batch), attention_mask={"full_attention": None})
 
 
 @pytest.mark.parametrize("right", [False, True])
