@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_balance import Model
 from megatron_balance.errors import DataError
+from megatron_balance.runtime.lower.steps import Step
 from megatron_balance.runtime.phase_run import PhaseRun
 from megatron_balance.torch import SequenceBalancer, Settings, balanced_attention, hf, knapformer
 
@@ -148,7 +149,7 @@ def goes_on_from_the_model(balancer: SequenceBalancer) -> None:
 
 
 def goes_on_from_attention(balancer: SequenceBalancer) -> None:
-    def take(*_: object) -> None:
+    def take(self: PhaseRun, step: Step) -> None:
         raise ValueError("boom")
 
     whole = PhaseRun.take

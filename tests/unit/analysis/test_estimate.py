@@ -66,7 +66,7 @@ LATENTS = replace(
 BATCHES = {
     16: [LENGTHS, drawn(0, 65536, 7.8, 1.3), drawn(1, 65536, 6.5, 1.6)],
     32: [drawn(2, 131072, 8.8, 1.0), drawn(3, 131072, 7.8, 1.3)],
-    10: [[12001, *drawn(4, 24000, 5.5, 0.3)]],
+    10: [[12001, *drawn(4, 24000, 5.5, 0.3)], drawn(4, 24000, 5.5, 0.3)],
 }
 # Model, cluster, ranks, number of the batch.
 CASES = [
@@ -78,6 +78,7 @@ CASES = [
     (load_model("llama-7b"), "a800", 32, 1),
     # Heads and nodes that groups of ranks do not divide; sequences of less than a tile.
     (load_model("llama-550m"), "a800", 10, 0),
+    (load_model("llama-550m"), "a800", 10, 1),
 ]
 # Ranks of a node, by ranks, where not 8.
 NODES = {10: 5}
