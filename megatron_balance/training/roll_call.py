@@ -66,7 +66,7 @@ class _News(NamedTuple):
     number: int = 0
 
 
-class _Calls:
+class _PoolCalls:
     """This rank's collective calls with the ranks of a pool: how many, and the last ones in words."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class RollCall:
         self._watches = watches and self._size > 1
         self._closing = Event()
         self._since: float | None = None  # when the collective call began in which this rank is
-        self._calls = _Calls(())  # of the pool of that call, or of the last one
+        self._calls = _PoolCalls(())  # of the pool of that call, or of the last one
         self._left: Exception | None = None  # the error by which this rank left one
         self._num_left = 0
         self.found = ""
@@ -139,10 +139,10 @@ class RollCall:
         There, in place of an error of communication, comes RankFailedError: the ranks that failed or
         ended, or that wait in another call.
         """
-        return partial(self._inside, _Calls(ranks))
+        return partial(self._inside, _PoolCalls(ranks))
 
     @contextmanager
-    def _inside(self, calls: _Calls, call: str) -> Iterator[None]:
+    def _inside(self, calls: _PoolCalls, call: str) -> Iterator[None]:
         outer = self._since
         if outer is None:
             if self._left is not None:
