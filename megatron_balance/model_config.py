@@ -119,7 +119,9 @@ def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     """
     check(config, accept)
     config = levels(config)[-1]
-    found = _named(config)
+    found: dict[str, Any] = {
+        fact: number for fact, names in NAMES.items() if (number := _first(config, names)) is not None
+    }
     if "hidden_size" not in found and {"head_dim", "num_heads"} <= found.keys():
         found["hidden_size"] = found["head_dim"] * found["num_heads"]
     missing = [name for name in ("num_heads", "hidden_size") if name not in found]
@@ -171,16 +173,13 @@ def pretrained(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     if tied is None:
         tied = found["name"].startswith(TIED_FAMILIES)
     layers = found.get("num_layers", Model.num_layers)
+    more = _first(config, ("num_nextn_predict_layers", "mtp_num_layers"))
     return {
         **found,
         **_windows(config, layers),
-        **({"num_layers": layers + more, "mtp_layers": more} if (more := _further(config)) else {}),
+        **({"num_layers": layers + more, "mtp_layers": more} if more else {}),
         **({"tied_embeddings": True} if tied else {}),
     }
-
-
-def _further(config: object) -> int:
-    return _first(config, ("num_nextn_predict_layers", "mtp_num_layers")) or 0
 
 
 def _windows(config: object, num_layers: int) -> dict[str, Any]:
@@ -432,11 +431,6 @@ def _uses_window(config: object) -> bool:
 def value(config: object, name: str) -> Any:
     """Get what a configuration says under a name; None: nothing."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-
-
-def _named(config: object) -> dict[str, Any]:
-    found = {fact: _first(config, names) for fact, names in NAMES.items()}
-    return {fact: number for fact, number in found.items() if number is not None}
 
 
 def _first(config: object, names: tuple[str, ...]) -> int | None:

@@ -215,11 +215,8 @@ def _explain(error: ErrorDetails, key: str, known: Iterable[str]) -> str:
         case "greater_than_equal":
             return f"expected at least {context['ge']}, got {got}"
         case _:
-            return (
-                f"expected {expected}, got {got}"
-                if expected
-                else f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}"
-            )
+            wrong = f"expected {expected}" if expected else f"{error['msg'][0].lower()}{error['msg'][1:]}"
+            return f"{wrong}, got {got}"
 
 
 def _known_at(model: type[BaseModel], path: list[str]) -> list[str]:

@@ -8,14 +8,14 @@ costs memory in every layer and microbatch in flight, replaying costs traffic in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from megatron_balance.analysis.memory import Sharding, layer_activation_bytes, logit_bytes, rank_memory
-from megatron_balance.analysis.statistics import linear_tokens, moved_tokens, received_load, tokens_per_rank
+from megatron_balance.analysis.statistics import linear_tokens, moved_tokens, received_load
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import InfeasibleError
@@ -35,23 +35,38 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchBytes:
-    """Tokens that each rank owns in a microbatch, int64 [num_ranks], and what its attention calls
-    receive.
+    """By rank, int64 [num_ranks]: tokens that it owns in a microbatch, bytes of an attention call.
+
+    `kept`: of all inputs that the forward received, with their heads: what a layer with policy keep
+    holds until its backward. `replayed`: of those that a layer with policy replay holds at once in
+    its backward. `working`: beside them, of the call while it runs: partial outputs, gradients and
+    messages on their way.
     """
 
     tokens: Ints
-    received: ReceivedBytes
+    kept: Ints
+    replayed: Ints
+    working: Ints
 
 
 def microbatch_bytes(plans: Sequence[MicrobatchPlan], model: Model) -> MicrobatchBytes:
-    """Bytes of a microbatch from its plan, or from those of its nano-batches, which are under way
-    at once.
+    """Bytes of a microbatch from its plan, or from those of its nano-batches.
+
+    A remap hands queries, keys and values over before attention and they are used throughout: a
+    replay holds them all, and beside them of every other exchange what is in use and what arrives.
+    `kept` is exact but for the padding of messages. `working` is an estimate: gradients of owned
+    rows, what goes and comes with each query that is attended elsewhere, and the gradients of keys
+    and values on their way, at most `GRADIENT_ROUNDS` blocks of a ring or `GRADIENT_COPIES` of all
+    that was received.
     """
-    received = [received_bytes(plan, model) for plan in plans]
-    total = received[0]
-    for each in received[1:]:
-        total = total + each
-    return MicrobatchBytes(np.sum([linear_tokens(plan) for plan in plans], axis=0), total)
+    row_bytes, found = Payload.of(model).whole().tolist(), list[MicrobatchBytes]()
+    for plan in plans:
+        load, (given, taken) = received_load(plan), moved_tokens(plan)
+        queries, keys, outputs = (load.token_heads[kind] for kind in (Kind.Q, Kind.KV, Kind.OUT))
+        loads = Loads(linear_tokens(plan), queries, keys, outputs, largest_exchange(plan), given, taken)
+        found.append(loads.bytes((plan.num_heads, plan.num_kv_heads), row_bytes))
+    # Nano-batches are under way at once.
+    return MicrobatchBytes(*(np.add.reduce([getattr(e, of.name) for e in found]) for of in fields(MicrobatchBytes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +155,9 @@ def step_bytes(microbatches: Sequence[MicrobatchBytes], model: Model, stage: Sta
     """
     layers = held_layers(stage.recompute, stage.num_layers // stage.chunks)
     saved = layers.saved * layer_activation_bytes(model) + layers.inputs * layer_activation_bytes(model, "full")
-    tokens = np.array([each.tokens for each in microbatches], dtype=np.float64)
-    kept, replayed, working = (
-        np.array([getattr(each.received, name) for each in microbatches], dtype=np.float64)
-        for name in ("kept", "replayed", "working")
+    tokens, kept, replayed, working = (
+        np.array([getattr(each, name) for each in microbatches], dtype=np.float64)
+        for name in ("tokens", "kept", "replayed", "working")
     )
     passes = stage.passes(len(microbatches))
     again = layers.again * layer_activation_bytes(model) * tokens
@@ -395,50 +409,12 @@ def held_layers(recompute: Recomputed, num_layers: int) -> _HeldLayers:
 
 _Counts: TypeAlias = Ints | Floats
 
-
 _IN_USE_AND_ARRIVING = 2
 """Rounds whose keys and values a replayed backward holds at once."""
-
 
 GRADIENT_ROUNDS, GRADIENT_COPIES = 8, 3
 """Blocks of a ring, and copies of all received keys and values, whose gradients are held at once:
 accumulated, sent and arriving. Fitted to the buffers that the runtime counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedBytes:
-    """Bytes by rank, int64 [num_ranks], of one attention call.
-
-    `kept`: of all inputs that the forward received, with their heads: what a layer with policy keep
-    holds until its backward. `replayed`: of those that a layer with policy replay holds at once in
-    its backward. `working`: beside them, of the call while it runs: partial outputs, gradients and
-    messages on their way.
-    """
-
-    kept: Ints
-    replayed: Ints
-    working: Ints
-
-    def __add__(self, other: ReceivedBytes) -> ReceivedBytes:
-        """Of two nano-batches, which are under way at once."""
-        return ReceivedBytes(self.kept + other.kept, self.replayed + other.replayed, self.working + other.working)
-
-
-def received_bytes(plan: MicrobatchPlan, model: Model) -> ReceivedBytes:
-    """Received inputs of one layer of a microbatch.
-
-    A remap hands queries, keys and values over before attention and they are used throughout: a
-    replay holds them all, and beside them of every other exchange what is in use and what arrives.
-    `kept` is exact but for the padding of messages. `working` is an estimate: gradients of owned
-    rows, what goes and comes with each query that is attended elsewhere, and the gradients of keys
-    and values on their way, at most `GRADIENT_ROUNDS` blocks of a ring or `GRADIENT_COPIES` of all
-    that was received.
-    """
-    load, (given, taken) = received_load(plan), moved_tokens(plan)
-    queries, keys, outputs = (load.token_heads[kind] for kind in (Kind.Q, Kind.KV, Kind.OUT))
-    own, largest = tokens_per_rank(plan) - given + taken, largest_exchange(plan)
-    loads = Loads(own, queries, keys, outputs, largest, given, taken)
-    return loads.bytes((plan.num_heads, plan.num_kv_heads), Payload.of(model).whole().tolist())
 
 
 class Loads(NamedTuple):
@@ -456,7 +432,7 @@ class Loads(NamedTuple):
     given: _Counts
     taken: _Counts
 
-    def bytes(self, heads: tuple[int, int], row_bytes: Sequence[int]) -> ReceivedBytes:
+    def bytes(self, heads: tuple[int, int], row_bytes: Sequence[int]) -> MicrobatchBytes:
         """Bytes of them. `heads`: of queries, and of keys and values; `row_bytes`: of a token and head
         by kind.
         """
@@ -474,7 +450,9 @@ class Loads(NamedTuple):
             * (row_bytes[Kind.OUT_GRAD] + row_bytes[Kind.Q_GRAD])
             + arriving * row_bytes[Kind.KV_GRAD]
         )
-        return ReceivedBytes(*(each.astype(np.int64) for each in (kept, replayed, working)))
+        return MicrobatchBytes(
+            own.round().astype(np.int64), *(each.astype(np.int64) for each in (kept, replayed, working))
+        )
 
 
 def largest_exchange(plan: MicrobatchPlan) -> Ints:

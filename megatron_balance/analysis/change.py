@@ -36,7 +36,7 @@ from megatron_balance.analysis.memory import GRADIENT_BYTES, Sharding, rank_memo
 from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.modules import head_module, layer_modules
-from megatron_balance.cost.parallel import all_gather_s, group_of, joined_nodes, reduce_scatter_s
+from megatron_balance.cost.parallel import all_gather_s, group_of, joined_nodes
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -138,7 +138,7 @@ def base_sync_s(base: Strategy, model: Model, cluster: Cluster) -> tuple[float, 
         here -= 1
     group = group_of(cluster, ranks, here, busy_nics=True)
     each = max(_parameters(scheme, stage, model) for stage in (0, scheme.pipeline - 1)) / ranks
-    return all_gather_s(each * model.bytes_per_element, group), reduce_scatter_s(each * GRADIENT_BYTES, group)
+    return all_gather_s(each * model.bytes_per_element, group), all_gather_s(each * GRADIENT_BYTES, group)
 
 
 def role_bytes(layouts: Layouts, model: Model, num_ranks: int) -> Floats:

@@ -111,22 +111,21 @@ class Clocks:
         begin = [np.maximum(posted[end], free[link, end]) for end in (src, dst)]
         begin_s = np.maximum(*begin) + self.call_s
         stop = transfers.ends(begin_s, machine, self.share)
-        self._count(transfers)
+        self.count(src, dst, transfers.num_bytes, transfers.routed)
         for end in (src, dst):
             np.maximum.at(free, (link, end), stop)
         np.maximum.at(arrived, dst, free[link, dst])
         return arrived
 
-    def _count(self, transfers: _Transfers) -> None:
-        """Add the bytes that transfers move over each resource."""
+    def count(self, src: Ints, dst: Ints, num_bytes: Floats, routed: Bools) -> None:
+        """Add the bytes that transfers [n] move over each resource."""
         if not self.counts:
             return
         machine, load = self.machine, np.zeros(len(self.capacity))
-        per_node, first, direct = machine.nics.per_node, 2 * machine.num_ranks, ~transfers.routed
-        uses = machine.resources(transfers.src, transfers.dst)
-        np.add.at(load, uses[direct], transfers.num_bytes[direct, None])
-        piece = transfers.num_bytes[transfers.routed, None] / per_node
-        for part, ranks in enumerate((transfers.src[transfers.routed, None], transfers.dst[transfers.routed, None])):
+        per_node, first = machine.nics.per_node, 2 * machine.num_ranks
+        np.add.at(load, machine.resources(src, dst)[~routed], num_bytes[~routed, None])
+        piece = num_bytes[routed, None] / per_node
+        for part, ranks in enumerate((src[routed, None], dst[routed, None])):
             np.add.at(load, part * machine.num_ranks + ranks, piece * (per_node - 1))
             nics = machine.nics.node(ranks) * per_node + np.arange(per_node)
             np.add.at(load, first + part * machine.num_nics + nics, piece)
@@ -134,10 +133,10 @@ class Clocks:
         self.nic_bytes += load[first:].reshape(2, -1)
 
     def routed(self, index: int, tokens: Ints | Floats) -> Bools:
-        """Mark the transfers of a zone, or of the remap, that go over all NICs: bool [n]."""
+        """Mark the transfers of a zone, or of the remap, that go over all NICs: bool, as `tokens`."""
         routing = self.plan.routing
-        if routing is None or index not in routing.zones or self.machine.nics.per_node == 1:
-            return np.zeros(len(tokens), dtype=bool)
+        if routing is None or not self.is_routed(index):
+            return np.zeros(tokens.shape, dtype=bool)
         return tokens >= routing.min_tokens
 
     def row_bytes(self, kind: Kind) -> int:
@@ -190,15 +189,15 @@ class Clocks:
             np.add.at(num_messages, end, num_pieces)
         return calls.sum(axis=0), num_messages
 
-    def is_routed(self, table: ZoneTable) -> bool:
-        """Whether the zone's transfers between nodes go over all NICs."""
+    def is_routed(self, index: int) -> bool:
+        """Whether transfers of a zone, or of the remap, between nodes go over all NICs."""
         routing = self.plan.routing
-        return routing is not None and table.index in routing.zones and self.machine.nics.per_node > 1
+        return routing is not None and index in routing.zones and self.machine.nics.per_node > 1
 
     def is_together(self, table: ZoneTable) -> bool:
         """Whether the zone's collectives are one call each: not routed, of a communicator."""
         ranks, machine = tuple(table.ranks.tolist()), self.machine
-        return not self.is_routed(table) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
+        return not self.is_routed(table.index) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
 
     def all_together(
         self, table: ZoneTable, posted: Floats, num_bytes: Floats, traffic_class: int, *, ring: bool
@@ -208,10 +207,9 @@ class Clocks:
         """
         ranks, machine = table.ranks, self.machine
         if not self.is_together(table):
-            routed = self.is_routed(table)
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
             src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
-            transfers = _Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
+            transfers = _Transfers(src, dst, sizes, machine.crosses(src, dst) & self.is_routed(table.index))
             calls, num_messages = self._calls(transfers)
             self.issue(np.arange(machine.num_ranks), calls, 0, num_messages)
             return self.carry(transfers, posted, traffic_class)[ranks]

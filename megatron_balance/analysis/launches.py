@@ -8,7 +8,7 @@ added to them (`runtime.lower.lowering`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ ADDED = (Kind.Q_GRAD, Kind.KV_GRAD)
 """Kinds that are added to what is held."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LaunchSeconds:
+class _LaunchSeconds(NamedTuple):
     """Seconds of each launch: `kernel` alone, and `around` it: merging partial outputs, or adding
     up gradients.
     """
@@ -56,11 +55,8 @@ def launches(
     pairs, launch = pairs[seen], launch[seen]
     queries = distinct_rows(pairs[:, Pair.QUERY], launch, len(merging))
     if not backward:
-        return _LaunchSeconds(
-            kernel,
-            merging
-            * np.array([machine.cost.merge_s(tokens) for tokens in (queries / machine.model.num_heads).tolist()]),
-        )
+        tokens = queries / machine.model.num_heads
+        return _LaunchSeconds(kernel, merging * np.array([machine.cost.merge_s(each) for each in tokens.tolist()]))
     keys = distinct_rows(pairs[:, Pair.KEY], launch, len(merging))
     if walked is not None:
         keys = np.where(walked, 0.0, keys)
@@ -69,8 +65,32 @@ def launches(
     return _LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class LaunchPrices:
+    """Launches of many zones, priced all at once."""
+
+    def __init__(self) -> None:
+        self._added: list[tuple[Ints, Ints, Floats, Bools]] = []
+        self._count = 0
+
+    def add(self, pairs: Ints, launch: Ints, merging: Floats, walked: Bools) -> int:
+        """Launches, as for `launches`; the number of the first."""
+        first = self._count
+        self._added.append((pairs, launch + first, merging, walked))
+        self._count += len(merging)
+        return first
+
+    def seconds(self, machine: Machine) -> tuple[Floats, Floats]:
+        """Of each launch, forward and backward."""
+        if not self._count:
+            return np.zeros(0), np.zeros(0)
+        pairs, launch, merging, walked = (np.concatenate(each) for each in zip(*self._added, strict=True))
+        forward, backward = (
+            launches(pairs, launch, merging, machine, backward=b, walked=walked).seconds for b in (False, True)
+        )
+        return forward, backward
+
+
+class Taken(NamedTuple):
     """`seconds` from when the last rank has begun; bytes by resource (`Machine.resources`)."""
 
     seconds: float

@@ -71,8 +71,7 @@ class Machine:
         if (plan.num_ranks, min(plan.ranks_per_node, plan.num_ranks)) != (cluster.num_ranks, cluster.node_size):
             raise ConfigError(
                 f"a plan for {plan.num_ranks} ranks, {plan.ranks_per_node} a node, on {cluster.name} with "
-                f"{cluster.num_ranks} ranks, "
-                f"{cluster.node_size} a node: plan for the cluster that is simulated"
+                f"{cluster.num_ranks} ranks, {cluster.node_size} a node: plan for the cluster that is simulated"
             )
 
     def whole(self, lengths: Ints) -> Ints:
@@ -99,6 +98,14 @@ class Machine:
         return np.repeat(
             [self.intra.bytes_per_s, self.inter.bytes_per_s], [2 * self.num_ranks, 2 * self.num_nics]
         ).astype(np.float64)
+
+    def utilisation(self, compute_s: Floats, bytes_moved: Floats, step_s: float) -> dict[str, float]:
+        """Mean share of a step that ranks compute, and that links and NICs are full. `compute_s`: by
+        rank; `bytes_moved`: by resource.
+        """
+        links, nics = np.split(bytes_moved / self.capacity(), [2 * self.num_ranks])
+        shares = {"compute": compute_s, "link": links, "nic": nics}
+        return {name: float(each.mean() / step_s) for name, each in shares.items()}
 
     def crosses(self, src: Ints, dst: Ints) -> Bools:
         """Mask [n] of the transfers that go from node to node."""

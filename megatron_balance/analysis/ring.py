@@ -62,10 +62,7 @@ class RingClock:
         self.slow = clocks.slow[self.ranks]
         self.busy = np.zeros(self.size)
         contention = self.machine.cost.contention
-        self.drag = (
-            contention.slowdown(intra=True, inter=False) - 1.0,
-            contention.slowdown(intra=False, inter=True) - 1.0,
-        )
+        self.drag = [contention.slowdown(intra=inside, inter=not inside) - 1.0 for inside in (True, False)]
 
     def run(self) -> None:
         if self.clocks.backward:
@@ -112,21 +109,16 @@ class RingClock:
         clocks = self.clocks
         target = np.roll(self.ranks, -step)
         num_bytes = (tokens * float(clocks.row_bytes(kind))).astype(np.float64)
-        seconds = np.full(num_bytes.shape, np.nan)
         cross = self.machine.crosses(self.ranks, target)
         alpha = self.machine.alpha_s(self.ranks, target)
         uses = self.machine.resources(self.ranks, target)
         rates = clocks.capacity.copy()
         rates[2 * self.machine.num_ranks :] *= clocks.share.ravel()
-        routed = np.zeros(tokens.shape, dtype=bool)
-        if clocks.is_routed(self.table):
-            routed |= cross & np.reshape([clocks.routed(self.table.index, row) for row in tokens], tokens.shape)
-        moving = num_bytes > 0
+        routed = cross & clocks.routed(self.table.index, tokens)
         # Edges of one ring that share a NIC have it in turn or together: on average each its part.
         together = np.bincount(uses.ravel(), minlength=len(rates))[uses]
         direct = alpha + num_bytes * (together / rates[uses]).max(axis=1)
-        seconds[moving] = direct[moving]
-        legs = None
+        seconds, legs = np.where(num_bytes > 0, direct, np.nan), None
         node_out, node_in = (self.machine.nics.node(end) for end in (self.ranks, target))
         if routed.any():
             per_node = self.machine.nics.per_node
@@ -137,7 +129,10 @@ class RingClock:
             between = num_bytes * np.maximum(edges_out / nic[0, node_out], edges_in / nic[1, node_in]) / per_node
             inside = self.machine.intra.alpha_s + clocks.call_s + passed_on
             legs = inside, alpha + clocks.call_s + between, inside.copy()
-        self._count(num_bytes, routed, uses, (node_out, node_in), step)
+        for part in (~routed, routed):
+            clocks.count(
+                self.ranks, target, np.where(part, num_bytes, 0.0).sum(axis=0), np.full(self.size, part is routed)
+            )
         turn = _Turn(seconds, step, cross.astype(np.int64), legs)
         if legs is not None:
             self._relay(turn, legs, node_out, node_in)
@@ -153,23 +148,6 @@ class RingClock:
                 np.maximum.at(most.T, node, leg.T)
         turn.inside = np.maximum(turn.inside, inside[:, node_out])
         turn.between = np.maximum(turn.between, between[:, node_out])
-
-    def _count(self, num_bytes: Floats, routed: Bools, uses: Ints, nodes: tuple[Ints, Ints], step: int) -> None:
-        clocks, machine = self.clocks, self.machine
-        if not clocks.counts:
-            return
-        load = np.zeros(len(clocks.capacity))
-        passed_on = np.where(routed, num_bytes, 0.0).sum(axis=0) * (machine.nics.per_node - 1) / machine.nics.per_node
-        np.add.at(load, self.ranks, passed_on)
-        np.add.at(load, machine.num_ranks + np.roll(self.ranks, -step), passed_on)
-        np.add.at(load, uses.ravel(), np.repeat(np.where(routed, 0.0, num_bytes).sum(axis=0), 2))
-        cut_up = np.where(routed, num_bytes, 0.0).sum(axis=0)
-        per_node, first = machine.nics.per_node, 2 * machine.num_ranks
-        for part, node in enumerate(nodes):
-            places = first + part * machine.num_nics + node[:, None] * per_node + np.arange(per_node)
-            np.add.at(load, places.ravel(), np.repeat(cut_up / per_node, per_node))
-        clocks.bytes_moved += load
-        clocks.nic_bytes += load[first:].reshape(2, -1)
 
     def _carry(self, turn: _Turn, at: int, posted: Floats, traffic_class: int) -> Floats:
         """Run a round's transfers; when each rank has what it receives (-inf: nothing)."""
@@ -238,10 +216,8 @@ class RingClock:
 
     def _forward(self) -> None:
         turn, num_bytes = self._turn(self._blocks(self.hops.forward, self.lanes), Kind.KV, self.lanes)
-        took, opened = (
-            self._took(self.table.forward_s.T, (turn, np.arange(self.rounds))),
-            self.clocks.opened[self.ranks],
-        )
+        took = self._took(self.table.forward_s.T, (turn, np.arange(self.rounds)))
+        opened = self.clocks.opened[self.ranks]
         self._pack(num_bytes[0])
         self._issue_round(turn, 0)
         posted = self.ready
@@ -264,7 +240,10 @@ class RingClock:
         blocks again, furthest first.
         """
         rounds, replay, number = self.rounds, self.clocks.policy == "replay", np.arange(self.rounds)
-        back, num_bytes = self._turn(self._returning(), Kind.KV_GRAD, -self.lanes)
+        # Of the block whose gradients each group index sends back in a round.
+        place, later = np.arange(self.size), number[1:, None]
+        returning = self.hops.forward[(place - self.lanes * later) % self.size, later]
+        back, num_bytes = self._turn(returning, Kind.KV_GRAD, -self.lanes)
         added_s = ADD * self.clocks.pack_s(np.roll(num_bytes, -self.lanes, axis=1)) * self.slow
         self.done = np.maximum(self.done, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
         arrived, returned = np.full((2, self.size), -np.inf)
@@ -298,11 +277,6 @@ class RingClock:
         self.ready = posted
         self.clocks.late[self.ranks] = np.maximum(self.clocks.late[self.ranks], returned)
         self.clocks.late_s[self.ranks] += np.where(returned > -np.inf, owed, 0.0)
-
-    def _returning(self) -> Ints | Floats:
-        """Tokens [rounds, G] of the block whose gradients each group index sends back in a round."""
-        place, rounds = np.arange(self.size), np.arange(1, self.rounds)[:, None]
-        return self.hops.forward[(place - self.lanes * rounds) % self.size, rounds]
 
     def _share_traffic_classes(self, again: _Turn, copied: Floats, back: _Turn, moved: Floats) -> None:
         """Let keys and gradients that leave by one link at a time have half of it each."""

@@ -54,11 +54,14 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
     num_bytes = sum(
         (load.token_heads[kind] * row_bytes[kind] for kind in Kind), np.zeros(plan.num_ranks, dtype=np.int64)
     )
-    remap = _Remap(plan, row_bytes)
+    holder, owner, moved = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
+    given, taken = moved_tokens(plan)
+    inputs = plan.num_heads * row_bytes[Kind.Q] + plan.num_kv_heads * row_bytes[Kind.KV]
+    outputs = plan.num_heads * row_bytes[Kind.OUT]
     between = _InterNodeTraffic(plan, NicOf(plan.num_ranks, plan.ranks_per_node, shared))
     kv_between, bytes_between = between.received(payload)
     sent, received, routed = between.nic_bytes(payload)
-    linear_tokens = tokens + remap.taken - remap.given
+    linear_tokens = tokens + taken - given
     return {
         "num_sequences": len(plan.lengths),
         "num_tokens": plan.num_tokens,
@@ -70,15 +73,19 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
         "kv_tokens_received_inter_node_per_rank": kv_between.tolist(),
         "query_tokens_received_per_rank": load.tokens[Kind.Q].tolist(),
         "partial_tokens_received_per_rank": load.tokens[Kind.OUT].tolist(),
-        "remap_tokens_received_per_rank": remap.given.tolist(),
+        "remap_tokens_received_per_rank": given.tolist(),
         "bytes_received_per_rank": {
-            "total": (num_bytes + remap.bytes_received).tolist(),
+            "total": (num_bytes + given * inputs + taken * outputs).tolist(),
             "inter_node": bytes_between.tolist(),
         },
         "bytes_sent_per_nic": sent.tolist(),
         "bytes_received_per_nic": received.tolist(),
         "routed_transfers": routed,
-        "remap": remap.totals,
+        "remap": {
+            "tokens_moved": int(moved.sum()),
+            "tokens_moved_inter_node": int(moved[holder // plan.ranks_per_node != owner // plan.ranks_per_node].sum()),
+            "max_bytes_sent": int((taken * inputs + given * outputs).max(initial=0)),
+        },
         "imbalance": {"tokens": _imbalance(linear_tokens), "attention": _imbalance(load.pairs)},
     }
 
@@ -104,27 +111,6 @@ def received_load(plan: MicrobatchPlan) -> Load:
     for pattern, zones in by_pattern(plan.zones):
         total.add(pattern.load([zone for _, zone in zones], context))
     return total
-
-
-class _Remap:
-    """Statistics of the remap. Arrays are int64 [num_ranks].
-
-    `given`: tokens that a rank attends to for others; `taken`: tokens of its own that others attend
-    to.
-    """
-
-    def __init__(self, plan: MicrobatchPlan, row_bytes: Ints) -> None:
-        holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
-        inputs = plan.num_heads * row_bytes[Kind.Q] + plan.num_kv_heads * row_bytes[Kind.KV]
-        outputs = plan.num_heads * row_bytes[Kind.OUT]
-        self.given, self.taken = moved_tokens(plan)
-        self.bytes_received = self.given * inputs + self.taken * outputs
-        between = holder // plan.ranks_per_node != owner // plan.ranks_per_node
-        self.totals = {
-            "tokens_moved": int(tokens.sum()),
-            "tokens_moved_inter_node": int(tokens[between].sum()),
-            "max_bytes_sent": int((self.taken * inputs + self.given * outputs).max(initial=0)),
-        }
 
 
 _REMAP_IN = 0  # the exchange of a remap's inputs

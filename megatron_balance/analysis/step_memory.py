@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from megatron_balance.analysis.backward import (
     USABLE,
     Decision,
@@ -21,7 +19,7 @@ from megatron_balance.analysis.backward import (
     Recomputed,
     Stage,
     decide,
-    received_bytes,
+    microbatch_bytes,
     state_bytes,
     step_bytes,
 )
@@ -146,7 +144,7 @@ def _probe(model: Model, num_ranks: int) -> MicrobatchBytes:
         model.num_kv_heads,
         (Zone("pool", "ring", tuple(range(ranks)), (0,)),),
     )
-    return MicrobatchBytes(np.full(ranks, _PROBE_TOKENS), received_bytes(plan, model))
+    return microbatch_bytes([plan], model)
 
 
 MARGIN = 0.1

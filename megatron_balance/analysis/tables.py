@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_balance.analysis.launches import launches
+from megatron_balance.analysis.launches import LaunchPrices
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile import remap
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.arrays import Bools
-from megatron_balance.ir.columns import Message, Pair, RemoteHeld, Transfer
+from megatron_balance.ir.columns import Message, RemoteHeld, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import by_pattern, pattern_of
@@ -27,8 +27,8 @@ from megatron_balance.patterns.base import (
     FirstHops,
     HeadsThenHops,
     HopByHop,
-    Launches,
     PointToPoint,
+    ZoneRounds,
     ZoneTraffic,
     spared_messages,
 )
@@ -37,9 +37,13 @@ from megatron_balance.patterns.sends import messages_of
 GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
 
 
-def _walks(traffic: ZoneTraffic | None) -> bool:
-    """Whether blocks of keys walk round the ranks of a zone."""
-    return isinstance(traffic, HeadsThenHops) and traffic.hops is not None
+def _walked(rounds: ZoneRounds) -> Bools:
+    """Mark the launches of a zone whose keys came in a hop round its ranks: from round 1 on."""
+    walked, of_round = np.zeros(len(rounds.launches.merging), dtype=bool), rounds.launches.of_round
+    if isinstance(rounds.traffic, HeadsThenHops) and rounds.traffic.hops is not None:
+        walked[of_round[:, 1:]] = True
+        walked[of_round[:, 0]] = False
+    return walked
 
 
 def bytes_of(token_heads: Mapping[Kind, Floats], payload: Payload, *, turned: bool = False) -> Floats:
@@ -87,11 +91,6 @@ class Tables:
 
     def __init__(self, plan: MicrobatchPlan, machine: Machine, chosen: Sequence[int] | None = None) -> None:
         self.plan, self.machine = plan, machine
-        self.pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
-        self.launch: list[Ints] = [np.empty(0, dtype=np.int64)]
-        self.merging: list[Floats] = []
-        self.walked: list[Bools] = []
-        self.num_launches = 0
         self.zones: list[ZoneTable] = []
         self.first_hops: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
         """Messages that the remap's first exchange carries beside those of the moves: first hops
@@ -100,17 +99,21 @@ class Tables:
         chosen = range(len(plan.zones)) if chosen is None else chosen
         if not chosen:
             return
-        context, remote = Context.of(plan), remap.remote_in(plan)
+        context, remote, prices = Context.of(plan), remap.remote_in(plan), LaunchPrices()
         for index in chosen:
             zone = plan.zones[index]
             rounds = pattern_of(zone).rounds(zone, context)
             holders = remote[remote[:, RemoteHeld.ZONE] == index, RemoteHeld.HOLDER] if len(remote) else remote[:, 0]
             waits = np.isin(rounds.ranks, holders)
-            launch = rounds.launches.of_round + self._add(rounds.launches, walks=_walks(rounds.traffic))
+            own = rounds.launches
+            launch = own.of_round + prices.add(own.pairs, own.launch, own.merging, _walked(rounds))
             self.zones.append(ZoneTable(index, rounds.ranks, launch, rounds.traffic, waits, waits.copy()))
         for pattern, zones in by_pattern(plan.zones) if len(remote) and len(self.zones) == len(plan.zones) else ():
             self._remap_first_hops(pattern.first_hops(zones, context, remote))
-        self._price()
+        forward, backward = prices.seconds(machine)
+        for table in self.zones:
+            factor = machine.slow()[table.ranks][:, None]
+            table.forward_s, table.backward_s = forward[table.launch] * factor, backward[table.launch] * factor
 
     def _remap_first_hops(self, hops: FirstHops) -> None:
         """Leave to the remap the first hops that owners make for holders."""
@@ -134,29 +137,3 @@ class Tables:
                     table.waits |= targets
                 case _:
                     raise AssertionError("first hops of a zone whose exchanges are collectives")
-
-    def _add(self, zone: Launches, *, walks: bool) -> int:
-        """Launches to be priced; the first's number. `walks`: hops bring keys from round 1 on."""
-        first = self.num_launches
-        self.pairs.append(zone.pairs)
-        self.launch.append(zone.launch + first)
-        self.merging.append(zone.merging)
-        walked = np.zeros(len(zone.merging), dtype=bool)
-        if walks:
-            walked[zone.of_round[:, 1:]] = True
-            walked[zone.of_round[:, 0]] = False
-        self.walked.append(walked)
-        self.num_launches += len(zone.merging)
-        return first
-
-    def _price(self) -> None:
-        pairs, launch = np.concatenate(self.pairs), np.concatenate(self.launch)
-        merging = np.concatenate([np.zeros(0), *self.merging])
-        slow = self.machine.slow()
-        walked = np.concatenate([np.zeros(0, dtype=bool), *self.walked])
-        forward, backward = (
-            launches(pairs, launch, merging, self.machine, backward=b, walked=walked).seconds for b in (False, True)
-        )
-        for table in self.zones:
-            factor = slow[table.ranks][:, None]
-            table.forward_s, table.backward_s = forward[table.launch] * factor, backward[table.launch] * factor

@@ -32,6 +32,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf, isfinite
 from operator import index as whole
 from typing import Any, TypeAlias, cast
@@ -105,7 +106,8 @@ class Trace:
         forward = [each for each in transfers if placed[each[0]].start < placed[each[1]].stop]
         arriving = _arriving(placed, forward)
         spans = [_event(span, at) for span, at in zip(self.spans, placed, strict=True)]
-        inner = [_event(_inner(self.spans[index]), at) for index, at in arriving.items()]
+        apart: dict[str, Any] = {"what": ARRIVING, "sent": {}, "received": {}}
+        inner = [_event(replace(self.spans[index], **apart), at) for index, at in arriving.items()]
         first: dict[int, int] = {}
         for rank, number, _ in tracks:
             first.setdefault(rank, number)
@@ -243,24 +245,17 @@ def _skew_s(spans: Sequence[TrackSpan]) -> float:
 
 # Reading and writing events
 
+_FACTS = {"track": str, "what": str, "phase": str, "microbatch": int, "call": int, "exchange": int, "zone": str}
+"""Of each fact that an event has of its span, the type."""
+
 
 def _span(event: Mapping[str, Any]) -> TrackSpan:
     args = event["args"]
     sent, received = ({int(rank): int(n) for rank, n in args.get(way, {}).items()} for way in ("sent", "received"))
-    return TrackSpan(
-        rank=int(event["pid"]),
-        track=str(args["track"]),
-        what=str(args["what"]),
-        start_s=float(event["ts"]) / _US,
-        stop_s=(float(event["ts"]) + float(event["dur"])) / _US,
-        phase=str(args["phase"]),
-        microbatch=int(args["microbatch"]),
-        call=int(args["call"]),
-        exchange=int(args["exchange"]),
-        zone=str(args["zone"]),
-        sent=sent,
-        received=received,
-    )
+    start, duration = float(event["ts"]), float(event["dur"])
+    facts: dict[str, Any] = {name: kind(args[name]) for name, kind in _FACTS.items()}
+    facts |= {"start_s": start / _US, "stop_s": (start + duration) / _US}
+    return TrackSpan(rank=int(event["pid"]), sent=sent, received=received, **facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,20 +267,8 @@ class _At:
     stop: int
 
 
-def _inner(span: TrackSpan) -> TrackSpan:
-    return replace(span, what=ARRIVING, sent={}, received={})
-
-
 def _event(span: TrackSpan, at: _At) -> dict[str, Any]:
-    args: dict[str, Any] = {
-        "track": span.track,
-        "what": span.what,
-        "phase": span.phase,
-        "microbatch": span.microbatch,
-        "call": span.call,
-        "exchange": span.exchange,
-        "zone": span.zone,
-    }
+    args: dict[str, Any] = {name: getattr(span, name) for name in _FACTS}
     if span.sent or span.received:
         args |= {
             "peers": sorted({*span.sent, *span.received}),
@@ -391,17 +374,9 @@ def _counters(spans: Sequence[TrackSpan], placed: Sequence[_At], first: Mapping[
             changes[span.rank][at.stop] -= num_bytes
     made: list[dict[str, Any]] = []
     for rank, of in sorted(changes.items()):
-        level = 0
-        for at, change in sorted(of.items()):
-            level += change
-            made.append(
-                {
-                    "name": "bytes under way",
-                    "ph": "C",
-                    "ts": at / 1000,
-                    "pid": rank,
-                    "tid": first[rank],
-                    "args": {"bytes": level},
-                }
-            )
+        levels = accumulate(of[at] for at in sorted(of))
+        own = {"name": "bytes under way", "ph": "C", "pid": rank, "tid": first[rank]}
+        made += [
+            {**own, "ts": at / 1000, "args": {"bytes": level}} for at, level in zip(sorted(of), levels, strict=True)
+        ]
     return made

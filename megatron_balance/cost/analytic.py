@@ -117,9 +117,8 @@ class AnalyticCost(MachineCost):
         seconds *= kernel.backward_factor() if backward else 1.0
         if self.pads:
             widths, num_bytes = (self.model.head_dim, self.model.value_width), self.model.bytes_per_element
-            elements = kernel.padding_elements(
-                pairs, launch, num_launches, widths, backward=backward, mask=self.model.mask
-            )
+            mask = self.model.mask
+            elements = kernel.padding_elements(pairs, launch, num_launches, widths, backward=backward, mask=mask)
             seconds += elements * num_bytes / self.cluster.memory_bytes_per_s
         if self.model.latent_travels:
             seconds += self._latent_s(kernel.distinct_rows(pairs[:, Pair.KEY], launch, num_launches), backward=backward)
@@ -129,10 +128,8 @@ class AnalyticCost(MachineCost):
         """Seconds of making keys and values of a launch's latents; backward also of their
         gradients' products.
         """
-        products = 1.0 + BACKWARD_PRODUCTS * backward
-        return (
-            products * num_keys * self.model.latent_flops / (self.cluster.flops_per_s * self.cluster.linear_efficiency)
-        )
+        flops_per_s = self.cluster.flops_per_s * self.cluster.linear_efficiency
+        return (1.0 + BACKWARD_PRODUCTS * backward) * num_keys * self.model.latent_flops / flops_per_s
 
     @property
     def _tile_s(self) -> float:
@@ -206,8 +203,6 @@ class AnalyticCost(MachineCost):
 
     @property
     def contention(self) -> Contention:
-        gpus = self.tensor_parallel
-        cluster = self.cluster
-        return Contention.of_links(
-            cluster.num_sms // gpus, cluster.intra_bytes_per_s / gpus, waits=cluster.transfers_wait
-        )
+        cluster, gpus = self.cluster, self.tensor_parallel
+        link_bytes_per_s = cluster.intra_bytes_per_s / gpus
+        return Contention.of_links(cluster.num_sms // gpus, link_bytes_per_s, waits=cluster.transfers_wait)

@@ -92,7 +92,7 @@ def gradient_sync_s(num_parameters: float, group: CollectiveGroup) -> float:
     reduce-scatter in fp32 and all-gather in bf16.
     """
     each = num_parameters / group.num_ranks
-    return reduce_scatter_s(each * GRADIENT_BYTES, group) + all_gather_s(each * WEIGHT_BYTES, group)
+    return all_gather_s(each * GRADIENT_BYTES, group) + all_gather_s(each * WEIGHT_BYTES, group)
 
 
 def experts_s(model: Model, num_tokens: float, cluster: Cluster, ranks: int) -> float:
@@ -161,18 +161,13 @@ def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics
 
 
 def all_gather_s(num_bytes: float, group: CollectiveGroup) -> float:
-    """Seconds until every rank has the `num_bytes` of each other rank, by ring."""
+    """Seconds until every rank has the `num_bytes` of each other rank, by ring. A reduce-scatter to
+    `num_bytes` a rank is the same backwards, and its additions hide.
+    """
     ranks, step = group.num_ranks, group.slowest
     if ranks == 1:
         return 0.0
     return (ranks - 1) * step.alpha_s + (ranks - 1) * num_bytes / step.bytes_per_s
-
-
-def reduce_scatter_s(num_bytes: float, group: CollectiveGroup) -> float:
-    """Seconds until every rank has its own `num_bytes` of the sum: the all-gather backwards;
-    additions hide.
-    """
-    return all_gather_s(num_bytes, group)
 
 
 def all_to_all_s(num_bytes: float, group: CollectiveGroup) -> float:

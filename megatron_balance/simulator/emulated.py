@@ -9,9 +9,8 @@ runs it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,9 +69,7 @@ class Sockets(Events):
             groups.append((each, range(groups[-1][1].stop if groups else len(phase.flows), len(flows))))
         super().__init__(phase, flows, machine, enter_s, trace=trace)
         longest = max((flow.num_bytes for flow in flows), default=0)
-        self.network = Network(
-            machine, lambda: self.now, lambda seconds, number: self.push(seconds, "other", number), self, longest
-        )
+        self.network = _Network(machine, self, longest)
         self.given = [False] * len(flows)  # to its connection
         self.awaited = [False] * len(flows)  # its receiver's word has come
         self.begun_s = [0.0] * len(flows)
@@ -330,18 +327,6 @@ up alike.
 _LEFT = 4
 
 
-class _Listener(Protocol):
-    """Receives what becomes of messages."""
-
-    def left(self, message: int) -> None:
-        """Take note: the socket has all of the message."""
-        ...
-
-    def came(self, message: int) -> None:
-        """Take note: the receiver has all of the message."""
-        ...
-
-
 @dataclass(slots=True)
 class _Queue:
     """One direction of a link or NIC. `full_s`: when its bucket is full again; `last_s`: when the
@@ -398,22 +383,11 @@ class _TcpSegment(NamedTuple):
     part: _Given
 
 
-class Network:
-    """All connections of a machine.
+class _Network:
+    """All connections of a machine. `longest`: bytes of the longest message."""
 
-    `at(seconds, number)`: asks for a call of `event(number)` then. `longest`: bytes of the longest
-    message.
-    """
-
-    def __init__(
-        self,
-        machine: Machine,
-        now: Callable[[], float],
-        at: Callable[[float, int], None],
-        listener: _Listener,
-        longest: int,
-    ) -> None:
-        self._machine, self._now, self._at, self._listener = machine, now, at, listener
+    def __init__(self, machine: Machine, sockets: Sockets, longest: int) -> None:
+        self._machine, self._sockets = machine, sockets
         self._scale = scale = max(1, -(-longest // (MOST_SEGMENTS * min(SEGMENT_BYTES))))
         rates, num_links = machine.capacity().tolist(), 2 * machine.num_ranks
         self._queues = [_Queue(rate, scale * BURST_BYTES[at >= num_links]) for at, rate in enumerate(rates)]
@@ -437,11 +411,11 @@ class Network:
         elif place == 1:
             self._pass(2, connection, part)
             if part.whole:
-                self._listener.came(part.message)
+                self._sockets.came(part.message)
         elif place == 2:
             self._pass(3, connection, part)
         elif place == _LEFT:
-            self._listener.left(part.message)
+            self._sockets.left(part.message)
         else:
             connection.free_bytes += part.num_bytes
             self._fill(connection)
@@ -469,7 +443,7 @@ class Network:
             connection.unsent.append(_Given(given.message, taken, not given.num_bytes))
             if not given.num_bytes:
                 connection.waiting.popleft()
-                self._happens(_LEFT, connection, given, self._now())
+                self._happens(_LEFT, connection, given, self._sockets.now)
         connection.full = bool(connection.waiting)
         self._send(connection)
 
@@ -487,11 +461,10 @@ class Network:
     def _pass(self, place: int, connection: _Connection, part: _Given) -> None:
         """Through a queue; an acknowledgement takes no time of its own."""
         queue = (*connection.there, *connection.back)[place]
-        self._happens(
-            place, connection, part, queue.leaves_s(self._now(), part.num_bytes if place < len(connection.there) else 0)
-        )
+        num_bytes = part.num_bytes if place < len(connection.there) else 0
+        self._happens(place, connection, part, queue.leaves_s(self._sockets.now, num_bytes))
 
     def _happens(self, place: int, connection: _Connection, part: _Given, at_s: float) -> None:
         self._count += 1
         self._coming[self._count] = _TcpSegment(place, connection, part)
-        self._at(at_s, self._count)
+        self._sockets.push(at_s, "other", self._count)

@@ -1,7 +1,7 @@
 """The clocks of the event engine: every rank's compute stream.
 
 A rank's compute stream takes its steps in order. What a step waits for, and how bytes travel, is
-the transport's (`simulator.streams`, `simulator.emulated.sockets`). Transfers under way slow their
+the transport's (`StreamsPhase`, `simulator.emulated`). Transfers under way slow their
 ranks' kernels by the SMs that they hold.
 """
 
@@ -273,6 +273,9 @@ class _ExchangeLeg:
     together: int = -1
 
 
+_LEG_ORDER = {leg: number for number, leg in enumerate(("direct", *LEGS))}
+
+
 @dataclass(slots=True)
 class _JointCall:
     """A collective: the calls of its ranks, and for how many of them it waits."""
@@ -303,7 +306,7 @@ class StreamsPhase(Events):
         self.waiting: list[_ExchangeLeg] = []  # calls that were launched and wait for SMs
         for index, flow in enumerate(phase.flows):
             for rank, place in zip((flow.a, flow.b), flow.places, strict=True):
-                call = self._call(place)
+                call = self.calls.setdefault(place, _ExchangeLeg(place))
                 call.flows.append(index)
                 call.left += 1
                 call.brings |= rank == flow.b == flow.dst
@@ -316,15 +319,11 @@ class StreamsPhase(Events):
         for rank, (steps, exchanges) in enumerate(zip(phase.steps, phase.exchanges, strict=True)):
             self._line_up(rank, [at for step, at in zip(steps, exchanges, strict=True) if isinstance(step, Start)])
 
-    def _call(self, place: Place) -> _ExchangeLeg:
-        if place not in self.calls:
-            self.calls[place] = _ExchangeLeg(place)
-        return self.calls[place]
-
     def _add_together(self, each: GroupExchange) -> None:
         calls: list[_ExchangeLeg] = []
         for rank in each.ranks:
-            call = self._call((rank, each.exchange, "direct", each.stream))
+            place: Place = (rank, each.exchange, "direct", each.stream)
+            call = self.calls.setdefault(place, _ExchangeLeg(place))
             call.left, call.brings, call.owned, call.together = 1, True, True, len(self.together)
             calls.append(call)
         self.together.append(_JointCall(each.taken(self.machine), calls, len(calls)))
@@ -334,7 +333,9 @@ class StreamsPhase(Events):
         last: dict[str, _ExchangeLeg] = {}
         for exchange in started:
             before: dict[str, _ExchangeLeg] = {}
-            for call in sorted(self.of_exchange[rank, exchange], key=_leg_order):
+            for call in sorted(
+                self.of_exchange[rank, exchange], key=lambda call: (_LEG_ORDER[call.place[2]], call.place[3])
+            ):
                 _, _, leg, stream = call.place
                 of = stream.partition(" ")[2]
                 for earlier in (last.get(stream), before.get(of) if leg != "direct" else None):
@@ -390,12 +391,10 @@ class StreamsPhase(Events):
                 uses = self.uses[flows]
                 resources, place = np.unique(uses, return_inverse=True)
                 self.changed.difference_update(resources.tolist())
-                alone = len(flows) == 1
-                rates = (
-                    [float(self.capacity[uses].min())]
-                    if alone
-                    else fair_rates(place.reshape(uses.shape), self.capacity[resources]).tolist()
-                )
+                if len(flows) == 1:
+                    rates = [float(self.capacity[uses].min())]
+                else:
+                    rates = fair_rates(place.reshape(uses.shape), self.capacity[resources]).tolist()
                 for flow, rate in zip(flows, rates, strict=True):
                     self._set_rate(flow, rate)
 
@@ -468,8 +467,3 @@ class StreamsPhase(Events):
         if call.brings:
             self.arriving[rank, exchange] -= 1
             self.retry(rank)
-
-
-def _leg_order(call: _ExchangeLeg) -> tuple[int, str]:
-    _, _, leg, stream = call.place
-    return ("direct", *LEGS).index(leg), stream

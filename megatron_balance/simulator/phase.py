@@ -137,7 +137,7 @@ def phase_of(
         seconds = {RunLaunches: run_s[rank], Start: pack_s[rank], Finish: unpack_s[rank]}
         phase.steps.append(steps)
         phase.seconds.append([seconds[type(step)][step.op] for step in steps])
-        phase.exchanges.append([_id_of(own[step.op]) for step in steps])
+        phase.exchanges.append([op.id if isinstance(op := own[step.op], Exchange) else -1 for step in steps])
         zones = places(program, backward=backward).zones
         phase.zones.append([zones[step.op] for step in steps])
         of_rank = blocks_s[rank]
@@ -145,10 +145,6 @@ def phase_of(
     phase.flows = exchanges.flows(machine)
     phase.collectives = exchanges.collectives(machine)
     return phase
-
-
-def _id_of(op: Op) -> int:
-    return op.id if isinstance(op, Exchange) else -1
 
 
 def ring_names(plan: MicrobatchPlan) -> frozenset[str]:
@@ -190,7 +186,8 @@ def _launch_seconds(
     ]
     pairs = concat([op.pairs for _, _, op in attends], Pair.WIDTH)
     launch = np.repeat(np.arange(len(attends)), [len(op.pairs) for _, _, op in attends])
-    merging = np.array([_merges_after(ops[rank], index) for rank, index, _ in attends], dtype=np.float64)
+    behind = (ops[rank][index + 1 : index + 2] for rank, index, _ in attends)
+    merging = np.array([any(isinstance(op, Merge) for op in after) for after in behind], dtype=np.float64)
     came = np.array([walked[rank].get(index, False) for rank, index, _ in attends], dtype=bool)
     costs = launches(pairs, launch, merging, machine, backward=backward, walked=came)
     slow = machine.slow()
@@ -208,10 +205,6 @@ def _launch_seconds(
         for (rank, index, _), kernel_s, count in zip(attends, costs.kernel.tolist(), blocks.tolist(), strict=True):
             blocks_s[rank][index] = contention.block_s(kernel_s * float(slow[rank]), count)
     return seconds, blocks_s
-
-
-def _merges_after(ops: Sequence[Op], index: int) -> bool:
-    return index + 1 < len(ops) and isinstance(ops[index + 1], Merge)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,7 @@ def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 
     if num_chunks > 1 and num_microbatches % num_stages:
         raise ConfigError(
             f"interleave {num_chunks}: {num_microbatches} microbatches are not a multiple of {num_stages} pipeline "
-            "stages; "
-            f"use a multiple, or interleave 1"
+            "stages; use a multiple, or interleave 1"
         )
     total = num_microbatches * num_chunks
     if num_chunks == 1:
@@ -57,8 +56,6 @@ def _pass(index: int, num_stages: int, num_chunks: int, *, backward: bool) -> Ch
     Groups of `num_stages` microbatches go through all chunks, backwards through the last chunk
     first.
     """
-    if num_chunks == 1:
-        return ChunkPass(backward, index)
     group, place = divmod(index, num_stages * num_chunks)
     chunk, member = divmod(place, num_stages)
     return ChunkPass(backward, group * num_stages + member, num_chunks - 1 - chunk if backward else chunk)
@@ -117,13 +114,8 @@ def run(
         for stage in range(num_stages):
             while at[stage] < len(orders[stage]):
                 step = orders[stage][at[stage]]
-                ready = _ready(
-                    step,
-                    step.chunk * num_stages + stage,
-                    last,
-                    done,
-                    transfer(step.microbatch) if num_stages > 1 else clock[stage] * 0,
-                )
+                transfer_s = transfer(step.microbatch) if num_stages > 1 else np.zeros(num_ranks)
+                ready = _ready(step, step.chunk * num_stages + stage, last, done, transfer_s)
                 if ready is None:
                     break
                 begin = np.maximum(clock[stage], ready)
@@ -132,9 +124,7 @@ def run(
                 done[step.backward, step.chunk * num_stages + stage, step.microbatch] = clock[stage]
                 at[stage] += 1
                 moved = True
-    assert all(place == len(own) for place, own in zip(at, orders, strict=True)), (
-        "a pipeline schedule that waits for itself"
-    )
+    assert at == [len(own) for own in orders], "a pipeline schedule that waits for itself"
     return PipelineClocks(tuple(clock), tuple(busy))
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.analysis.backward import (
     MicrobatchBytes,
-    ReceivedBytes,
     StepBytes,
     decide,
     microbatch_bytes,
@@ -94,8 +94,7 @@ def simulate_ticks(
 _PHASES = {False: ("forward_linear", "forward_attention"), True: ("backward_linear", "backward_attention")}
 
 
-@dataclass(frozen=True, slots=True)
-class _TickPass:
+class _TickPass(NamedTuple):
     """A tick's layers, by rank: seconds in all, of the modules, and of all computation; bytes by
     resource.
     """
@@ -111,12 +110,7 @@ class _TickPass:
 
     def after(self, other: _TickPass) -> _TickPass:
         """`other`, then this pass."""
-        return _TickPass(
-            self.seconds + other.seconds,
-            self.linear_s + other.linear_s,
-            self.compute_s + other.compute_s,
-            self.bytes_moved + other.bytes_moved,
-        )
+        return _TickPass(*(own + first for own, first in zip(self, other, strict=True)))
 
 
 class _TicksRun:
@@ -130,8 +124,7 @@ class _TicksRun:
         if rest or spare:
             raise ConfigError(
                 f"{machine.model.num_layers} layers of {machine.model.name} on {machine.num_ranks} ranks cannot be "
-                f"cut into {chunks} "
-                f"chunks on {num_stages} pipeline stages"
+                f"cut into {chunks} chunks on {num_stages} pipeline stages"
             )
         self.known: dict[tuple[tuple[int | None, ...], bool], _TickPass] = {}
 
@@ -183,7 +176,7 @@ class _TicksRun:
         call = attention_call(plans[0], self.machine, "replay", (linear[0], linear[1]), setup.engine, setup.transport)
         return [
             _TickPass(
-                *(self.layers * each for each in (_in_step(o.end_s, groups), own, o.compute_s + own, o.bytes_moved)),
+                *(self.layers * each for each in (_in_step(o.end_s, groups), own, o.compute_s + own, o.bytes_moved))
             )
             for o, own in zip(call, linear, strict=True)
         ]
@@ -193,10 +186,8 @@ class _TicksRun:
         seconds = np.zeros(self.machine.num_ranks)
         cell = tick.cells[-1]
         if cell is not None and cell.chunk == self.setup.interleave - 1:
-            tokens = sum(linear_tokens(plan)[-self.size :] for plan in plans)
-            seconds[-self.size :] = [
-                self.machine.cost.head_s(n, backward=tick.backward) for n in np.asarray(tokens).tolist()
-            ]
+            tokens = np.sum([linear_tokens(plan)[-self.size :] for plan in plans], axis=0).tolist()
+            seconds[-self.size :] = [self.machine.cost.head_s(n, backward=tick.backward) for n in tokens]
         return seconds * self.machine.slow()
 
     def _passed_on(self, tick: Tick, plans: Sequence[MicrobatchPlan], clock: Floats) -> Floats:
@@ -247,10 +238,8 @@ def simulate_joint(
     stage_setup = StageSetup(stage, setup)
     chunk = stage_setup.layers_per_chunk()
     last_s = float(np.diff(times.end_s, prepend=0.0)[-1]) / chunk
-    phases["gradient_sync"], phases["optimizer"] = (
-        stage_setup.sync_s(chunk * setup.interleave, last_s),
-        stage_setup.optimizer_s(),
-    )
+    phases["gradient_sync"] = stage_setup.sync_s(chunk * setup.interleave, last_s)
+    phases["optimizer"] = stage_setup.optimizer_s()
     step_s = sum(phases.values())
     held = _step_bytes(ticks, microbatches, stage_setup)
     return Step(
@@ -258,7 +247,7 @@ def simulate_joint(
         sum(plan.num_tokens for each in microbatches for plan in parts_of(each)),
         phases,
         peaks(held, 0),
-        _ticks_utilisation(times, machine, step_s),
+        machine.utilisation(times.compute_s, times.bytes_moved, step_s),
         decide(held, "replay", machine.cluster.memory_bytes),
     )
 
@@ -280,7 +269,7 @@ def _step_bytes(
     setup, model = stage_setup.setup, stage_setup.machine.model
     tokens = np.max([np.sum([linear_tokens(plan) for plan in parts_of(each)], axis=0) for each in microbatches], axis=0)
     brought = {
-        each[0].tick.microbatches: microbatch_bytes([part.plan for part in each], model).received
+        each[0].tick.microbatches: microbatch_bytes([part.plan for part in each], model)
         for each in zip(*ticks, strict=True)
     }
     replayed, working = (
@@ -289,20 +278,10 @@ def _step_bytes(
     )
     found: list[StepBytes] = []
     for at, stage in enumerate(stage_setup.stages()):
-        received = ReceivedBytes(replayed[at], replayed[at], working[at])  # a tick's plan is replayed, none kept
-        held = replace(stage, in_flight=most_held(ticks[0], at))
-        found.append(step_bytes([MicrobatchBytes(tokens, received)], model, held))
+        # A tick's plan is replayed, none kept.
+        microbatch = MicrobatchBytes(tokens, replayed[at], replayed[at], working[at])
+        found.append(step_bytes([microbatch], model, replace(stage, in_flight=most_held(ticks[0], at))))
     return found
-
-
-def _ticks_utilisation(times: _TickTimes, machine: Machine, step_s: float) -> dict[str, float]:
-    full = times.bytes_moved / machine.capacity()
-    links = 2 * machine.num_ranks
-    return {
-        "compute": float(times.compute_s.mean() / step_s),
-        "link": float(full[:links].mean() / step_s),
-        "nic": float(full[links:].mean() / step_s),
-    }
 
 
 # A planned step as training would run it, on clocks: microbatches whole or as two nano-batches

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.backward import Decision, Loads, MicrobatchBytes
+from megatron_balance.analysis.backward import Decision, Loads
 from megatron_balance.analysis.estimate.bounds import Bounds
 from megatron_balance.analysis.estimate.phase import EstimatedPhase
 from megatron_balance.analysis.estimate.zones import ZoneTimes, by_rank, zone_times
@@ -78,31 +78,10 @@ def best_first(estimates: Sequence[Estimate]) -> list[int]:
     return sorted(range(len(estimates)), key=order)
 
 
-class _Recent:
-    """The last few plans that were estimated, by identity: a planner that compares plans, what lays
-    layers around them and whoever compares planners ask for the same ones.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.known: tuple[tuple[MicrobatchPlan, Machine, Estimate], ...] = ()
-
-    def of(self, plan: MicrobatchPlan, machine: Machine) -> Estimate:
-        for known, on, found in self.known:
-            if (
-                known is plan
-                and on.cost is machine.cost
-                and on.cluster == machine.cluster
-                and on.model == machine.model
-                and on.memory == machine.memory
-            ):
-                return found
-        found = _estimate(plan, machine)
-        self.known = (plan, machine, found), *self.known[: self.most - 1]  # replaced: threads plan ahead
-        return found
-
-
-_RECENT = _Recent(4)
+_RECENT: list[tuple[MicrobatchPlan, Machine, Estimate]] = []
+"""The last few plans that were estimated, by identity: a planner that compares plans, what lays layers
+around them and whoever compares planners ask for the same ones.
+"""
 
 
 def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
@@ -113,16 +92,21 @@ def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
         InvalidProgramError: an unknown comm pattern.
     """
     assert not machine.slowdown, "an estimate takes ranks as alike; simulate a machine with slow ones"
-    return _RECENT.of(plan, machine)
+    asked = machine.cluster, machine.model, machine.memory
+    for known, on, found in tuple(_RECENT):  # a copy: threads plan ahead
+        if known is plan and on.cost is machine.cost and (on.cluster, on.model, on.memory) == asked:
+            return found
+    found = _estimate(plan, machine)
+    _RECENT[:] = [(plan, machine, found), *_RECENT[:3]]
+    return found
 
 
 def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
     tables, zones = zone_times(plan, machine)
     loads = _loads(plan, zones)
-    received = loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes)
     memory = machine.memory or StepMemory.one_stage(machine.model, machine.cluster.num_ranks)
-    owned = MicrobatchBytes(loads.own.round().astype(np.int64), received)
-    decision = memory.decide(owned, machine.cluster.memory_bytes)
+    microbatch = loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes)
+    decision = memory.decide(microbatch, machine.cluster.memory_bytes)
     keeping = decision.keeping / max(1, decision.layers)
 
     group = coupled(plan)
@@ -148,7 +132,7 @@ def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
 
 
 def _loads(plan: MicrobatchPlan, zones: Sequence[ZoneTimes | ZoneTable]) -> Loads:
-    """Return what ranks hold and receive, as in `received_bytes`, from one rank of each zone whose
+    """Return what ranks hold and receive, as in `microbatch_bytes`, from one rank of each zone whose
     ranks are alike.
     """
     context, load, moves = Context.of(plan), Load(plan.num_ranks), as_array(plan.moves)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.launches import launches
+from megatron_balance.analysis.launches import LaunchPrices, launches
 from megatron_balance.analysis.machine import Machine, pairs_of
 from megatron_balance.analysis.tables import Tables, ZoneTable
 from megatron_balance.analysis.wire import is_collective
@@ -110,42 +110,13 @@ class ZoneTimes:
         return np.repeat(clock, len(self.ranks) // self.num_groups)
 
 
-class _LaunchPrices:
-    """Launches to be priced, all at once."""
-
-    def __init__(self) -> None:
-        self.pairs: list[Ints] = []
-        self.launch: list[Ints] = []
-        self.later: list[Floats] = []
-        self.count = 0
-
-    def add(self, pairs: Ints, launch: Ints, later: Floats) -> int:
-        """Launches; the number of the first. `later`: 1 where a hop brings their keys."""
-        first = self.count
-        self.pairs.append(pairs)
-        self.launch.append(launch + first)
-        self.later.append(later)
-        self.count += len(later)
-        return first
-
-    def seconds(self, machine: Machine) -> tuple[Floats, Floats]:
-        """Of each launch, forward and backward."""
-        if not self.count:
-            return np.zeros(0), np.zeros(0)
-        pairs, launch, later = np.concatenate(self.pairs), np.concatenate(self.launch), np.concatenate(self.later)
-        forward, backward = (
-            launches(pairs, launch, later, machine, backward=b, walked=later > 0).seconds for b in (False, True)
-        )
-        return forward, backward
-
-
 def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[ZoneTimes | ZoneTable]]:
     """The plan's zones, in issue order, and the tables of those that have no closed form.
 
     Raises:
         InvalidProgramError: an unknown comm pattern.
     """
-    prices, context, runs = _LaunchPrices(), Context.of(plan), list(_together(plan.zones, machine))
+    prices, context, runs = LaunchPrices(), Context.of(plan), list(_together(plan.zones, machine))
     tables = Tables(plan, machine, [at for at, own in runs if not _is_alike(own[0], machine)])
     by_index = {table.index: table for table in tables.zones}
     zones: list[ZoneTimes | ZoneTable] = []
@@ -241,7 +212,7 @@ def _whole(zone: Zone, seqs: Ints, context: Context, heads: tuple[int, int]) -> 
 
 
 def _groups_apart(
-    zones: Sequence[Zone], context: Context, machine: Machine, prices: _LaunchPrices
+    zones: Sequence[Zone], context: Context, machine: Machine, prices: LaunchPrices
 ) -> tuple[ZoneTimes, Ints]:
     """Zones of one group each that lie alike as one zone of several; each rank's launch."""
     zones = sorted(zones, key=lambda zone: zone.ranks[0])
@@ -254,7 +225,7 @@ def _groups_apart(
     made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), _index_of(ranks.tolist()), num_groups=count)
     heads = most_heads(machine.model, size)
     pairs = _whole(zones[0], seqs, context, heads)
-    first = prices.add(pairs, of_group[pairs[:, Pair.SEQ]], np.zeros(count))
+    first = prices.add(pairs, of_group[pairs[:, Pair.SEQ]], np.zeros(count), np.zeros(count, dtype=bool))
     if size > 1:
         exchange_heads(made, zones[0].ranks, num_tokens, heads, machine, once=zones[0].pattern in _ONCE)
         made.query_heads, made.kv_heads, made.largest, made.sent = (
@@ -264,7 +235,7 @@ def _groups_apart(
 
 
 def _even_zone(
-    index: int, zone: Zone, context: Context, machine: Machine, prices: _LaunchPrices
+    index: int, zone: Zone, context: Context, machine: Machine, prices: LaunchPrices
 ) -> tuple[ZoneTimes, Ints]:
     """A zone whose ranks are alike, groups of `size` ranks that exchange heads and a ring over them;
     and the number of each rank's launch, by round in a ring.
@@ -278,7 +249,7 @@ def _even_zone(
         exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine, once=zone.pattern in _ONCE)
     if groups == 1:
         pairs = _whole(zone, np.array(zone.seqs, dtype=np.int64), context, heads)
-        number = prices.add(pairs, np.zeros_like(pairs[:, Pair.SEQ]), np.zeros(1))
+        number = prices.add(pairs, np.zeros_like(pairs[:, Pair.SEQ]), np.zeros(1), np.zeros(1, dtype=bool))
         return made, np.full(num_ranks, number)
     made.kv_heads += (groups - 1) * num_tokens * heads[1]
     made.largest = max(made.largest, num_tokens * heads[1])
@@ -288,7 +259,7 @@ def _even_zone(
     part = heads[1] / model.num_kv_heads
     made.hops = HopByHop(*((np.repeat(walk, size, axis=0) * part).astype(np.float64) for walk in walks(placed)))
     of_kind = launches_by_kind(placed, heads)
-    first = prices.add(of_kind.pairs, of_kind.launch, of_kind.merging)
+    first = prices.add(of_kind.pairs, of_kind.launch, of_kind.merging, of_kind.merging > 0)
     which = np.repeat(first + of_kind.of_round, size, axis=0)
     made.ring = ZoneTable(index, ranks, which, None, *np.ones((2, num_ranks), dtype=bool))
     return made, which
