@@ -22,16 +22,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_balance.analysis.link import (
-    Twins,
-    WeightTraffic,
-    layer_slot,
-    link_of,
-    links_s,
-    num_slots,
-    through_nodes,
-    volume,
-)
+from megatron_balance.analysis import link
 from megatron_balance.analysis.memory import GRADIENT_BYTES, Sharding, rank_memory
 from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard
 from megatron_balance.cost.base import Floats
@@ -79,7 +70,7 @@ class Change:
     pull_s: Floats
     push_s: Floats
     whole_s: tuple[float, float]
-    traffic: WeightTraffic
+    traffic: link.WeightTraffic
 
     def uncovered_s(self, pipelines: Sequence[PipelineWork], *, overlap: bool) -> tuple[float, float]:
         """Seconds that a pull and a push add to a step of these pipelines.
@@ -94,7 +85,7 @@ class Change:
         for work in pipelines:
             count = self.num_layers // work.stages
             layers = np.arange(count)
-            slots = layer_slot(layers, count, self.num_slots)
+            slots = link.layer_slot(layers, count, self.num_slots)
             last = float(arrived[-1]) - self.num_layers * work.forward_s
             waited = max(float(arrived[0]), float((arrived[slots] - layers * work.forward_s).max()), last)
             ends.append(work.own_s + waited)
@@ -197,14 +188,14 @@ def _change(
     parameters = ParameterTable.of(listed, num_layers)
     layout = _base(scheme, len(base.pipelines), parameters)
     owned = layout.owned(parameters)
-    twins = Twins.of(strategy, num_ranks, cluster.node_size)
+    twins = link.Twins.of(strategy, num_ranks, cluster.node_size)
     tables: dict[bool, list[Ints]] = {False: [], True: []}
     for number, count in enumerate((1, *alike.values(), 1)):
         of = owned[owned[:, Shard.PARAMETER] == number]
-        found = link_of(layout, of, strategy, parameters, number)
-        for handed_on, links in ((False, (found,)), (True, through_nodes(found, parameters, twins, None))):
+        found = link.link_of(layout, of, strategy, parameters, number)
+        for handed_on, links in ((False, (found,)), (True, link.through_nodes(found, parameters, twins, None))):
             ways = [
-                sum(volume(each, width, num_ranks, cluster.node_size) for each in pieces)
+                sum(link.volume(each, width, num_ranks, cluster.node_size) for each in pieces)
                 for pieces, width in (
                     ([each.pull for each in links], model.bytes_per_element),
                     ([each.push for each in links], GRADIENT_BYTES),
@@ -219,21 +210,21 @@ def _change(
 
 def _timed(tables: Sequence[Ints], strategy: Strategy, num_layers: int, cluster: Cluster, *, handed_on: bool) -> Change:
     """The change whose embedding, kinds of layers, and last parts move these bytes."""
-    slots, table = num_slots(strategy, num_layers), np.sum(tables, axis=0)
+    slots, table = link.num_slots(strategy, num_layers), np.sum(tables, axis=0)
     counts = (1, slots, 1)
     parts = tables[0], np.sum(tables[1:-1], axis=0), tables[-1]
     pull_s, push_s = (
         np.repeat(
             [
-                links_s(part[way], cluster, handed_on=handed_on) / count
+                link.links_s(part[way], cluster, handed_on=handed_on) / count
                 for part, count in zip(parts, counts, strict=True)
             ],
             counts,
         )
         for way in (0, 1)
     )
-    whole = links_s(table[0], cluster, handed_on=handed_on), links_s(table[1], cluster, handed_on=handed_on)
-    return Change(num_layers, pull_s, push_s, whole, WeightTraffic(table, handed_on))
+    whole = link.links_s(table[0], cluster, handed_on=handed_on), link.links_s(table[1], cluster, handed_on=handed_on)
+    return Change(num_layers, pull_s, push_s, whole, link.WeightTraffic(table, handed_on))
 
 
 def _alike(base: Strategy, strategy: Strategy, num_layers: int) -> dict[int, int]:

@@ -21,26 +21,16 @@ from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.columns import Message, RemoteHeld, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns import by_pattern, pattern_of
-from megatron_balance.patterns.base import (
-    Context,
-    FirstHops,
-    HeadsThenHops,
-    HopByHop,
-    PointToPoint,
-    ZoneRounds,
-    ZoneTraffic,
-    spared_messages,
-)
+from megatron_balance.patterns import base, by_pattern, pattern_of
 from megatron_balance.patterns.sends import messages_of
 
 GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
 
 
-def _walked(rounds: ZoneRounds) -> Bools:
+def _walked(rounds: base.ZoneRounds) -> Bools:
     """Mark the launches of a zone whose keys came in a hop round its ranks: from round 1 on."""
     walked, of_round = np.zeros(len(rounds.launches.merging), dtype=bool), rounds.launches.of_round
-    if isinstance(rounds.traffic, HeadsThenHops) and rounds.traffic.hops is not None:
+    if isinstance(rounds.traffic, base.HeadsThenHops) and rounds.traffic.hops is not None:
         walked[of_round[:, 1:]] = True
         walked[of_round[:, 0]] = False
     return walked
@@ -70,7 +60,7 @@ class ZoneTable:
     index: int
     ranks: Ints
     launch: Ints
-    traffic: ZoneTraffic | None
+    traffic: base.ZoneTraffic | None
     waits: Bools
     waits_next: Bools
     forward_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
@@ -99,7 +89,7 @@ class Tables:
         chosen = range(len(plan.zones)) if chosen is None else chosen
         if not chosen:
             return
-        context, remote, prices = Context.of(plan), remap.remote_in(plan), LaunchPrices()
+        context, remote, prices = base.Context.of(plan), remap.remote_in(plan), LaunchPrices()
         for index in chosen:
             zone = plan.zones[index]
             rounds = pattern_of(zone).rounds(zone, context)
@@ -115,7 +105,7 @@ class Tables:
             factor = machine.slow()[table.ranks][:, None]
             table.forward_s, table.backward_s = forward[table.launch] * factor, backward[table.launch] * factor
 
-    def _remap_first_hops(self, hops: FirstHops) -> None:
+    def _remap_first_hops(self, hops: base.FirstHops) -> None:
         """Leave to the remap the first hops that owners make for holders."""
         self.first_hops.append(messages_of(0, hops.rows))
         for table in self.zones:
@@ -123,17 +113,17 @@ class Tables:
             if not of_zone.any():
                 continue
             targets = np.isin(table.ranks, hops.rows[of_zone, Transfer.DST])
-            spared = spared_messages(hops)[of_zone]
+            spared = base.spared_messages(hops)[of_zone]
             match table.traffic:
-                case HeadsThenHops(groups, HopByHop(forward, backward)):
+                case base.HeadsThenHops(groups, base.HopByHop(forward, backward)):
                     forward = forward.astype(np.float64)  # a copy
-                    table.traffic = HeadsThenHops(groups, HopByHop(forward, backward))
+                    table.traffic = base.HeadsThenHops(groups, base.HopByHop(forward, backward))
                     place = np.zeros(self.plan.num_ranks, dtype=np.int64)
                     place[table.ranks] = np.arange(len(table.ranks))
                     np.add.at(forward[:, 1], place[spared[:, Message.SRC]], spared[:, Message.TOKENS])
                     table.waits_next |= targets
-                case PointToPoint(inputs, outputs):
-                    table.traffic = PointToPoint(np.concatenate([inputs, spared]), outputs)
+                case base.PointToPoint(inputs, outputs):
+                    table.traffic = base.PointToPoint(np.concatenate([inputs, spared]), outputs)
                     table.waits |= targets
                 case _:
                     raise AssertionError("first hops of a zone whose exchanges are collectives")

@@ -122,7 +122,8 @@ class MeasuredCost(MachineCost):
         if attention.head_dim != self.model.kernel_dim:
             raise ConfigError(
                 f"the cost table of {self.table.source.device} was measured with head dim {attention.head_dim}, "
-                f"{self.model.name} has {self.model.kernel_dim}; measure one with 'megatron-balance profile --model {self.model.name}'"
+                f"{self.model.name} has {self.model.kernel_dim}; measure one with 'megatron-balance profile --model "
+                f"{self.model.name}'"
             )
         axes = {False: attention.k_tokens, True: attention.before_tokens}
         times = {

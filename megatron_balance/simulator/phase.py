@@ -17,17 +17,7 @@ import numpy as np
 from megatron_balance.analysis.launches import ADDED, STORED, Taken, all_to_all, launches, ring_collective
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.wire import is_collective, piece_bounds
-from megatron_balance.compile.order import (
-    Finish,
-    Leg,
-    RunLaunches,
-    Start,
-    Step,
-    TrafficClass,
-    collective_stream,
-    hops,
-    stream_name,
-)
+from megatron_balance.compile import order
 from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.compile.transpose import places
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Host, Ints
@@ -38,7 +28,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.patterns.sends import messages_of
 
-Place: TypeAlias = tuple[int, int, Leg, str]
+Place: TypeAlias = tuple[int, int, order.Leg, str]
 """A leg of an exchange on a rank: (rank, exchange id, leg, stream)."""
 
 
@@ -49,7 +39,7 @@ class Flow:
     """
 
     exchange: int
-    leg: Leg
+    leg: order.Leg
     stream: str
     a: int
     b: int
@@ -91,7 +81,7 @@ class SimulatedPhase:
     its name, where anybody traces.
     """
 
-    steps: list[tuple[Step, ...]]
+    steps: list[tuple[order.Step, ...]]
     seconds: list[list[float]]
     exchanges: list[list[int]]
     blocks_s: list[list[float]]
@@ -134,14 +124,16 @@ def phase_of(
     pack_s, unpack_s = exchanges.handling(machine, sums=sums)
     for rank, (program, ordered, own) in enumerate(zip(programs, orders, ops, strict=True)):
         steps = ordered.steps
-        seconds = {RunLaunches: run_s[rank], Start: pack_s[rank], Finish: unpack_s[rank]}
+        seconds = {order.RunLaunches: run_s[rank], order.Start: pack_s[rank], order.Finish: unpack_s[rank]}
         phase.steps.append(steps)
         phase.seconds.append([seconds[type(step)][step.op] for step in steps])
         phase.exchanges.append([op.id if isinstance(op := own[step.op], Exchange) else -1 for step in steps])
         zones = places(program, backward=backward).zones
         phase.zones.append([zones[step.op] for step in steps])
         of_rank = blocks_s[rank]
-        phase.blocks_s.append([of_rank.get(step.op, 0.0) if isinstance(step, RunLaunches) else 0.0 for step in steps])
+        phase.blocks_s.append(
+            [of_rank.get(step.op, 0.0) if isinstance(step, order.RunLaunches) else 0.0 for step in steps]
+        )
     phase.flows = exchanges.flows(machine)
     phase.collectives = exchanges.collectives(machine)
     return phase
@@ -316,7 +308,7 @@ class _Exchanges:
         for exchange, src, dst, direct, packed, moving, crossing in zip(
             *(each.tolist() for each in columns), strict=True
         ):
-            of: TrafficClass = "moved" if moving else "copied"
+            of: order.TrafficClass = "moved" if moving else "copied"
             if exchange not in routes:
                 routes[exchange] = {}
                 op = self.ops[int(exchange)]
@@ -325,13 +317,15 @@ class _Exchanges:
                     routes[exchange].setdefault((row[0], row[1]), []).append(row)
             by_proxies, number = routes[exchange].get((src, dst)), int(ids[exchange])
             if by_proxies is None:
-                flows.append(Flow(number, "direct", stream_name("direct", crossing, of), src, dst, src, dst, direct))
+                flows.append(
+                    Flow(number, "direct", order.stream_name("direct", crossing, of), src, dst, src, dst, direct)
+                )
                 continue
             sizes = [stop - start for start, stop in piece_bounds(packed, len(by_proxies))]
             flows += [
-                Flow(number, leg, stream_name(leg, True, of), a, b, src, dst, sizes[piece], piece)
+                Flow(number, leg, order.stream_name(leg, True, of), a, b, src, dst, sizes[piece], piece)
                 for _, _, piece, send_proxy, receive_proxy in by_proxies
-                for leg, a, b in hops((src, send_proxy, receive_proxy, dst))
+                for leg, a, b in order.hops((src, send_proxy, receive_proxy, dst))
                 if sizes[piece]
             ]
         return flows
@@ -341,10 +335,10 @@ class _Exchanges:
         groups = {self.ops[at].id: self.ops[at] for at in np.flatnonzero(self.together).tolist()}
         ids = np.array([op.id for op in self.ops], dtype=np.int64)[self.at]
         chosen = np.flatnonzero(self.sent & np.isin(ids, list(groups)))
-        order = chosen[np.argsort(ids[chosen], kind="stable")]
-        bounds = np.searchsorted(ids[order], [list(groups), [number + 1 for number in groups]])
+        by_id = chosen[np.argsort(ids[chosen], kind="stable")]
+        bounds = np.searchsorted(ids[by_id], [list(groups), [number + 1 for number in groups]])
         return [
-            _collective(op, self.rows[order[begin:end]], machine)
+            _collective(op, self.rows[by_id[begin:end]], machine)
             for op, begin, end in zip(groups.values(), *bounds.tolist(), strict=True)
         ]
 
@@ -356,7 +350,7 @@ def _collective(op: Exchange, rows: Ints, machine: Machine) -> GroupExchange:
     num_bytes: Floats = np.zeros((len(op.group), len(op.group)))
     num_bytes[place[parcels.src], place[parcels.dst]] = parcels.padded
     return GroupExchange(
-        op.id, op.collective, op.group, collective_stream(op.group, machine.cluster.node_size), num_bytes
+        op.id, op.collective, op.group, order.collective_stream(op.group, machine.cluster.node_size), num_bytes
     )
 
 
@@ -372,13 +366,13 @@ def issued_s(phase: SimulatedPhase, host: Host) -> list[list[float]]:
     for group in phase.collectives:
         calls.update((rank, group.exchange) for rank in group.ranks)
 
-    def step_s(rank: int, step: Step, exchange: int, seconds: float) -> float:
+    def step_s(rank: int, step: order.Step, exchange: int, seconds: float) -> float:
         match step:
-            case RunLaunches():
+            case order.RunLaunches():
                 return host.issue_s(0, LAUNCHES_OF_RUN)
-            case Start():
+            case order.Start():
                 return host.issue_s(calls[rank, exchange], seconds > 0, messages[rank, exchange])
-            case Finish():
+            case order.Finish():
                 return host.issue_s(0, seconds > 0)
 
     return [

@@ -32,15 +32,7 @@ from megatron_balance.ir.columns import Message
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import PointToPoint
-from megatron_balance.simulator.attention import (
-    SMALL,
-    BothPhases,
-    EngineName,
-    Transport,
-    check_engine,
-    linear_s,
-    play_events,
-)
+from megatron_balance.simulator import attention
 from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names
 
 SIMULATED = 3
@@ -62,8 +54,8 @@ class PingPongMode:
     policy: Policy = "keep"
     interleaved: bool = True
     signal: bool = False
-    engine: EngineName = "auto"
-    transport: Transport = "streams"
+    engine: attention.EngineName = "auto"
+    transport: attention.Transport = "streams"
 
 
 def layers(
@@ -72,7 +64,7 @@ def layers(
     num_layers: int,
     mode: PingPongMode = PingPongMode(),
     experts: Sequence[tuple[Floats | float, Floats | float]] = ((0.0, 0.0),) * ping_pong.NUM_NANO_BATCHES,
-) -> BothPhases:
+) -> attention.BothPhases:
     """Run both nano-batches through layers, all ranks entering at once.
 
     Args:
@@ -92,16 +84,18 @@ def layers(
     point_to_point = all(pattern_of(zone).traffic is PointToPoint for zone in zones)
     remapped = any(nano_batch.moves for nano_batch in nano_batches)
     rounds_apply = point_to_point and not remapped and mode.transport == "streams"
-    check_engine(mode.engine, machine)
+    attention.check_engine(mode.engine, machine)
     if mode.engine == "rounds" and not rounds_apply:
         raise ConfigError(
             "the engine 'rounds' runs nano-batches of task tables on streams only; use the engine 'events'"
         )
-    small = machine.num_ranks <= SMALL or machine.cost.contention.waits
+    small = machine.num_ranks <= attention.SMALL or machine.cost.contention.waits
     rounds = rounds_apply and (mode.engine == "rounds" or (mode.engine == "auto" and not small))
     linear = [
         (forward + own[0], backward + own[1])
-        for (forward, backward), own in zip((linear_s(h, machine) for h in nano_batches), experts, strict=True)
+        for (forward, backward), own in zip(
+            (attention.linear_s(h, machine) for h in nano_batches), experts, strict=True
+        )
     ]
     simulated = (_Rounds if rounds else _PingPongEvents)(nano_batches, machine, linear, mode)
     outcomes: list[Outcome] = []
@@ -111,7 +105,7 @@ def layers(
             continue
         less, more = (simulated.run(n, backward=backward) for n in (SIMULATED - 1, SIMULATED))
         outcomes.append(_extended(less, more, num_layers - SIMULATED))
-    return BothPhases(*outcomes)
+    return attention.BothPhases(*outcomes)
 
 
 def _extended(less: Outcome, more: Outcome, times: int) -> Outcome:
@@ -167,7 +161,7 @@ class _PingPongEvents:
                 first = (layer * len(phases) + nano_batch) * stride
                 joint.flows += [replace(flow, exchange=first + flow.exchange) for flow in phase.flows]
                 joint.collectives += [replace(each, exchange=first + each.exchange) for each in phase.collectives]
-        return play_events(joint, self.machine, np.zeros(ranks), self.mode.transport)
+        return attention.play_events(joint, self.machine, np.zeros(ranks), self.mode.transport)
 
 
 def _phases_of(plan: MicrobatchPlan, machine: Machine, mode: PingPongMode) -> list[tuple[SimulatedPhase, list[Cuts]]]:
