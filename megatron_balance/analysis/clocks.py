@@ -10,10 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_balance.analysis.launches import ADDED, STORED, all_to_all, ring_collective
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
-from megatron_balance.analysis.tables import Tables, ZoneTable
+from megatron_balance.analysis.tables import ADDED, STORED, Tables, ZoneTable, all_to_all, ring_collective
 from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import ADD, Floats, Ints

@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from megatron_balance.analysis.clocks import Outcome
-from megatron_balance.analysis.launches import Taken
 from megatron_balance.analysis.machine import Machine, fair_rates
+from megatron_balance.analysis.tables import Taken
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT, TrackSpan
 from megatron_balance.compile.order import LEGS, Finish, RunLaunches, Start
 from megatron_balance.cost.base import Floats

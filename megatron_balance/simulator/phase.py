@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.launches import ADDED, STORED, Taken, all_to_all, launches, ring_collective
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.tables import ADDED, STORED, Taken, all_to_all, launches, ring_collective
 from megatron_balance.analysis.wire import is_collective, piece_bounds
 from megatron_balance.compile import order
 from megatron_balance.compile.pipeline import CompiledRank

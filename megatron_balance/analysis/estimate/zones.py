@@ -13,9 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.launches import LaunchPrices, launches
 from megatron_balance.analysis.machine import Machine, pairs_of
-from megatron_balance.analysis.tables import Tables, ZoneTable
+from megatron_balance.analysis.tables import LaunchPrices, Tables, ZoneTable, launches
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.columns import Pair
