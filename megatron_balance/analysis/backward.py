@@ -26,9 +26,9 @@ from megatron_balance.ir.program import Backward, Kind
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
 
+# Share of a device's memory that `auto` fills by prediction; the rest is for what is not predicted:
+# the device's context, communicators, fragments of the allocator.
 USABLE = 0.9
-"""Share of a device's memory that `auto` fills by prediction; the rest is for what is not
-predicted: the device's context, communicators, fragments of the allocator."""
 
 GB = 1e9
 
@@ -187,9 +187,8 @@ def state_bytes(model: Model, stage: Stage) -> float:
 
 
 def _in_flight(each: Floats, passes: float, chunks: int) -> Floats:
-    """The most over consecutive microbatches that are in flight at once, in passes through a chunk:
-    [num_ranks] from [microbatches, num_ranks].
-    """
+    # The most over consecutive microbatches that are in flight at once, in passes through a chunk:
+    # [num_ranks] from [microbatches, num_ranks].
     window = min(len(each), max(1, ceil(passes / chunks)))
     sums_of = np.cumsum(np.concatenate([np.zeros((1, each.shape[1])), each]), axis=0)
     return (sums_of[window:] - sums_of[:-window]).max(axis=0) / window * passes
@@ -307,7 +306,7 @@ def advice(decision: Decision, microbatches: Sequence[MicrobatchBytes], model: M
 def _ways(
     decision: Decision, microbatches: Sequence[MicrobatchBytes], model: Model, stages: Sequence[Stage]
 ) -> list[tuple[str, float]]:
-    """Changes after which the step would fit, with the bytes that the fullest rank then needs."""
+    # Changes after which the step would fit, with the bytes that the fullest rank then needs.
     assert decision.memory_bytes is not None
     usable = USABLE * decision.memory_bytes
     ways: list[tuple[str, float]] = []
@@ -409,12 +408,12 @@ def held_layers(recompute: Recomputed, num_layers: int) -> _HeldLayers:
 
 _Counts: TypeAlias = Ints | Floats
 
+# Rounds whose keys and values a replayed backward holds at once.
 _IN_USE_AND_ARRIVING = 2
-"""Rounds whose keys and values a replayed backward holds at once."""
 
+# Blocks of a ring, and copies of all received keys and values, whose gradients are held at once:
+# accumulated, sent and arriving. Fitted to the buffers that the runtime counts.
 GRADIENT_ROUNDS, GRADIENT_COPIES = 8, 3
-"""Blocks of a ring, and copies of all received keys and values, whose gradients are held at once:
-accumulated, sent and arriving. Fitted to the buffers that the runtime counts."""
 
 
 class Loads(NamedTuple):

@@ -153,7 +153,7 @@ def held_bytes(strategy: Strategy, model: Model, num_ranks: int) -> Floats:
 
 
 def _parameters(scheme: Scheme, stage: int, model: Model) -> float:
-    """Parameters of a rank of a stage."""
+    # Parameters of a rank of a stage.
     held = rank_memory(model, 0, 0, Sharding(tensor=scheme.tensor, pipeline=scheme.pipeline, stage=stage))
     return held.gradients / GRADIENT_BYTES
 
@@ -209,7 +209,7 @@ def _change(
 
 
 def _timed(tables: Sequence[Ints], strategy: Strategy, num_layers: int, cluster: Cluster, *, handed_on: bool) -> Change:
-    """The change whose embedding, kinds of layers, and last parts move these bytes."""
+    # The change whose embedding, kinds of layers, and last parts move these bytes.
     slots, table = link.num_slots(strategy, num_layers), np.sum(tables, axis=0)
     counts = (1, slots, 1)
     parts = tables[0], np.sum(tables[1:-1], axis=0), tables[-1]
@@ -228,14 +228,14 @@ def _timed(tables: Sequence[Ints], strategy: Strategy, num_layers: int, cluster:
 
 
 def _alike(base: Strategy, strategy: Strategy, num_layers: int) -> dict[int, int]:
-    """The first of each kind of layers that lie on the same stages of both, and how many there are."""
+    # The first of each kind of layers that lie on the same stages of both, and how many there are.
     degrees = sorted({scheme.pipeline for scheme in (*base.pipelines, *strategy.pipelines)})
     kinds = [tuple(((layer + 1) * stages - 1) // num_layers for stages in degrees) for layer in range(num_layers)]
     return {kinds.index(kind): count for kind, count in Counter(kinds).items()}
 
 
 def _base(scheme: Scheme, replicas: int, parameters: ParameterTable) -> Base:
-    """A base layout with a bucket for each parameter, so that all ranks of a stage own parts of it."""
+    # A base layout with a bucket for each parameter, so that all ranks of a stage own parts of it.
     numbers, stages, _ = parameters.stages(np.arange(len(parameters)), scheme.pipeline)
     sizes = parameters.shape.prod(axis=1) // scheme.tensor
     buffers: list[Buffer] = []

@@ -20,12 +20,11 @@ from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind
 
+# Traffic classes (`compile.order`).
 COPIED, MOVED = range(2)
-"""Traffic classes (`compile.order`)."""
 
+# Streams of a traffic class; the last one is that of collectives.
 INTRA, INTER, DISPATCH, COMBINE, TOGETHER = range(5)
-"""Streams of a traffic class; the last one is that of collectives."""
-
 
 # By kind: whether what arrives is unpacked, and whether it is added to what is held.
 _STORED, _ADDED = (np.isin(np.arange(len(Kind)), kinds) for kinds in (STORED, ADDED))
@@ -172,10 +171,9 @@ class Clocks:
         return posted, arrived, placed
 
     def _calls(self, transfers: _Transfers) -> tuple[Ints, Ints]:
-        """Group calls of each rank, and their messages: one call for the transfers inside its node,
-        one for those between nodes, and two more legs of those that are routed, in a piece for each
-        NIC; what it passes on for others left out.
-        """
+        # Group calls of each rank, and their messages: one call for the transfers inside its node,
+        # one for those between nodes, and two more legs of those that are routed, in a piece for
+        # each NIC; what it passes on for others left out.
         machine = self.machine
         calls = np.zeros((2, machine.num_ranks), dtype=np.int64)
         num_messages = np.zeros(machine.num_ranks, dtype=np.int64)
@@ -233,7 +231,7 @@ class _Transfers:
     routed: Bools
 
     def ends(self, begin_s: Floats, machine: Machine, share: Floats) -> Floats:
-        """When each [n] ends. `share` [2, num_nics]: the free part of each NIC, out and in."""
+        # When each [n] ends. `share` [2, num_nics]: the free part of each NIC, out and in.
         direct, stop = ~self.routed, np.zeros(len(self.src))
         src, dst, num_bytes = self.src[direct], self.dst[direct], self.num_bytes[direct]
         nics, intra, inter = machine.nics, machine.intra, machine.inter
@@ -256,7 +254,7 @@ class _Transfers:
         return stop
 
     def _by_proxies(self, begin_s: Floats, machine: Machine, nic_s: Floats) -> Floats:
-        """When routed transfers end: to the source's proxies, between nodes, from the target's."""
+        # When routed transfers end: to the source's proxies, between nodes, from the target's.
         src, dst, num_bytes = self.src[self.routed], self.dst[self.routed], self.num_bytes[self.routed]
         nics, intra, inter, call_s = machine.nics, machine.intra, machine.inter, machine.cost.call_s
         # All NICs of a node have the same to move, so its slowest one is looked at.
@@ -288,7 +286,7 @@ def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats)
 
 
 def _even_ends(begin_s: list[float], num_bytes: list[float], rate: float) -> list[float]:
-    """`fair_ends` on one resource; `begin_s` rises."""
+    # `fair_ends` on one resource; `begin_s` rises.
     if len(begin_s) == 1:
         return [begin_s[0] + num_bytes[0] / rate]
     ends = [0.0] * len(begin_s)

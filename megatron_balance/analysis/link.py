@@ -98,7 +98,7 @@ def elements(pieces: Ints) -> Ints:
 
 
 def _pulled(base: Base, owned: Ints, wanted: Ints) -> Ints:
-    """Weights to every holder, from the owned copy of its TP rank and end, if there is one."""
+    # Weights to every holder, from the owned copy of its TP rank and end, if there is one.
     one, other, rectangles = _meetings(owned, wanted)
     ends = np.minimum(wanted[other, Shard.END], int(base.scheme.pipeline > 1))
     fits = (owned[one, Shard.TENSOR] == wanted[other, Shard.TENSOR] % owned[one, Shard.DEGREE]) & (
@@ -109,9 +109,8 @@ def _pulled(base: Base, owned: Ints, wanted: Ints) -> Ints:
 
 
 def _pushed(owned: Ints, given: Ints, parameters: ParameterTable) -> Ints:
-    """Gradients from holders to every owned copy: of a replicated parameter from one TP rank, or
-    from all where each has a part.
-    """
+    # Gradients from holders to every owned copy: of a replicated parameter from one TP rank, or
+    # from all where each has a part.
     one, other, rectangles = _meetings(owned, given)
     fits = given[other, Shard.TENSOR] == owned[one, Shard.TENSOR] % given[other, Shard.DEGREE]
     fits |= parameters.parts[given[other, Shard.PARAMETER]]
@@ -120,7 +119,7 @@ def _pushed(owned: Ints, given: Ints, parameters: ParameterTable) -> Ints:
 
 
 def _meetings(owned: Ints, other: Ints) -> tuple[Ints, Ints, Ints]:
-    """Indices of owned and other shards that share elements, and the rectangles shared [m, 4]."""
+    # Indices of owned and other shards that share elements, and the rectangles shared [m, 4].
     order = np.argsort(owned[:, Shard.PARAMETER], kind="stable")
     numbers = owned[order, Shard.PARAMETER]
     of = other[:, Shard.PARAMETER]
@@ -137,7 +136,7 @@ def _pieces(src: Ints, dst: Ints, number: Ints, rectangles: Ints) -> Ints:
 
 
 def _sorted_pieces(pieces: Ints) -> Ints:
-    """Transfers in the order of all columns, the rank that sends first."""
+    # Transfers in the order of all columns, the rank that sends first.
     return pieces[np.lexsort(pieces.T[::-1])]
 
 
@@ -212,7 +211,7 @@ def through_nodes(
 
 
 def _between_twins(pieces: Ints, chosen: Ints, other: Ints, role: int) -> Ints:
-    """The rectangles of `pieces` from the chosen rank to the other in a pull, back in a push."""
+    # The rectangles of `pieces` from the chosen rank to the other in a pull, back in a push.
     made = pieces.copy()
     made[:, role], made[:, WeightPiece.SRC + WeightPiece.DST - role] = other, chosen
     return made

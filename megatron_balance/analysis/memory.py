@@ -19,8 +19,8 @@ from megatron_balance.ir.program import Policy
 
 OPTIMIZER_BYTES = 12
 
+# fp32 logits and their gradient, of a token and a vocabulary entry.
 LOGIT_BYTES = 8
-"""fp32 logits and their gradient, of a token and a vocabulary entry."""
 
 Recompute = Literal["none", "full"]
 

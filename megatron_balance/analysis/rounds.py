@@ -67,9 +67,8 @@ class _Use:
 
 
 def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
-    """By zone, the part of each NIC [2, num_nics] that it has beside the zones that are at work at
-    the same time.
-    """
+    # By zone, the part of each NIC [2, num_nics] that it has beside the zones that are at work at
+    # the same time.
     begin, end = np.array([use.begin_s for use in uses]), np.array([use.end_s for use in uses])
     rates = np.stack([use.nic_bytes / max(use.end_s - use.begin_s, 1e-12) for use in uses]) / machine.inter.bytes_per_s
     parts: list[Floats] = []
@@ -125,7 +124,7 @@ class RoundsPhase:
             self._enter(table)
 
     def _enter(self, table: ZoneTable) -> None:
-        """Run one zone, and note what it takes of the NICs."""
+        # Run one zone, and note what it takes of the NICs.
         ranks = table.ranks
         if self.taken is not None:
             self.clocks.share = self.taken[len(self.uses)]
@@ -147,12 +146,12 @@ class RoundsPhase:
         self.uses.append(_Use(begin, float(self.clocks.done[ranks].max()), self.clocks.nic_bytes))
 
     def _compute(self, table: ZoneTable) -> None:
-        """The one launch of each rank of a zone."""
+        # The one launch of each rank of a zone.
         self.clocks.open(table.ranks, table.waits)
         self._launch(table, 0)
 
     def _remap(self, kinds: tuple[Kind, ...], *, remap_in: bool, hops: bool = False) -> None:
-        """One exchange of the remap; `hops`: with the first hops that owners make for holders."""
+        # One exchange of the remap; `hops`: with the first hops that owners make for holders.
         messages = self._moved(kinds, remap_in=remap_in)
         if hops:
             first = np.concatenate(self.tables.first_hops)
@@ -169,7 +168,7 @@ class RoundsPhase:
             self.clocks.late_s += placed
 
     def _moved(self, kinds: tuple[Kind, ...], *, remap_in: bool) -> Ints:
-        """Messages of the moves."""
+        # Messages of the moves.
         plan = self.clocks.plan
         holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         src, dst = (owner, holder) if remap_in else (holder, owner)
@@ -190,9 +189,8 @@ class RoundsPhase:
         self._behind(table, traffic)
 
     def _before(self, table: ZoneTable, traffic: Sequence[GroupTraffic]) -> None:
-        """Exchange inputs inside a group, in the backward gradients of outputs and, in a replay, all
-        inputs again. `traffic`: the group's, and that of inputs that come later.
-        """
+        # Exchange inputs inside a group, in the backward gradients of outputs and, in a replay, all
+        # inputs again. `traffic`: the group's, and that of inputs that come later.
         payload, first = self.clocks.machine.payload, traffic[0]
         if self.clocks.backward:
             self._together(table, bytes_of(first.outputs, payload, turned=True), COPIED, stored=True)
@@ -204,13 +202,13 @@ class RoundsPhase:
         self._together(table, num_bytes, COPIED, ring=first.gathers)
 
     def _behind(self, table: ZoneTable, traffic: GroupTraffic) -> None:
-        """Exchange outputs inside a group, in the backward gradients of inputs."""
+        # Exchange outputs inside a group, in the backward gradients of inputs.
         payload, backward = self.clocks.machine.payload, self.clocks.backward
         num_bytes = bytes_of(traffic.inputs if backward else traffic.outputs, payload, turned=backward)
         self._together(table, num_bytes, MOVED, ring=backward and traffic.gathers, stored=True, added=backward)
 
     def _nested(self, table: ZoneTable, traffic: HeadsThenHops) -> None:
-        """Collectives inside groups, rings between them, collectives inside groups."""
+        # Collectives inside groups, rings between them, collectives inside groups.
         size = len(table.ranks) // len(traffic.groups) if traffic.groups else 1
         inside = [(table.part(at * size, size), group) for at, group in enumerate(traffic.groups)]
         for part, group in inside:
@@ -225,7 +223,7 @@ class RoundsPhase:
             self._behind(part, group)
 
     def _waves(self, table: ZoneTable, traffic: WaveTraffic) -> None:
-        """Collectives inside groups, own work and waves between groups, collectives inside groups."""
+        # Collectives inside groups, own work and waves between groups, collectives inside groups.
         size = len(table.ranks) // max(1, len(traffic.groups))
         inside, late = (
             [(table.part(at * size, size), group) for at, group in enumerate(groups)]
@@ -244,7 +242,7 @@ class RoundsPhase:
     def _waves_there(
         self, table: ZoneTable, traffic: WaveTraffic, late: Sequence[tuple[ZoneTable, GroupTraffic]]
     ) -> None:
-        """Own work, of what came first while the rest comes, and waves."""
+        # Own work, of what came first while the rest comes, and waves.
         clocks, own = self.clocks, len(late[:1]) + 1
         if late:
             begun = clocks.done.copy()
@@ -262,7 +260,7 @@ class RoundsPhase:
     def _waves_back(
         self, table: ZoneTable, traffic: WaveTraffic, late: Sequence[tuple[ZoneTable, GroupTraffic]]
     ) -> None:
-        """Waves and own work in reverse; gradients of what came late leave before the last of it."""
+        # Waves and own work in reverse; gradients of what came late leave before the last of it.
         clocks, own = self.clocks, len(late[:1]) + 1
         come = self._keys(table, traffic.waves[::-1])[::-1] if clocks.policy == "replay" else []
         for wave in reversed(range(len(traffic.waves))):
@@ -279,7 +277,7 @@ class RoundsPhase:
             self._launch(table, 0)
 
     def _keys(self, table: ZoneTable, waves: Sequence[Ints]) -> list[Floats]:
-        """Send the keys of waves, one after the other; when each rank has them."""
+        # Send the keys of waves, one after the other; when each rank has them.
         clocks = self.clocks
         # Waves pass on what the collectives brought.
         clocks.ready[table.ranks] = np.maximum(clocks.ready, clocks.done)[table.ranks]
@@ -290,7 +288,7 @@ class RoundsPhase:
         return come
 
     def _launch(self, table: ZoneTable, at: int) -> None:
-        """Launch number `at` of each rank of a zone."""
+        # Launch number `at` of each rank of a zone.
         seconds = (table.backward_s if self.clocks.backward else table.forward_s)[:, at]
         self.clocks.issue(table.ranks, 0, LAUNCHES_OF_RUN * (seconds > 0))
         self.clocks.done[table.ranks] += seconds
@@ -306,12 +304,11 @@ class RoundsPhase:
         stored: bool = False,
         added: bool = False,
     ) -> None:
-        """One collective of all ranks of a zone; what is moved follows the launch, what is copied
-        comes before it.
-
-        `ring`: an all-gather or, if what it brings is `added`, a reduce-scatter; else an
-        all-to-all.
-        """
+        # One collective of all ranks of a zone; what is moved follows the launch, what is copied
+        # comes before it.
+        #
+        # `ring`: an all-gather or, if what it brings is `added`, a reduce-scatter; else an
+        # all-to-all.
         if not num_bytes.size:
             return
         ranks = table.ranks
@@ -361,18 +358,18 @@ class RoundsPhase:
             self._messages(table, turned(stage), MOVED)
 
     def _one_by_one(self, table: ZoneTable, stages: list[Ints]) -> None:
-        """Exchanges of which each passes on what the one before brings."""
+        # Exchanges of which each passes on what the one before brings.
         self._messages(table, stages[0], COPIED)
         self._pass_on(table, stages[1:])
 
     def _pass_on(self, table: ZoneTable, stages: Sequence[Ints]) -> None:
-        """Exchanges of which each passes on what the one before it brought."""
+        # Exchanges of which each passes on what the one before it brought.
         for stage in stages:
             self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
             self._messages(table, stage, COPIED)
 
     def _messages(self, table: ZoneTable, messages: Ints, traffic_class: int) -> None:
-        """One exchange of a zone whose messages go from rank to rank."""
+        # One exchange of a zone whose messages go from rank to rank.
         posted, arrived, placed = self.clocks.exchange(messages, table.index, traffic_class)
         if traffic_class == MOVED:
             self.clocks.late = np.maximum(self.clocks.late, arrived)
@@ -498,7 +495,7 @@ class RingClock:
         clocks.issued[ranks] = self.issued
 
     def _issue(self, num_calls: Ints | int, num_launches: Ints | Bools | int, num_messages: Ints | int = 0) -> None:
-        """As `Clocks.issue`, for the ranks of the ring."""
+        # As `Clocks.issue`, for the ranks of the ring.
         host = self.machine.host
         if not host.is_modelled:
             return
@@ -510,9 +507,8 @@ class RingClock:
             self.ready = np.maximum(self.ready, self.behind * self.issued)
 
     def _issue_round(self, turn: _Turn, at: int) -> None:
-        """Issue a round's transfers: those of a rank that go by one link are one call; routed ones
-        are a piece for each NIC.
-        """
+        # Issue a round's transfers: those of a rank that go by one link are one call; routed ones
+        # are a piece for each NIC.
         if not self.machine.host.is_modelled:
             return
         calls, num_messages = np.zeros((2, self.size), dtype=np.int64), np.zeros(self.size, dtype=np.int64)
@@ -524,10 +520,9 @@ class RingClock:
         self._issue(calls.sum(axis=0), 0, num_messages)
 
     def _turn(self, tokens: Ints | Floats, kind: Kind, step: int) -> tuple[_Turn, Floats]:
-        """Transfers of all rounds, and their bytes [rounds, G].
-
-        `tokens` [rounds, G]: what each place sends to the one `step` further.
-        """
+        # Transfers of all rounds, and their bytes [rounds, G].
+        #
+        # `tokens` [rounds, G]: what each place sends to the one `step` further.
         clocks = self.clocks
         target = np.roll(self.ranks, -step)
         num_bytes = (tokens * float(clocks.row_bytes(kind))).astype(np.float64)
@@ -561,7 +556,7 @@ class RingClock:
         return turn, num_bytes
 
     def _relay(self, turn: _Turn, legs: tuple[Floats, Floats, Floats], node_out: Ints, node_in: Ints) -> None:
-        """The ranks of both nodes pass on what is routed, and are kept busy by it too."""
+        # The ranks of both nodes pass on what is routed, and are kept busy by it too.
         dispatch, across, combine = (np.nan_to_num(leg) for leg in legs)
         # Of each round and node: the longest leg of a rank of it.
         inside, between = np.zeros((2, len(dispatch), self.machine.nics.num_nodes))
@@ -572,7 +567,7 @@ class RingClock:
         turn.between = np.maximum(turn.between, between[:, node_out])
 
     def _carry(self, turn: _Turn, at: int, posted: Floats, traffic_class: int) -> Floats:
-        """Run a round's transfers; when each rank has what it receives (-inf: nothing)."""
+        # Run a round's transfers; when each rank has what it receives (-inf: nothing).
         seconds, free = turn.seconds[at], self.free[traffic_class]
         moving = ~np.isnan(seconds)
         place = np.arange(self.size)
@@ -591,9 +586,8 @@ class RingClock:
         return arrived
 
     def _by_proxies(self, turn: _Turn, at: int, posted: Floats, free: Floats, arrived: Floats) -> None:
-        """Set `arrived` by the routed hops of a round, leg by leg: one round's is under way beside
-        the next one of the round before.
-        """
+        # Set `arrived` by the routed hops of a round, leg by leg: one round's is under way beside
+        # the next one of the round before.
         assert turn.legs is not None
         hop = np.flatnonzero(~np.isnan(turn.legs[0][at]) & ~np.isnan(turn.seconds[at]))
         there = (hop + turn.step) % self.size
@@ -608,9 +602,8 @@ class RingClock:
         arrived[there] = last
 
     def _took(self, seconds: Floats, *beside: tuple[_Turn, Ints]) -> Floats:
-        """Seconds [rounds, G] of launches, slowed by the transfers `beside` them: of each turn, the
-        row that goes beside each round [rounds], if there is one.
-        """
+        # Seconds [rounds, G] of launches, slowed by the transfers `beside` them: of each turn, the
+        # row that goes beside each round [rounds], if there is one.
         took = seconds.copy()
         for inside, drag in zip((True, False), self.drag, strict=True):
             lasting = np.zeros_like(seconds)
@@ -632,7 +625,7 @@ class RingClock:
         self.busy += seconds
 
     def _blocks(self, tokens: Ints | Floats, step: int) -> Ints | Floats:
-        """Tokens [rounds, G] that each group index sends, of later and later neighbours' blocks."""
+        # Tokens [rounds, G] that each group index sends, of later and later neighbours' blocks.
         place, rounds = np.arange(self.size), np.arange(1, self.rounds)[:, None]
         return tokens[(place - step * (rounds - 1)) % self.size, rounds]
 
@@ -658,9 +651,8 @@ class RingClock:
         self.ready = posted
 
     def _backward(self) -> None:
-        """Rounds the other way: the gradients of a block walk its way back; `replay` brings the
-        blocks again, furthest first.
-        """
+        # Rounds the other way: the gradients of a block walk its way back; `replay` brings the
+        # blocks again, furthest first.
         rounds, replay, number = self.rounds, self.clocks.policy == "replay", np.arange(self.rounds)
         # Of the block whose gradients each group index sends back in a round.
         place, later = np.arange(self.size), number[1:, None]
@@ -701,7 +693,7 @@ class RingClock:
         self.clocks.late_s[self.ranks] += np.where(returned > -np.inf, owed, 0.0)
 
     def _share_traffic_classes(self, again: _Turn, copied: Floats, back: _Turn, moved: Floats) -> None:
-        """Let keys and gradients that leave by one link at a time have half of it each."""
+        # Let keys and gradients that leave by one link at a time have half of it each.
         # The second block comes while the first gradients leave, and so on; the first comes alone,
         # the last gradients leave alone.
         beside = moved[:0:-1]

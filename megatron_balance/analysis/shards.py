@@ -203,12 +203,11 @@ def _held(scheme: Scheme, firsts: Ints, parameters: ParameterTable, chosen: Ints
 
 
 def _of_ranges(begin: Ints, end: Ints, number: Ints, parameters: ParameterTable, tensor: int) -> tuple[Ints, Ints]:
-    """Cut ranges of flat TP shards into rectangles: a range may begin inside a row, have whole
-    rows, and end inside a row; blocks are cut apart.
-
-    Returns:
-        (index of the range [m], rectangle in the whole parameter [m, 4], for TP rank 0).
-    """
+    # Cut ranges of flat TP shards into rectangles: a range may begin inside a row, have whole rows,
+    # and end inside a row; blocks are cut apart.
+    #
+    # Returns:
+    # (index of the range [m], rectangle in the whole parameter [m, 4], for TP rank 0).
     axis, blocks = parameters.cut[number], parameters.blocks[number]
     shape = parameters.shape[number].copy()
     cut = np.flatnonzero(axis >= 0)
@@ -240,7 +239,7 @@ def _of_ranges(begin: Ints, end: Ints, number: Ints, parameters: ParameterTable,
 
 
 def _steps(number: Ints, parameters: ParameterTable, tensor: int) -> Ints:
-    """How far a rectangle moves from one TP rank to the next [n, 4]."""
+    # How far a rectangle moves from one TP rank to the next [n, 4].
     axis = parameters.cut[number]
     steps = np.zeros((len(number), 4), dtype=np.int64)
     for dimension in (0, 1):

@@ -91,7 +91,7 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
 
 
 def _imbalance(loads: Ints) -> float:
-    """Largest load over mean load; 1 where there is no load at all."""
+    # Largest load over mean load; 1 where there is no load at all.
     total = int(loads.sum())
     return int(loads.max()) * len(loads) / total if total else 1.0
 
@@ -152,7 +152,7 @@ class _InterNodeTraffic:
             self._add_remap(base, np.concatenate([self._nothing, *hops]))
 
     def _add(self, index: int, base: int, exchanges: Sequence[ZoneMessages], spared: Ints) -> None:
-        """Messages of a zone, whose first exchange is `base`, less those that it is `spared`."""
+        # Messages of a zone, whose first exchange is `base`, less those that it is `spared`.
         routed = self._is_routed(index)
         rows = [spared]
         together = False
@@ -171,7 +171,7 @@ class _InterNodeTraffic:
             self._attention.append(own)
 
     def _add_remap(self, last: int, hops: Ints) -> None:
-        """Inputs and outputs (exchange `last`) of what is remote, and owners' first hops."""
+        # Inputs and outputs (exchange `last`) of what is remote, and owners' first hops.
         holder, owner, tokens = as_array(self.plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         heads, kv_heads = (0, self.plan.num_heads), (0, self.plan.num_kv_heads)
         moves = [
@@ -184,9 +184,8 @@ class _InterNodeTraffic:
         self._blocks.append(_ExchangeBlock(np.concatenate([self._remap, hops]), self._is_routed(REMAP)))
 
     def received(self, payload: Payload) -> tuple[Ints, Ints]:
-        """Tokens of keys and values for attention that come from other nodes, and all bytes: int64
-        [num_ranks] each.
-        """
+        # Tokens of keys and values for attention that come from other nodes, and all bytes: int64
+        # [num_ranks] each.
         kv_tokens, num_bytes = np.zeros((2, self.plan.num_ranks), dtype=np.int64)
         row_bytes = payload.whole()
         attention = np.concatenate(self._attention)
@@ -205,9 +204,8 @@ class _InterNodeTraffic:
         return kv_tokens, num_bytes
 
     def nic_bytes(self, payload: Payload) -> tuple[Ints, Ints, int]:
-        """Bytes that each NIC sends and receives, [nodes, NICs of a node], and the number of routed
-        parcels.
-        """
+        # Bytes that each NIC sends and receives, [nodes, NICs of a node], and the number of routed
+        # parcels.
         sent, received = np.zeros((2, self.nics.num_nodes, self.nics.per_node), dtype=np.int64)
         for gather in self._gathers:
             # As gloo runs it: blocks as wide as the widest go round a ring of the ranks.
@@ -290,7 +288,7 @@ def traffic(program: Program, payload: Payload, *, ranks_per_node: int, ranks_pe
 
 
 def _hops(op: Exchange, payload: Payload, nics: NicOf) -> Ints:
-    """Rows (src, dst, bytes) of the transfers that one exchange is carried by."""
+    # Rows (src, dst, bytes) of the transfers that one exchange is carried by.
     parcels = payload.parcels(messages_of(op.id, as_array(op.transfers)))
     if op.collective != "p2p" and is_collective(op.group, nics.num_ranks, nics.ranks_per_node):
         if op.collective == "all_gather":
@@ -311,7 +309,7 @@ def _direct(op: Exchange, parcels: Parcels) -> Ints:
 
 
 def _routed(op: Exchange, parcels: Parcels) -> list[Ints]:
-    """The hops of every piece: to its send proxy, across, and from its receive proxy."""
+    # The hops of every piece: to its send proxy, across, and from its receive proxy.
     packed = dict(
         zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed.tolist(), strict=True)
     )

@@ -65,9 +65,8 @@ class StepMemory:
 
 
 def _covers(stage: backward.Stage, other: backward.Stage) -> bool:
-    """Whether `stage` holds at least what `other` does, whatever the microbatches; both with state and
-    passes, `other` without a head.
-    """
+    # Whether `stage` holds at least what `other` does, whatever the microbatches; both with state
+    # and passes, `other` without a head.
     assert stage.in_flight is not None and other.in_flight is not None  # noqa: PT018  both or neither
     assert stage.state_bytes is not None and other.state_bytes is not None  # noqa: PT018
     return (
@@ -80,9 +79,8 @@ def _covers(stage: backward.Stage, other: backward.Stage) -> bool:
 
 _PROBE_TOKENS = 1024
 
-
+# Ranks of a ring from which on a replayed backward holds no more for another one.
 _PROBE_RANKS = 16
-"""Ranks of a ring from which on a replayed backward holds no more for another one."""
 
 
 def stages_of(
@@ -123,7 +121,7 @@ def most_tokens(
 
 
 def _probe(model: Model, num_ranks: int) -> backward.MicrobatchBytes:
-    """Bytes of a microbatch of `_PROBE_TOKENS` a rank, one sequence around a ring of them all."""
+    # Bytes of a microbatch of `_PROBE_TOKENS` a rank, one sequence around a ring of them all.
     ranks = min(num_ranks, _PROBE_RANKS)
     plan = MicrobatchPlan(
         "probe",
@@ -137,8 +135,8 @@ def _probe(model: Model, num_ranks: int) -> backward.MicrobatchBytes:
     return backward.microbatch_bytes([plan], model)
 
 
+# Share of a GPU's memory that is left free.
 MARGIN = 0.1
-"""Share of a GPU's memory that is left free."""
 
 
 def max_len(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int, margin: float = MARGIN) -> int:

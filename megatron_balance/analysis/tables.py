@@ -33,11 +33,11 @@ from megatron_balance.patterns.sends import messages_of
 # ring brought are added once: the launch leaves them as they are, what the next rank sends back is
 # added to them (`runtime.lower.lowering`).
 
+# Kinds that are unpacked where they arrive; queries and keys stay as they came.
 STORED = (Kind.OUT, Kind.OUT_GRAD)
-"""Kinds that are unpacked where they arrive; queries and keys stay as they came."""
 
+# Kinds that are added to what is held.
 ADDED = (Kind.Q_GRAD, Kind.KV_GRAD)
-"""Kinds that are added to what is held."""
 
 
 class _LaunchSeconds(NamedTuple):
@@ -148,7 +148,7 @@ GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
 
 
 def _walked(rounds: base.ZoneRounds) -> Bools:
-    """Mark the launches of a zone whose keys came in a hop round its ranks: from round 1 on."""
+    # Mark the launches of a zone whose keys came in a hop round its ranks: from round 1 on.
     walked, of_round = np.zeros(len(rounds.launches.merging), dtype=bool), rounds.launches.of_round
     if isinstance(rounds.traffic, base.HeadsThenHops) and rounds.traffic.hops is not None:
         walked[of_round[:, 1:]] = True
@@ -226,7 +226,7 @@ class Tables:
             table.forward_s, table.backward_s = forward[table.launch] * factor, backward[table.launch] * factor
 
     def _remap_first_hops(self, hops: base.FirstHops) -> None:
-        """Leave to the remap the first hops that owners make for holders."""
+        # Leave to the remap the first hops that owners make for holders.
         self.first_hops.append(messages_of(0, hops.rows))
         for table in self.zones:
             of_zone = hops.zones == table.index

@@ -45,8 +45,8 @@ ATTENTION, LINEAR, PACK, WAIT, PLACE = "attention", "linear", "pack", "wait", "p
 PLAN, GRADIENT_SYNC, OPTIMIZER = "plan", "gradient sync", "optimizer"
 
 _US, _NS = 1e6, 1e9
+# The reach of a clock that counts nanoseconds in 64 bits.
 _LONGEST_S = 9e9
-"""The reach of a clock that counts nanoseconds in 64 bits."""
 
 
 def named(what: str, exchange: int) -> str:
@@ -162,7 +162,7 @@ def read(document: Any, source: str) -> Trace:
 
 
 def _check(spans: Sequence[TrackSpan], names: Mapping[int, str], facts: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError where a time is none, or a rank's facts are not what it wrote."""
+    # Raise TypeError or ValueError where a time is none, or a rank's facts are not what it wrote.
     nameless = {span.rank for span in spans} - names.keys()
     if nameless:
         raise ValueError(f"rank {min(nameless)} without a name")
@@ -208,14 +208,13 @@ def joined(traces: Sequence[Trace]) -> Trace:
     return Trace(spans, names, {**facts, "skew_s": _skew_s(spans), "moved_s": max(moved.values(), default=0.0)})
 
 
+# The least that a transfer between nodes takes.
 _FASTEST_S = 1e-6
-"""The least that a transfer between nodes takes."""
 
 
 def _clocks_moved(spans: Sequence[TrackSpan], nodes: Mapping[int, Any]) -> dict[Any, float]:
-    """How much later each node's clock is to show, for no transfer between nodes to end before it
-    begins; 0 for all where they cannot be moved so. `nodes`: of each rank.
-    """
+    # How much later each node's clock is to show, for no transfer between nodes to end before it
+    # begins; 0 for all where they cannot be moved so. `nodes`: of each rank.
     moved = dict.fromkeys(nodes.values(), 0.0)
     room: dict[tuple[Any, Any], float] = {}
     for sends, receives, _ in _transfers(spans):
@@ -237,16 +236,15 @@ _OF_ONE_RANK = ("rank", "node", "began_unix_s")
 
 
 def _skew_s(spans: Sequence[TrackSpan]) -> float:
-    """Seconds by which a receiving span ends before its sending one begins, at most; 0 where clocks of
-    ranks agree.
-    """
+    # Seconds by which a receiving span ends before its sending one begins, at most; 0 where clocks
+    # of ranks agree.
     return max([0.0, *(spans[a].start_s - spans[b].stop_s for a, b, _ in _transfers(spans))])
 
 
 # Reading and writing events
 
+# Of each fact that an event has of its span, the type.
 _FACTS = {"track": str, "what": str, "phase": str, "microbatch": int, "call": int, "exchange": int, "zone": str}
-"""Of each fact that an event has of its span, the type."""
 
 
 def _span(event: Mapping[str, Any]) -> TrackSpan:
@@ -298,12 +296,12 @@ def _ns(seconds: float) -> int:
 
 
 def _placed(spans: Sequence[TrackSpan], names: Iterable[int]) -> tuple[list[_At], list[tuple[int, int, str]]]:
-    """Where each span is drawn, and (rank, number, name) of all tracks.
-
-    The step is first, then what a rank computes, then its streams. Complete events of one thread lie
-    apart or inside one another; spans of a track that overlap (gloo has several exchanges under way at
-    once) are on tracks beside one another. Those that rounding lets overlap are moved apart.
-    """
+    # Where each span is drawn, and (rank, number, name) of all tracks.
+    #
+    # The step is first, then what a rank computes, then its streams. Complete events of one thread
+    # lie apart or inside one another; spans of a track that overlap (gloo has several exchanges
+    # under way at once) are on tracks beside one another. Those that rounding lets overlap are
+    # moved apart.
     by_track: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for index, span in enumerate(spans):
         by_track[span.rank, span.track].append(index)
@@ -325,12 +323,12 @@ def _placed(spans: Sequence[TrackSpan], names: Iterable[int]) -> tuple[list[_At]
     return placed, tracks
 
 
+# The numbers of the span that sends and of the one that receives, and the bytes.
 _Transfer: TypeAlias = tuple[int, int, int]
-"""The numbers of the span that sends and of the one that receives, and the bytes."""
 
 
 def _transfers(spans: Sequence[TrackSpan]) -> list[_Transfer]:
-    """Every transfer both of whose ends are here."""
+    # Every transfer both of whose ends are here.
     receiving = {(span.rank, span.moves): index for index, span in enumerate(spans) if span.received}
     found: list[_Transfer] = []
     for index, span in enumerate(spans):
@@ -342,7 +340,7 @@ def _transfers(spans: Sequence[TrackSpan]) -> list[_Transfer]:
 
 
 def _arriving(placed: Sequence[_At], transfers: Iterable[_Transfer]) -> dict[int, _At]:
-    """From when on all that send to a span have begun, where that is later than its own beginning."""
+    # From when on all that send to a span have begun, where that is later than its own beginning.
     last: dict[int, int] = {}
     for sends, receives, _ in transfers:
         last[receives] = max(last.get(receives, 0), placed[sends].start)
@@ -352,7 +350,7 @@ def _arriving(placed: Sequence[_At], transfers: Iterable[_Transfer]) -> dict[int
 def _arrows(
     spans: Sequence[TrackSpan], transfers: Iterable[_Transfer], placed: Sequence[_At], arriving: Mapping[int, _At]
 ) -> list[dict[str, Any]]:
-    """An arrow for every transfer between the beginnings of two spans, ends behind starts."""
+    # An arrow for every transfer between the beginnings of two spans, ends behind starts.
     starts: list[dict[str, Any]] = []
     ends: list[dict[str, Any]] = []
     for number, (sends, receives, _) in enumerate(transfers):
@@ -365,7 +363,7 @@ def _arrows(
 
 
 def _counters(spans: Sequence[TrackSpan], placed: Sequence[_At], first: Mapping[int, int]) -> list[dict[str, Any]]:
-    """The bytes that each rank has under way; `first`: a track of each rank."""
+    # The bytes that each rank has under way; `first`: a track of each rank.
     changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for span, at in zip(spans, placed, strict=True):
         num_bytes = sum(span.sent.values()) + sum(span.received.values())

@@ -19,14 +19,12 @@ from megatron_balance.ir.columns import Message
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Kind
 
+# Bytes at a multiple of which every tensor of a packed parcel begins, and every piece ends; no
+# element type is larger.
 ALIGN = 16
-"""Bytes at a multiple of which every tensor of a packed parcel begins, and every piece ends; no
-element type is larger.
-"""
 
+# (kind, rows, heads) of one message.
 Carried: TypeAlias = tuple[Kind, int, int]
-"""(kind, rows, heads) of one message."""
-
 
 Element: TypeAlias = Literal["narrow", "wide", "gradient"]
 _Size = TypeVar("_Size", int, Ints)
@@ -211,16 +209,15 @@ class Payload:
 
 
 def _begins(keys: Ints) -> Ints:
-    """Numbers of the rows that differ from the row before them."""
+    # Numbers of the rows that differ from the row before them.
     fresh = np.ones(len(keys), dtype=bool)
     fresh[1:] = (keys[1:] != keys[:-1]).any(axis=1)
     return np.flatnonzero(fresh)
 
 
 def _summed(rows: Ints) -> Ints:
-    """One row for all messages that differ in tokens only, sorted, without those that come to
-    nothing.
-    """
+    # One row for all messages that differ in tokens only, sorted, without those that come to
+    # nothing.
     rows = rows[np.lexsort(rows[:, Message.KEY].T[::-1])]
     begin = _begins(rows[:, Message.KEY])
     messages = rows[begin]

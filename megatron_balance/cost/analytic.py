@@ -21,24 +21,21 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
 
+# A kernel launch with what surrounds it: index arithmetic and the launch of the merge of its
+# partial result.
+#
+# CUDA's own launch of an empty kernel takes 2 to 5 us in microbenchmarks; two of them.
 LAUNCH_S = 10e-6
-"""A kernel launch with what surrounds it: index arithmetic and the launch of the merge of its
-partial result.
 
-CUDA's own launch of an empty kernel takes 2 to 5 us in microbenchmarks; two of them.
-"""
-
+# A communication call: NCCL's tuning model, base latency of ring, Simple (2.14, graph/tuning.cc).
 CALL_S = 8.4e-6
-"""A communication call: NCCL's tuning model, base latency of ring, Simple (2.14, graph/tuning.cc).
-"""
 
+# Adam's update of a parameter: fp32 gradient, weight and two moments read, the last three written,
+# and the bf16 weight.
 OPTIMIZER_BYTES = 30
-"""Adam's update of a parameter: fp32 gradient, weight and two moments read, the last three written,
-and the bf16 weight.
-"""
 
+# Partial outputs and their LSE are accumulated in fp32.
 PARTIAL_BYTES = 4
-"""Partial outputs and their LSE are accumulated in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +122,8 @@ class AnalyticCost(MachineCost):
         return np.where(work > 0, LAUNCH_S + seconds, 0.0)
 
     def _latent_s(self, num_keys: Floats, *, backward: bool) -> Floats:
-        """Seconds of making keys and values of a launch's latents; backward also of their
-        gradients' products.
-        """
+        # Seconds of making keys and values of a launch's latents; backward also of their gradients'
+        # products.
         flops_per_s = self.cluster.flops_per_s * self.cluster.linear_efficiency
         return (1.0 + BACKWARD_PRODUCTS * backward) * num_keys * self.model.latent_flops / flops_per_s
 

@@ -20,13 +20,12 @@ from megatron_balance.ir.cluster import Cluster
 
 Floats = NDArray[np.float64]
 
+# Seconds of adding to what is held over those of packing: two values are read and one is written,
+# where packing reads one and writes one.
 ADD = 1.5
-"""Seconds of adding to what is held over those of packing: two values are read and one is written,
-where packing reads one and writes one.
-"""
 
+# An attention kernel, and what merges its outputs or adds up its gradients.
 LAUNCHES_OF_RUN = 2
-"""An attention kernel, and what merges its outputs or adds up its gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,29 +213,22 @@ def token_bytes(cost: CostModel) -> float:
     return cost.kv_bytes(1) + 2 * cost.query_bytes(1)
 
 
+# Channels, one SM each, of a transfer to another node: NCCL's default of
+# NCCL_NCHANNELS_PER_NET_PEER (2.14, graph/paths.cc).
 _NET_CHANNELS = 2
-"""Channels, one SM each, of a transfer to another node: NCCL's default of
-NCCL_NCHANNELS_PER_NET_PEER (2.14, graph/paths.cc).
-"""
-
 
 _LINK_CHANNELS = 2
 
-
+# Channels of a transfer inside a node: two for each NVLink between the ranks, 32 at most (the same
+# file; MAXCHANNELS).
 _MAX_CHANNELS = 32
-"""Channels of a transfer inside a node: two for each NVLink between the ranks, 32 at most (the same
-file; MAXCHANNELS).
-"""
 
-
+# One NVLink of generation 3 or 4, one direction (A100 and H100 datasheets: 600 GB/s in 12 links,
+# 900 GB/s in 18, both directions).
 NVLINK_BYTES_PER_S = 25e9
-"""One NVLink of generation 3 or 4, one direction (A100 and H100 datasheets: 600 GB/s in 12 links,
-900 GB/s in 18, both directions).
-"""
 
-
+# Parts of a processor that is not counted in SMs: the share that transfers take was measured.
 PARTS = 1_000_000
-"""Parts of a processor that is not counted in SMs: the share that transfers take was measured."""
 
 
 @dataclass(frozen=True, slots=True)

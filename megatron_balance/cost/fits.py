@@ -97,9 +97,8 @@ def least_squares(
 
 
 def _normal_equations(columns: NDArray[np.float64]) -> list[list[int]]:
-    """Equations [c, c + 1] of the coefficients by which columns come nearest to 1: whole numbers,
-    nothing is rounded.
-    """
+    # Equations [c, c + 1] of the coefficients by which columns come nearest to 1: whole numbers,
+    # nothing is rounded.
     ratios = [[value.as_integer_ratio() for value in row] for row in columns.tolist()]
     unit: int = max(below for row in ratios for _, below in row)  # of powers of two
     rows = [[*(above * (unit // below) for above, below in row), unit] for row in ratios]
@@ -108,7 +107,7 @@ def _normal_equations(columns: NDArray[np.float64]) -> list[list[int]]:
 
 
 def _solved(equations: Sequence[Sequence[int]]) -> NDArray[np.float64] | None:
-    """The solution [c] of equations [c, c + 1] by Gauss and Jordan; None: they are not independent."""
+    # The solution [c] of equations [c, c + 1] by Gauss and Jordan; None: they are not independent.
     left = [[*map(Fraction, row)] for row in equations]
     width = len(left)
     for i in range(width):
@@ -124,12 +123,11 @@ def _solved(equations: Sequence[Sequence[int]]) -> NDArray[np.float64] | None:
     return np.array([float(row[width]) for row in left])
 
 
+# Table 1: "The estimated gamma = 0.49 on H100 GPUs", FLUX.
 GAMMA_H100_FLUX = 0.49
-"""Table 1: "The estimated gamma = 0.49 on H100 GPUs", FLUX."""
 
-
+# Tokens of the sequences by which a cost model's gamma is fitted.
 LENGTHS = (512, 2048, 8192, 32768)
-"""Tokens of the sequences by which a cost model's gamma is fitted."""
 
 
 def sequence_work(lengths: Floats, model: Model, gamma: float) -> Floats:

@@ -30,8 +30,8 @@ from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 
+# Points a doubling at which the time of a square of one run is tabulated for planners.
 _RUN_STEPS = 16
-"""Points a doubling at which the time of a square of one run is tabulated for planners."""
 
 
 class PairGrid:
@@ -147,7 +147,7 @@ class MeasuredCost(MachineCost):
         object.__setattr__(self, "_links", links)
 
     def _tabulate_runs(self, grid: PairGrid) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Tabulate the seconds of squares of runs: planners ask for thousands, one by one."""
+        # Tabulate the seconds of squares of runs: planners ask for thousands, one by one.
         attention = self.table.attention
         top = max(attention.q_tokens[-1], attention.k_tokens[-1])
         doublings = np.log2(top)
@@ -161,7 +161,7 @@ class MeasuredCost(MachineCost):
 
     @property
     def _flops_ratio(self) -> float:
-        """FLOPs of a token in the model's layer over those in the layer that was measured."""
+        # FLOPs of a token in the model's layer over those in the layer that was measured.
         layer, attention = self.table.layer, self.table.attention
         measured = Model(
             num_heads=attention.num_heads,

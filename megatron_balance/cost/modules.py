@@ -19,12 +19,11 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
 
+# A product's backward is two of the same size: the gradient of the input and that of the weights.
 BACKWARD_PRODUCTS = 2.0
-"""A product's backward is two of the same size: the gradient of the input and that of the weights.
-"""
 
+# Logits and their gradient are kept in fp32 (Megatron-core's fused cross entropy).
 LOGIT_BYTES = 4
-"""Logits and their gradient are kept in fp32 (Megatron-core's fused cross entropy)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def expert_parameters(model: Model) -> float:
 
 
 def _spared(model: Model) -> float:
-    """Weights of experts that a token does not visit, and of the router."""
+    # Weights of experts that a token does not visit, and of the router.
     unvisited = model.num_experts - max(1, model.experts_per_token)
     return _expert(model) * unvisited + model.hidden_size * model.num_experts
 
@@ -160,8 +159,8 @@ def layer_flops(model: Model) -> float:
 # other experts than the rest (`spread`): ranks with few documents then have other loads than the mean
 # of the batch.
 
+# The module of a layer (`cost.modules`) that experts are.
 _EXPERT_MODULE = "mlp"
-"""The module of a layer (`cost.modules`) that experts are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +237,7 @@ class ExpertLoad:
 
 
 def _capped(shares: Floats, most: float) -> Floats:
-    """Rows whose largest shares are `most`, the rest in the proportions they had."""
+    # Rows whose largest shares are `most`, the rest in the proportions they had.
     full = np.zeros(shares.shape, dtype=bool)
     while (over := ~full & (shares > most + 1e-12)).any():
         full |= over

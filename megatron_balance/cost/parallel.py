@@ -17,11 +17,11 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 
+# Gradients are reduced in fp32 (Megatron-core's default with bf16 weights).
 GRADIENT_BYTES = 4
-"""Gradients are reduced in fp32 (Megatron-core's default with bf16 weights)."""
 
+# The bf16 weights that the distributed optimizer gathers.
 WEIGHT_BYTES = 2
-"""The bf16 weights that the distributed optimizer gathers."""
 
 
 def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:

@@ -19,8 +19,8 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from megatron_balance.errors import ConfigError, suggest
 from megatron_balance.files import read_json
 
+# First key of the file; another number is another layout.
 FORMAT = "megatron-balance cost table 1"
-"""First key of the file; another number is another layout."""
 
 Numbers = tuple[float, ...]
 Grid = tuple[tuple[float, ...], ...]
@@ -216,7 +216,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _decode(kind: Any, value: object, file: str, at: str) -> object:
-    """`value` as `kind`: a dataclass, a tuple, a number, text or None; `at` is the path to it."""
+    # `value` as `kind`: a dataclass, a tuple, a number, text or None; `at` is the path to it.
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(cast(type, kind), value, file, at)
     if get_origin(kind) is tuple:

@@ -68,9 +68,7 @@ def sums(index: Ints, amounts: Ints, size: int) -> Ints:
 # Positions of a sequence are below 2 ** POSITION_BITS.
 POSITION_BITS = 40
 
-
 _POSITION = (1 << POSITION_BITS) - 1
-
 
 _DENSE = 8  # a table with one entry per token is made where there are at most this many tokens a region
 

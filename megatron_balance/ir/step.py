@@ -33,7 +33,6 @@ Lengths: TypeAlias = tuple[tuple[int, ...], ...]
 # By microbatch and nano-batch, the numbers of its sequences; the i-th is sequence i of its plan.
 Members: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
 
-
 # Sequences that are held back: number and length in tokens, in the order in which they were dealt.
 Waiting: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -382,12 +381,9 @@ def _digest(parts: Iterator[str] | Sequence[str]) -> str:
 
 When: TypeAlias = Literal["always", "pays", "never"]
 
-
 RemapWhen: TypeAlias = Literal["always", "pays"]
 
-
 MilpSolver: TypeAlias = Literal["gurobi", "highs"]
-
 
 Solver: TypeAlias = Literal["exact", MilpSolver]
 

@@ -120,7 +120,7 @@ class Dispatch(ListedPattern[TaskTable]):
 
 
 def _sends_of(*exchanges: Ints) -> Sends:
-    """Sends of the transfers of each exchange, a block each."""
+    # Sends of the transfers of each exchange, a block each.
     rows, counts = np.concatenate(exchanges), [len(each) for each in exchanges]
     block = np.arange(len(rows))
     kind, head_start, head_stop = (rows[:, at] for at in (Transfer.KIND, Transfer.HEAD_START, Transfer.HEAD_STOP))

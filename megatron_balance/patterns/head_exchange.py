@@ -285,7 +285,7 @@ class ChunkExchange(HeadExchange):
 
 
 def _chunk_edges(lengths: Ints, size: int) -> Ints:
-    """Where the `size` contiguous chunks of each length begin and end: int64 [S, size + 1]."""
+    # Where the `size` contiguous chunks of each length begin and end: int64 [S, size + 1].
     # Tokens that `size` does not divide are dealt to the chunks round robin, from length to length,
     # so that the sums of all i-th chunks differ by one token at most.
     whole, over = np.divmod(lengths, size)
@@ -330,7 +330,7 @@ def shared_by_heads(pairs: Ints, slices: Sequence[Sequence[HeadSlice]], context:
 
 
 def _slices_of(zone: Zone, context: base.Context) -> list[list[HeadSlice]]:
-    """The slices of the heads that each rank of a zone attends."""
+    # The slices of the heads that each rank of a zone attends.
     return head_slices(context.num_heads, context.num_kv_heads, len(zone.ranks))
 
 

@@ -434,7 +434,6 @@ def _launches(shape: _Shape) -> base.Launches:
 # launch.
 _EXACT = 1 << 18
 
-
 # About so many rows are made at once, which keeps them in the cache.
 _ROWS = 1 << 14
 
@@ -453,7 +452,7 @@ def hops_of(placed: zigzag.Zigzag, *, back: bool = False) -> Blocks:
 
 
 def _reach_forward(placed: zigzag.Zigzag, position: Ints) -> tuple[Ints, Ints]:
-    """Hops [..., S] that the low and the high chunk of a position make, turning forward."""
+    # Hops [..., S] that the low and the high chunk of a position make, turning forward.
     # The low chunk at position j is needed by all other positions, the high one by those below j;
     # turning forward, the last position before j again is j - 1. Position 0 has none behind it: its
     # low chunk ends at the last position and its high chunk stays. Under a full mask both are
@@ -464,7 +463,7 @@ def _reach_forward(placed: zigzag.Zigzag, position: Ints) -> tuple[Ints, Ints]:
 
 
 def _reach_backward(placed: zigzag.Zigzag, position: Ints) -> tuple[Ints, Ints]:
-    """Hops [..., S] that both chunks make, turning the other way."""
+    # Hops [..., S] that both chunks make, turning the other way.
     # High chunks end at position 0; low ones, and under a full mask both, go on to position j + 1
     # if there is one.
     last = position >= placed.parts - 1
@@ -484,7 +483,6 @@ def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
 
 _CAUSAL = np.array([(0, 0), (1, 0), (1, 1)])
 
-
 # (query chunk, key chunk) that may be visible; chunk 0 is the low one.
 _FULL = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
 
@@ -492,7 +490,7 @@ _FULL = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
 def _attention(
     placed: zigzag.Zigzag, index: int, slices: Sequence[head_exchange.HeadSlice]
 ) -> tuple[list[bytes], list[bytes]]:
-    """By round: pairs of a rank of group `index` with `slices` of the heads, and queries to merge."""
+    # By round: pairs of a rank of group `index` with `slices` of the heads, and queries to merge.
     mine, source = placed.position(np.array(index)), (index - np.arange(placed.size)) % placed.size
     own = mine < placed.parts
     (lo0, lo1), (hi0, hi1) = placed.lo(mine), placed.hi(mine)
@@ -549,7 +547,7 @@ def _of_each(pairs: bytes, slices: Sequence[head_exchange.HeadSlice]) -> bytes:
 
 
 def _forward_hops(placed: zigzag.Zigzag) -> Ints:
-    """Tokens [G, G] of each group index's block in its n-th hop, turning forward; hop 0 is none."""
+    # Tokens [G, G] of each group index's block in its n-th hop, turning forward; hop 0 is none.
     # All that several ranks hold goes all the way round, but for the chunks of position 0
     # (`_reach_forward`).
     size, several = placed.size, placed.parts > 1
@@ -565,7 +563,7 @@ def _forward_hops(placed: zigzag.Zigzag) -> Ints:
 
 
 def _arriving(placed: zigzag.Zigzag) -> Ints:
-    """Tokens [G, G] that each hop brings each group index, turning forward; hop 0 is none."""
+    # Tokens [G, G] that each hop brings each group index, turning forward; hop 0 is none.
     hops = np.arange(placed.size)
     return _forward_hops(placed)[(hops[:, None] - hops) % placed.size, hops]
 

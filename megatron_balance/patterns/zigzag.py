@@ -14,10 +14,8 @@ from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 # Cells of (rank, sequence) worked on at once, which bounds memory.
 _BLOCK = 1 << 20
 
-
 # Fields of `Zigzag` with an entry a sequence.
 _BY_SEQUENCE = ("seqs", "lengths", "parts", "first")
-
 
 # With fewer ranks, 2 G^2 fits 32 bits.
 _NARROW = 1 << 15
@@ -175,12 +173,11 @@ INDEX, PLACE, START, STOP = range(4)
 
 
 def _mirrored_edges(lengths: Ints, dealt: Ints, size: int) -> Ints:
-    """Where the 2G chunks of each length begin and end: int64 [S, 2G + 1].
-
-    `dealt` [S]: tokens left over that were dealt before. The n-th one goes to group index n mod G:
-    to its high chunk in even turns (n // G), to its low chunk in odd ones. So a round of 2G of them
-    goes to chunks 2G - 1, ..., G, 0, ..., G - 1.
-    """
+    # Where the 2G chunks of each length begin and end: int64 [S, 2G + 1].
+    #
+    # `dealt` [S]: tokens left over that were dealt before. The n-th one goes to group index n mod
+    # G: to its high chunk in even turns (n // G), to its low chunk in odd ones. So a round of 2G of
+    # them goes to chunks 2G - 1, ..., G, 0, ..., G - 1.
     width = 2 * size
     whole, over = np.divmod(lengths, width)
     first = (dealt % width)[:, None]

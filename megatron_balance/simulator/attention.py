@@ -28,8 +28,8 @@ EngineName: TypeAlias = Literal["auto", "events", "rounds"]
 ENGINES: tuple[EngineName, ...] = ("auto", "events", "rounds")
 Transport: TypeAlias = Literal["streams", "sockets"]
 
+# Ranks up to which "auto" takes the event engine (docs/adr/0017).
 SMALL = 16
-"""Ranks up to which "auto" takes the event engine (docs/adr/0017)."""
 
 
 class BothPhases(NamedTuple):

@@ -37,12 +37,11 @@ from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 # send, the bytes go at once, and the other one's own word behind them: the two take turns, unless
 # they begin at the same moment.
 
+# Exchanges whose receives are posted before they are due (`runtime.transport.gloo.Gloo.ahead`).
 AHEAD = 2
-"""Exchanges whose receives are posted before they are due (`runtime.transport.gloo.Gloo.ahead`)."""
 
-
+# Parts of a block of an all-gather, and how many of them are under way at once.
 _HALVES = 2
-"""Parts of a block of an all-gather, and how many of them are under way at once."""
 
 
 @dataclass(slots=True)
@@ -110,7 +109,7 @@ class Sockets(Events):
                 self.relayed[flow.b].append(index)
 
     def _add(self, each: GroupExchange, messages: range) -> None:
-        """Note what each rank of a collective sends and receives, in gloo's order."""
+        # Note what each rank of a collective sends and receives, in gloo's order.
         sent: defaultdict[int, list[int]] = defaultdict(list)
         brought: defaultdict[int, list[int]] = defaultdict(list)
         for index in messages:
@@ -236,20 +235,20 @@ class Sockets(Events):
     # All-gathers
 
     def _turn(self, ring: _RingSender) -> None:
-        """Post what may be under way."""
+        # Post what may be under way.
         while ring.posted < min(len(ring.sends), _HALVES + min(ring.left, ring.came)):
             self._send(ring.sends[ring.posted])
             self._receive(ring.receives[ring.posted])
             ring.posted += 1
 
     def _turned(self, rank: int, exchange: int) -> None:
-        """Count a half block that has left a rank, or has come to it."""
+        # Count a half block that has left a rank, or has come to it.
         self.arriving[rank, exchange] -= 1
         self._turn(self.rings[rank, exchange])
 
 
 def _messages(each: GroupExchange) -> list[Flow]:
-    """The messages of a collective; `piece`: when, of those between the same ranks."""
+    # The messages of a collective; `piece`: when, of those between the same ranks.
     size = len(each.ranks)
     if each.collective == "all_gather":
         block = int(each.num_bytes.max(initial=0))
@@ -287,42 +286,30 @@ def _message(each: GroupExchange, src: int, dst: int, num_bytes: int, at: int) -
 # small queues), and its sockets take turns; a NIC that ranks share is behind a bridge, where the
 # kernel has lost count of them.
 
+# Bytes that a socket holds at most (net.ipv4.tcp_wmem).
 SOCKET_BYTES = 1 << 18
-"""Bytes that a socket holds at most (net.ipv4.tcp_wmem)."""
 
-
+# A socket that was full is written to again when one part in so many is free
+# (sk_stream_is_writeable).
 _WRITABLE = 3
-"""A socket that was full is written to again when one part in so many is free
-(sk_stream_is_writeable).
-"""
 
-
+# Segments that a socket has in a queue of its own namespace (net/ipv4/tcp_output.c,
+# tcp_small_queue_check).
 SMALL_QUEUE = 2
-"""Segments that a socket has in a queue of its own namespace (net/ipv4/tcp_output.c,
-tcp_small_queue_check).
-"""
 
-
+# Bytes given to an interface at once, inside a node and between nodes: whole packets of 8,948 bytes
+# (gso_max_size).
 SEGMENT_BYTES = 26844, 17896
-"""Bytes given to an interface at once, inside a node and between nodes: whole packets of 8,948
-bytes (gso_max_size).
-"""
 
-
+# Bytes that an idle token bucket lets through at once, inside a node and between nodes
+# (tools/emulated_cluster/wiring.py).
 BURST_BYTES = 40960, 20480
-"""Bytes that an idle token bucket lets through at once, inside a node and between nodes
-(tools/emulated_cluster/wiring.py).
-"""
-
 
 WORD_BYTES = 64
 
-
+# Segments of the longest message at most: of a longer one, sockets, segments and bursts are scaled
+# up alike.
 MOST_SEGMENTS = 512
-"""Segments of the longest message at most: of a longer one, sockets, segments and bursts are scaled
-up alike.
-"""
-
 
 _LEFT = 4
 
@@ -339,7 +326,7 @@ class _Queue:
     last_s: float = 0.0
 
     def leaves_s(self, now: float, num_bytes: int) -> float:
-        """Seconds at which a segment that comes now has left."""
+        # Seconds at which a segment that comes now has left.
         self.full_s = max(now, self.full_s) + num_bytes / self.bytes_per_s
         self.last_s = max(now, self.last_s, self.full_s - self.burst / self.bytes_per_s)
         return self.last_s
@@ -396,13 +383,13 @@ class _Network:
         self._count = 0
 
     def give(self, src: int, dst: int, message: int, num_bytes: int) -> None:
-        """Write a message to the connection of two ranks, after all that it was given before."""
+        # Write a message to the connection of two ranks, after all that it was given before.
         connection = self._connections.get((src, dst)) or self._connect(src, dst)
         connection.waiting.append(_Given(message, num_bytes))
         self._fill(connection)
 
     def event(self, number: int) -> None:
-        """Move a segment on that has left a queue."""
+        # Move a segment on that has left a queue.
         place, connection, part = self._coming.pop(number)
         if place == 0:
             connection.queued -= 1
@@ -432,7 +419,7 @@ class _Network:
         return connection
 
     def _fill(self, connection: _Connection) -> None:
-        """Put what waits into the socket, as far as it has free bytes."""
+        # Put what waits into the socket, as far as it has free bytes.
         if connection.full and connection.free_bytes * _WRITABLE < self._scale * SOCKET_BYTES:
             return
         while connection.waiting and connection.free_bytes:
@@ -448,7 +435,7 @@ class _Network:
         self._send(connection)
 
     def _send(self, connection: _Connection) -> None:
-        """Hand segments to the first queue."""
+        # Hand segments to the first queue.
         while connection.unsent and not (connection.small and connection.queued >= SMALL_QUEUE):
             first = connection.unsent[0]
             taken = min(first.num_bytes, connection.segment)
@@ -459,7 +446,7 @@ class _Network:
             self._pass(0, connection, _Given(first.message, taken, first.whole and not first.num_bytes))
 
     def _pass(self, place: int, connection: _Connection, part: _Given) -> None:
-        """Through a queue; an acknowledgement takes no time of its own."""
+        # Through a queue; an acknowledgement takes no time of its own.
         queue = (*connection.there, *connection.back)[place]
         num_bytes = part.num_bytes if place < len(connection.there) else 0
         self._happens(place, connection, part, queue.leaves_s(self._sockets.now, num_bytes))

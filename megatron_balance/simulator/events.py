@@ -23,8 +23,8 @@ from megatron_balance.compile.order import LEGS, Finish, RunLaunches, Start
 from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.phase import Flow, GroupExchange, Place, SimulatedPhase
 
+# Events this close, relative to their time, happen at once.
 _SAME_TIME = 1e-12
-"""Events this close, relative to their time, happen at once."""
 
 
 @dataclass(slots=True)
@@ -49,10 +49,9 @@ class _Computing:
 
 
 _What: TypeAlias = Literal["enter", "issue", "step", "flow", "other"]
+# Seconds, number (events of one time keep their order), kind, the rank, flow or other thing it is
+# of, version.
 _Event: TypeAlias = tuple[float, int, _What, int, int]
-"""Seconds, number (events of one time keep their order), kind, the rank, flow or other thing it is
-of, version.
-"""
 
 
 class Events:
@@ -204,7 +203,7 @@ class Events:
             self.advance(rank)
 
     def _pace(self, rank: int) -> None:
-        """Set the speed of the step at work by the SMs that transfers hold now."""
+        # Set the speed of the step at work by the SMs that transfers hold now.
         computing = self.ranks[rank]
         if not computing.working:
             return
@@ -226,7 +225,7 @@ class Events:
         self.advance(rank)
 
     def _note(self, rank: int, name: str, start_s: float | None = None) -> None:
-        """Add what the compute stream did until now to the trace, if there is one."""
+        # Add what the compute stream did until now to the trace, if there is one.
         if self.trace:
             computing = self.ranks[rank]
             exchange, zone = self.phase.exchanges[rank][computing.at], self.phase.zone(rank, computing.at)
@@ -329,7 +328,7 @@ class StreamsPhase(Events):
         self.together.append(_JointCall(each.taken(self.machine), calls, len(calls)))
 
     def _line_up(self, rank: int, started: Sequence[int]) -> None:
-        """Line up a rank's calls, stream by stream and leg by leg, and behind the compute stream."""
+        # Line up a rank's calls, stream by stream and leg by leg, and behind the compute stream.
         last: dict[str, _ExchangeLeg] = {}
         for exchange in started:
             before: dict[str, _ExchangeLeg] = {}
@@ -407,7 +406,7 @@ class StreamsPhase(Events):
         self.push(self.now + max(0.0, self.left[flow]) / rate, "flow", flow, self.version[flow])
 
     def _reached(self, resource: int) -> list[int]:
-        """Running flows that share a resource with those of `resource`, directly or through others."""
+        # Running flows that share a resource with those of `resource`, directly or through others.
         reached: set[int] = set()
         seen, waiting = {resource}, [resource]
         while waiting:
@@ -429,7 +428,7 @@ class StreamsPhase(Events):
             self._end_of_part(call)
 
     def _release(self, call: _ExchangeLeg) -> None:
-        """Take away one thing that a call waits for, and begin it after the last."""
+        # Take away one thing that a call waits for, and begin it after the last.
         call.waits -= 1
         if call.waits:
             return
@@ -454,7 +453,7 @@ class StreamsPhase(Events):
                 self.push(self.now + self.call_s + self.alpha_s[flow], "flow", flow)
 
     def _end_of_part(self, call: _ExchangeLeg) -> None:
-        """End one transfer of a call, or its collective."""
+        # End one transfer of a call, or its collective.
         call.left -= 1
         if call.left:
             return

@@ -28,8 +28,8 @@ from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.patterns.sends import messages_of
 
+# A leg of an exchange on a rank: (rank, exchange id, leg, stream).
 Place: TypeAlias = tuple[int, int, order.Leg, str]
-"""A leg of an exchange on a rank: (rank, exchange id, leg, stream)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def ring_names(plan: MicrobatchPlan) -> frozenset[str]:
 
 
 def _walked(program: RankProgram, rings: Collection[str]) -> dict[int, bool]:
-    """Of each backward launch, by op: whether a hop of a ring brought all of its keys."""
+    # Of each backward launch, by op: whether a hop of a ring brought all of its keys.
     names = [name for name, count in program.queues for _ in range(count)] or [""] * len(program.forward)
     of_launch = [name for op, name in zip(program.forward, names, strict=True) if isinstance(op, Attend)][::-1]
     indices = [index for index, op in enumerate(program.backward) if isinstance(op, AttendGrad)]
@@ -160,7 +160,7 @@ def _walked(program: RankProgram, rings: Collection[str]) -> dict[int, bool]:
 
 
 def _meet(spans: Ints, owned: Ints) -> bool:
-    """Whether spans [n, 3] (seq, start, stop) name tokens of owned fragments."""
+    # Whether spans [n, 3] (seq, start, stop) name tokens of owned fragments.
     seq, start, stop = (spans[:, at, None] for at in range(3))
     of = owned[:, Fragment.SEQ], owned[:, Fragment.START], owned[:, Fragment.STOP]
     return bool(((seq == of[0]) & (start < of[2]) & (of[1] < stop)).any())
@@ -169,7 +169,7 @@ def _meet(spans: Ints, owned: Ints) -> bool:
 def _launch_seconds(
     ops: Sequence[Sequence[Op]], walked: Sequence[dict[int, bool]], machine: Machine, *, backward: bool
 ) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
-    """By rank and op: seconds of a launch with its merging, and of one of its thread blocks."""
+    # By rank and op: seconds of a launch with its merging, and of one of its thread blocks.
     attends = [
         (rank, index, op)
         for rank, own in enumerate(ops)
@@ -219,7 +219,7 @@ class _Exchanges:
 
     @classmethod
     def of(cls, ops: Sequence[Sequence[Op]], numbers: Sequence[int], machine: Machine) -> _Exchanges:
-        """`numbers`: of the ranks whose `ops` they are."""
+        # `numbers`: of the ranks whose `ops` they are.
         listed = [
             (rank, place, op)
             for rank, own in enumerate(ops)
@@ -239,10 +239,10 @@ class _Exchanges:
         return cls(exchanges, ranks, [place for _, place, _ in listed], rows, at, sent, brought, together)
 
     def handling(self, machine: Machine, *, sums: bool) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
-        """By rank and op: seconds of packing what an exchange sends, and of unpacking what it brings.
-
-        `sums`: as in `phase_of`.
-        """
+        # By rank and op: seconds of packing what an exchange sends, and of unpacking what it
+        # brings.
+        #
+        # `sums`: as in `phase_of`.
         gathers, scatters = (
             np.array([op.collective == name for op in self.ops], dtype=bool)
             for name in ("all_gather", "reduce_scatter")
@@ -269,16 +269,15 @@ class _Exchanges:
         return pack_s, unpack_s
 
     def _is_first(self, chosen: Bools, end: int, only: Bools) -> Bools:
-        """Of exchanges that are among `only`, the `chosen` transfers with the other `end` of the first
-        one; all transfers of the others.
-        """
+        # Of exchanges that are among `only`, the `chosen` transfers with the other `end` of the
+        # first one; all transfers of the others.
         found, first = np.unique(self.at[chosen], return_index=True)
         ends = np.full(len(self.ops), -1, dtype=np.int64)
         ends[found] = self.rows[chosen][first, end]
         return ~only[self.at] | (self.rows[:, end] == ends[self.at])
 
     def _passed_on(self, own: Ints, brought: Ints) -> Bools:
-        """Whether a sent block of keys, or of their gradients, came in an earlier exchange."""
+        # Whether a sent block of keys, or of their gradients, came in an earlier exchange.
         both = np.concatenate([own, brought])
         key = self.ranks[self.at[both]]  # one number for a rank, a kind, a sequence and where the block begins
         for column in (Transfer.KIND, Transfer.SEQ, Transfer.START):
@@ -290,7 +289,7 @@ class _Exchanges:
         return np.isin(self.rows[own, Transfer.KIND], (Kind.KV, Kind.KV_GRAD)) & (came[key[: len(own)]] < self.at[own])
 
     def flows(self, machine: Machine) -> list[Flow]:
-        """All hops of what is sent from rank to rank, by source, then by exchange."""
+        # All hops of what is sent from rank to rank, by source, then by exchange.
         ids = np.array([op.id for op in self.ops], dtype=np.int64)
         chosen = self.sent & ~self.together[self.at]
         rows, at = self.rows[chosen], self.at[chosen]
@@ -331,7 +330,7 @@ class _Exchanges:
         return flows
 
     def collectives(self, machine: Machine) -> list[GroupExchange]:
-        """The collective calls, in the order in which ranks come to them."""
+        # The collective calls, in the order in which ranks come to them.
         groups = {self.ops[at].id: self.ops[at] for at in np.flatnonzero(self.together).tolist()}
         ids = np.array([op.id for op in self.ops], dtype=np.int64)[self.at]
         chosen = np.flatnonzero(self.sent & np.isin(ids, list(groups)))

@@ -35,11 +35,11 @@ from megatron_balance.patterns.base import PointToPoint
 from megatron_balance.simulator import attention
 from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names
 
+# Layers that are simulated at most; the others are counted like the last of them.
 SIMULATED = 3
-"""Layers that are simulated at most; the others are counted like the last of them."""
 
+# By nano-batch: seconds of its linear step by rank, forward and backward.
 _Linear: TypeAlias = Sequence[tuple[Floats, Floats]]
-"""By nano-batch: seconds of its linear step by rank, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def layers(
 
 
 def _extended(less: Outcome, more: Outcome, times: int) -> Outcome:
-    """`more` and as many layers again as `times`, each like its last."""
+    # `more` and as many layers again as `times`, each like its last.
     names = ("end_s", "compute_s", "bytes_moved")
     both = ((getattr(less, name), getattr(more, name)) for name in names)
     return Outcome(*(b + times * (b - a) for a, b in both))
@@ -121,7 +121,7 @@ def _segments(num_layers: int, mode: PingPongMode, *, backward: bool) -> tuple[S
 
 
 def _is_layer(segment: Segment, num_layers: int) -> bool:
-    """Whether a linear step counts: behind the last layer's attention there is none."""
+    # Whether a linear step counts: behind the last layer's attention there is none.
     return segment.layer < num_layers
 
 
@@ -165,7 +165,7 @@ class _PingPongEvents:
 
 
 def _phases_of(plan: MicrobatchPlan, machine: Machine, mode: PingPongMode) -> list[tuple[SimulatedPhase, list[Cuts]]]:
-    """A nano-batch's phases, forward and backward, each with every rank's steps cut into segments."""
+    # A nano-batch's phases, forward and backward, each with every rank's steps cut into segments.
     ranks, sums, rings = compile_ranks(plan, mode.policy), mode.transport == "streams", ring_names(plan)
     found: list[tuple[SimulatedPhase, list[Cuts]]] = []
     for backward in (False, True):
@@ -194,7 +194,7 @@ class _Rounds:
         return self._run(num_layers, behind, backward=backward)[0] if behind.any() else outcome
 
     def _run(self, num_layers: int, behind: Floats | None, *, backward: bool) -> tuple[Outcome, Floats]:
-        """The outcome, and what hosts issued. `behind`: as in `Clocks`."""
+        # The outcome, and what hosts issued. `behind`: as in `Clocks`.
         enter_s = np.zeros(self.machine.num_ranks)
         clocks = Clocks(self.tables[0], self.mode.policy, enter_s, backward=backward, behind=behind)
         nano_batches = [self._messages(tables, backward=backward) for tables in self.tables]
@@ -239,7 +239,7 @@ class _Rounds:
         return found
 
     def _send(self, clocks: Clocks, index: int, messages: Ints, traffic_class: int) -> tuple[Floats, Floats]:
-        """Issue an exchange of a zone; when it arrives, and how long it takes to unpack."""
+        # Issue an exchange of a zone; when it arrives, and how long it takes to unpack.
         clocks.ready = clocks.done.copy()
         if self.mode.signal:
             messages = messages.copy()
@@ -265,7 +265,7 @@ def _compute(clocks: Clocks, seconds: Floats) -> None:
 
 
 def _receive(clocks: Clocks, coming: list[tuple[Floats, Floats]]) -> None:
-    """Receive what is coming: when each exchange arrives, and how long it takes to unpack, by rank."""
+    # Receive what is coming: when each exchange arrives, and how long it takes to unpack, by rank.
     for arrived, placed in coming:
         clocks.done = np.maximum(clocks.done, arrived)
         _compute(clocks, placed)

@@ -51,18 +51,17 @@ def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 
 
 
 def _pass(index: int, num_stages: int, num_chunks: int, *, backward: bool) -> ChunkPass:
-    """The n-th forward, or backward, of a stage.
-
-    Groups of `num_stages` microbatches go through all chunks, backwards through the last chunk
-    first.
-    """
+    # The n-th forward, or backward, of a stage.
+    #
+    # Groups of `num_stages` microbatches go through all chunks, backwards through the last chunk
+    # first.
     group, place = divmod(index, num_stages * num_chunks)
     chunk, member = divmod(place, num_stages)
     return ChunkPass(backward, group * num_stages + member, num_chunks - 1 - chunk if backward else chunk)
 
 
+# (stage, pass, when its input is there and the stage free [num_ranks]) -> when it is done.
 Run = Callable[[int, ChunkPass, Floats], Floats]
-"""(stage, pass, when its input is there and the stage free [num_ranks]) -> when it is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +130,9 @@ def run(
 def _ready(
     step: ChunkPass, place: int, last: int, done: dict[tuple[bool, int, int], Floats], transfer_s: Floats
 ) -> Floats | float | None:
-    """Seconds at which the input of a pass is there; None: not known yet.
-
-    `place`: of its chunk among all chunks of the model.
-    """
+    # Seconds at which the input of a pass is there; None: not known yet.
+    #
+    # `place`: of its chunk among all chunks of the model.
     if not step.backward and place == 0:
         return 0.0
     if step.backward and place == last:

@@ -27,8 +27,8 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Backward, Policy
 from megatron_balance.simulator.attention import EngineName, Transport
 
+# The plan of a microbatch, or of each of its nano-batches.
 Microbatch: TypeAlias = MicrobatchPlan | tuple[MicrobatchPlan, ...]
-"""The plan of a microbatch, or of each of its nano-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class StageSetup:
         return [step_bytes([found[id(plan)] for plan in plans], model, stage) for stage in self.stages()]
 
     def _held(self) -> Parameters:
-        """Parameters of a rank of the stage with the most."""
+        # Parameters of a rank of the stage with the most.
         setup, machine = self.setup, self.machine
         ends = [
             Sharding(pipeline=setup.pipeline, stage=at, optimizer=machine.num_ranks, experts=setup.experts)
@@ -151,7 +151,7 @@ class StageSetup:
         return max((parameters_of_rank(machine.model, sharding) for sharding in ends), key=sum)
 
     def _group_of_experts(self) -> CollectiveGroup:
-        """The ranks that have the same experts, one of `experts`, with that part of a node's NICs."""
+        # The ranks that have the same experts, one of `experts`, with that part of a node's NICs.
         every, whole = self.setup.experts, self._group()
         here = max(1, whole.ranks_per_node // every)
         inter = Link(whole.inter.alpha_s, whole.inter.bytes_per_s * here / whole.ranks_per_node)
@@ -218,7 +218,7 @@ def added_s(plan: MicrobatchPlan, stage: StageSetup, pool: int | None = None) ->
 
 
 def _visits(plan: MicrobatchPlan, load: ExpertLoad, stage: StageSetup) -> Floats:
-    """Of the busiest rank of each rank's group, as tokens [R]."""
+    # Of the busiest rank of each rank's group, as tokens [R].
     ranks, model = stage.setup.experts, stage.machine.model
     rows = layouts(plan)
     tokens = np.zeros((plan.num_ranks // ranks, len(plan.lengths)))  # [groups, sequences]

@@ -154,9 +154,8 @@ class _StepRun:
             self.layers.append(known[name])
 
     def _layer(self, microbatch: Microbatch) -> _LayerSeconds:
-        """A layer of a microbatch; in nano-batches the mean one of a pipeline chunk, filling and
-        draining included.
-        """
+        # A layer of a microbatch; in nano-batches the mean one of a pipeline chunk, filling and
+        # draining included.
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
         plans, in_turns = parts_of(microbatch), isinstance(microbatch, tuple)
         experts = [added_s(plan, self.stage) for plan in plans]
@@ -221,7 +220,7 @@ class _StepRun:
         )
 
     def clocks(self, passes: list[Played] | None = None) -> PipelineClocks:
-        """Run the pipeline; note every pass in `passes`, if it is given."""
+        # Run the pipeline; note every pass in `passes`, if it is given.
         setup, model = self.setup, self.machine.model
         last_stage, last_chunk = setup.pipeline - 1, setup.interleave - 1
 
@@ -244,7 +243,7 @@ class _StepRun:
         return pipeline.run(setup.pipeline, len(self.plans), setup.interleave, self.machine.num_ranks, each, transfer)
 
     def _phases(self, stage: int, rank: int) -> dict[str, float]:
-        """Seconds of one rank's step by phase, without waiting."""
+        # Seconds of one rank's step by phase, without waiting.
         times, again = self.layers_per_chunk * self.setup.interleave, self.setup.recompute == "full"
         phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         for layer in self.layers:
@@ -259,9 +258,8 @@ class _StepRun:
         return phases
 
     def _utilisation(self, step_s: float) -> dict[str, float]:
-        """Mean share of the step that ranks compute, and that links and NICs are full; synchronisation
-        left out.
-        """
+        # Mean share of the step that ranks compute, and that links and NICs are full;
+        # synchronisation left out.
         machine = self.machine
         ranks, times = machine.num_ranks, self.machine.model.num_layers / self.setup.pipeline
         busy, moved = np.zeros(ranks), np.zeros(len(machine.capacity()))

@@ -109,7 +109,7 @@ class _TickPass(NamedTuple):
         return self.seconds - self.linear_s
 
     def after(self, other: _TickPass) -> _TickPass:
-        """`other`, then this pass."""
+        # `other`, then this pass.
         return _TickPass(*(own + first for own, first in zip(self, other, strict=True)))
 
 
@@ -150,7 +150,7 @@ class _TicksRun:
         return _TickTimes(np.array(ends), busy, done, phases, bytes_moved)
 
     def _layers(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> _TickPass:
-        """The layers of a tick, simulated once for the same microbatches."""
+        # The layers of a tick, simulated once for the same microbatches.
         key = (tick.microbatches, tick.backward)
         if key not in self.known:
             forward, backward = self._both(plans)
@@ -161,7 +161,7 @@ class _TicksRun:
         return self.known[key]
 
     def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_TickPass]:
-        """Forward and backward."""
+        # Forward and backward.
         setup, groups = self.setup, [coupled(plan) for plan in plans]
         # those that share experts are ranks of one stage
         experts = [added_s(plan, StageSetup(self.machine, self.setup), self.size) for plan in plans]
@@ -182,7 +182,7 @@ class _TicksRun:
         ]
 
     def _head(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> Floats:
-        """Seconds of the loss, on the ranks of the last stage's last chunk."""
+        # Seconds of the loss, on the ranks of the last stage's last chunk.
         seconds = np.zeros(self.machine.num_ranks)
         cell = tick.cells[-1]
         if cell is not None and cell.chunk == self.setup.interleave - 1:
@@ -191,7 +191,7 @@ class _TicksRun:
         return seconds * self.machine.slow()
 
     def _passed_on(self, tick: Tick, plans: Sequence[MicrobatchPlan], clock: Floats) -> Floats:
-        """Clocks [ranks] once every stage has what it waits for."""
+        # Clocks [ranks] once every stage has what it waits for.
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0).reshape(self.num_stages, self.size)
         before = clock.reshape(self.num_stages, self.size)
         after = before.copy()
@@ -205,7 +205,7 @@ class _TicksRun:
 
 
 def _in_step(seconds: Floats, groups: Sequence[Ints]) -> Floats:
-    """The largest seconds of all that a rank exchanges anything with in any nano-batch."""
+    # The largest seconds of all that a rank exchanges anything with in any nano-batch.
     for group in groups:
         seconds = in_step(seconds, group)
     return seconds
@@ -265,7 +265,7 @@ def most_held(ticks: Sequence[TickPlan], stage: int) -> int:
 def _step_bytes(
     ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Microbatch], stage_setup: StageSetup
 ) -> list[StepBytes]:
-    """Predicted bytes of each stage's ranks, with what ticks bring and what is in flight."""
+    # Predicted bytes of each stage's ranks, with what ticks bring and what is in flight.
     setup, model = stage_setup.setup, stage_setup.machine.model
     tokens = np.max([np.sum([linear_tokens(plan) for plan in parts_of(each)], axis=0) for each in microbatches], axis=0)
     brought = {
@@ -303,25 +303,23 @@ def simulate_planned(plan: StepPlan, stage: Machine, pool: Machine, setup: Setup
     return simulate_step(microbatches, stage, setup)
 
 
+# Phases in which all pipelines take part.
 _MEETING = ("gradient_sync", "optimizer")
-"""Phases in which all pipelines take part."""
 
-
+# Phases of a step whose weights came from another layout: what nothing covers of them.
 _CHANGE = ("pull", "push")
-"""Phases of a step whose weights came from another layout: what nothing covers of them."""
 
 
 def _simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: Setup) -> Step:
-    """The step of a strategy's pipelines on a machine whose ranks are GPUs.
-
-    Phases are those of the slowest pipeline, and of the slowest one where all meet. `peak_bytes` is
-    by GPU, 0 where the strategy leaves one over; with `setup.layouts` a GPU holds the weights and
-    gradients of its largest role.
-
-    Raises:
-        ConfigError: degrees beside those of the strategy; slow ranks; layers that a pipeline cannot
-            be given evenly.
-    """
+    # The step of a strategy's pipelines on a machine whose ranks are GPUs.
+    #
+    # Phases are those of the slowest pipeline, and of the slowest one where all meet. `peak_bytes`
+    # is by GPU, 0 where the strategy leaves one over; with `setup.layouts` a GPU holds the weights
+    # and gradients of its largest role.
+    #
+    # Raises:
+    # ConfigError: degrees beside those of the strategy; slow ranks; layers that a pipeline cannot
+    # be given evenly.
     if (setup.pipeline, setup.interleave, setup.experts) != (1, 1, 1) or gpus.slowdown:
         raise ConfigError(
             f"strategy {strategy} says the degrees of its pipelines, whose ranks are alike; leave out --pipeline, "
@@ -372,12 +370,11 @@ def _simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup:
 
 
 def _with_roles(peaks: Floats, strategy: Strategy, layouts: Layouts, model: Model) -> Floats:
-    """Peak bytes of GPUs [num_ranks] where all roles share the memory of the largest. Weights (bf16)
-    and gradients of the base layout's own model give their memory back meanwhile.
-
-    `peaks`: with weights and gradients of `strategy` alone, without the optimizer where a GPU is
-    left over.
-    """
+    # Peak bytes of GPUs [num_ranks] where all roles share the memory of the largest. Weights (bf16)
+    # and gradients of the base layout's own model give their memory back meanwhile.
+    #
+    # `peaks`: with weights and gradients of `strategy` alone, without the optimizer where a GPU is
+    # left over.
     num_ranks = len(peaks)
     roles = role_bytes(layouts, model, num_ranks)
     if strategy == layouts.base:
@@ -388,7 +385,7 @@ def _with_roles(peaks: Floats, strategy: Strategy, layouts: Layouts, model: Mode
 
 
 def _simulate_pipeline(step: StepPlan, scheme: Scheme, gpus: Machine, setup: Setup) -> Step:
-    """One pipeline's step; all GPUs share what the pipeline holds of the parameters."""
+    # One pipeline's step; all GPUs share what the pipeline holds of the parameters.
     wide = wide_ranks(joined_nodes(gpus.cluster, scheme.tensor), scheme.tensor)
     size = wide.node_size
     alike = max(scheme.context, wide.num_ranks // scheme.pipeline)

@@ -31,11 +31,11 @@ from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_name
 from megatron_balance.simulator.setup import PLAIN, Setup, StageSetup, settled
 from megatron_balance.simulator.step import Played, PlayedStep, play_step
 
+# The event engine traces: it keeps every op of every rank.
 MOST_RANKS = 128
-"""The event engine traces: it keeps every op of every rank."""
+# Of a step; where its layers have more, the first ones of each pass are drawn, and the others as
+# one.
 _MOST_SPANS = 300_000
-"""Of a step; where its layers have more, the first ones of each pass are drawn, and the others as
-one."""
 
 HEAD, RECOMPUTE = "head", "recompute"
 
@@ -113,7 +113,7 @@ def _pass(
     drawn: int,
     num_ranks: int,
 ) -> Iterator[TrackSpan]:
-    """The spans of a pass: its layers one after the other, the head behind or before them."""
+    # The spans of a pass: its layers one after the other, the head behind or before them.
     backward, microbatch = each.step.backward, each.step.microbatch
     phase = "backward" if backward else "forward"
     first = each.stage * num_ranks
@@ -153,13 +153,13 @@ class _DrawnAt:
         return TrackSpan(self.first + rank, track, what, float(start_s), float(stop_s), self.phase, self.microbatch)
 
     def block(self, what: str, begin_s: Floats, seconds: Floats) -> Iterator[TrackSpan]:
-        """A span on every rank that it takes time on."""
+        # A span on every rank that it takes time on.
         for rank, (start, duration) in enumerate(zip(begin_s.tolist(), seconds.tolist(), strict=True)):
             if duration > 0:
                 yield self.span(rank, COMPUTE, what, start, start + duration)
 
     def put(self, span: TrackSpan, offset_s: float, call: int) -> TrackSpan:
-        """A span of a layer."""
+        # A span of a layer.
         sent, received = (
             {self.first + peer: num_bytes for peer, num_bytes in each.items()} for each in (span.sent, span.received)
         )
@@ -186,7 +186,7 @@ def _end(step: PlayedStep, num_ranks: int) -> Iterator[TrackSpan]:
 
 
 def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[list[TrackSpan], list[TrackSpan]]:
-    """Spans of a layer's forward and of its backward, each from 0 on."""
+    # Spans of a layer's forward and of its backward, each from 0 on.
     linear = linear_s(plan, machine)
     call = events(plan, machine, policy, linear, trace=True)
     ranks = compile_ranks(plan, policy)
@@ -203,7 +203,7 @@ def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[lis
 
 
 def _exchanging(occupied: Iterable[TrackSpan], played: SimulatedPhase, phase: str) -> list[TrackSpan]:
-    """Spans of an attention call; those of exchanges with their bytes."""
+    # Spans of an attention call; those of exchanges with their bytes.
     zones = played.zones_of_exchanges()
     sent: defaultdict[tuple[int, int, str, str], dict[int, int]] = defaultdict(dict)
     received: defaultdict[tuple[int, int, str, str], dict[int, int]] = defaultdict(dict)
@@ -224,10 +224,9 @@ def _exchanging(occupied: Iterable[TrackSpan], played: SimulatedPhase, phase: st
 
 
 def _hops(played: SimulatedPhase) -> Iterator[tuple[int, int, int, str, str, int]]:
-    """From, to, exchange, leg, stream and bytes of every hop.
-
-    A collective is as many hops as pairs of ranks that it moves something between.
-    """
+    # From, to, exchange, leg, stream and bytes of every hop.
+    #
+    # A collective is as many hops as pairs of ranks that it moves something between.
     for flow in played.flows:
         yield flow.a, flow.b, flow.exchange, flow.leg, flow.stream, flow.num_bytes
     for group in played.collectives:

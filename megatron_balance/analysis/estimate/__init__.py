@@ -32,16 +32,13 @@ from megatron_balance.patterns.base import Context, Load
 
 __all__ = ["ALIKE", "Bounds", "Estimate", "best_first", "estimate"]
 
+# Share of a rank's memory by which plans that do not fit may need more than another and count as no
+# worse: a prediction is no nearer.
 ALIKE = 0.02
-"""Share of a rank's memory by which plans that do not fit may need more than another and count as no
-worse: a prediction is no nearer.
-"""
 
-
+# Numbers of tokens for which modules outside attention are priced: reading the weights of many
+# experts takes as long for few tokens as for more.
 _KNOTS = 9
-"""Numbers of tokens for which modules outside attention are priced: reading the weights of many
-experts takes as long for few tokens as for more.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +75,9 @@ def best_first(estimates: Sequence[Estimate]) -> list[int]:
     return sorted(range(len(estimates)), key=order)
 
 
+# The last few plans that were estimated, by identity: a planner that compares plans, what lays
+# layers around them and whoever compares planners ask for the same ones.
 _RECENT: list[tuple[MicrobatchPlan, Machine, Estimate]] = []
-"""The last few plans that were estimated, by identity: a planner that compares plans, what lays layers
-around them and whoever compares planners ask for the same ones.
-"""
 
 
 def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
@@ -123,18 +119,16 @@ def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
 
 
 def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
-    """Seconds of each rank's modules outside attention, taken as linear between `_KNOTS` numbers of
-    tokens; of the experts' exchange, which waits for the most tokens, as many on every rank.
-    """
+    # Seconds of each rank's modules outside attention, taken as linear between `_KNOTS` numbers of
+    # tokens; of the experts' exchange, which waits for the most tokens, as many on every rank.
     knots = np.unique(np.linspace(tokens.min(), tokens.max(), _KNOTS))
     own = [cost.layer_s(n, backward=backward) - cost.experts_s(n) for n in knots.tolist()]
     return np.interp(tokens, knots, own) + cost.experts_s(float(knots[-1]))
 
 
 def _loads(plan: MicrobatchPlan, zones: Sequence[ZoneTimes | ZoneTable]) -> Loads:
-    """Return what ranks hold and receive, as in `microbatch_bytes`, from one rank of each zone whose
-    ranks are alike.
-    """
+    # Return what ranks hold and receive, as in `microbatch_bytes`, from one rank of each zone whose
+    # ranks are alike.
     context, load, moves = Context.of(plan), Load(plan.num_ranks), as_array(plan.moves)
     queries, keys, sent, held, largest = np.zeros((5, plan.num_ranks))
     for zone in zones:
@@ -190,7 +184,7 @@ class _EstimatedPhase(RoundsPhase):
                 self._enter(zone)
 
     def _alike(self, zone: ZoneTimes) -> None:
-        """Exchanges inside groups, launches and what goes between groups, exchanges inside groups."""
+        # Exchanges inside groups, launches and what goes between groups, exchanges inside groups.
         clocks, backward = self.clocks, self.clocks.backward
         self._bulk(zone, zone.output_grads if backward else zone.inputs, COPIED)
         if backward and clocks.policy == "replay":
@@ -206,9 +200,8 @@ class _EstimatedPhase(RoundsPhase):
         self._bulk(zone, zone.input_grads if backward else zone.outputs, MOVED)
 
     def _bulk(self, zone: ZoneTimes, bulk: Bulk | None, traffic_class: int) -> None:
-        """The collective of every group at once; it begins when the last rank of the group has posted
-        it.
-        """
+        # The collective of every group at once; it begins when the last rank of the group has
+        # posted it.
         if bulk is None:
             return
         clocks, ranks = self.clocks, zone.at
@@ -236,14 +229,14 @@ class _EstimatedPhase(RoundsPhase):
             clocks.late_s[ranks] += placed
 
     def _packs_s(self, num_bytes: Floats | float) -> Floats | float:
-        """Seconds of packing, of all groups or of each [groups]."""
+        # Seconds of packing, of all groups or of each [groups].
         pack_s = self.clocks.machine.pack_s
         if isinstance(num_bytes, np.ndarray):
             return np.array([pack_s(each) for each in num_bytes.tolist()])
         return pack_s(num_bytes)
 
     def _waves_forward(self, zone: ZoneTimes, waves: WaveTimes) -> None:
-        """Own work and waves of other groups' keys, forward."""
+        # Own work and waves of other groups' keys, forward.
         # [groups, own launches and waves]. With late inputs there are two own launches: 0 runs while
         # they travel, own - 1 needs them; else one.
         launches, own = waves.launches[0], waves.own
@@ -259,7 +252,7 @@ class _EstimatedPhase(RoundsPhase):
         self.clocks.done[zone.at] = zone.by_rank(done)
 
     def _waves_backward(self, zone: ZoneTimes, waves: WaveTimes) -> None:
-        """Waves in reverse, each one's gradients sent home behind its launch, and own work."""
+        # Waves in reverse, each one's gradients sent home behind its launch, and own work.
         ranks = zone.at
         done, come = (
             self._keys_of(zone, waves, backward=True)
@@ -289,7 +282,7 @@ class _EstimatedPhase(RoundsPhase):
             self.clocks.done[ranks] += zone.by_rank(waves.launches[1][:, 0])
 
     def _keys_of(self, zone: ZoneTimes, waves: WaveTimes, *, backward: bool) -> tuple[Floats, list[Floats]]:
-        """When each group can begin its work, and when it has the keys of each wave."""
+        # When each group can begin its work, and when it has the keys of each wave.
         ranks = zone.at
         self.clocks.done[ranks] = np.maximum(self.clocks.done[ranks], self.clocks.opened[ranks])
         done = zone.by_group(self.clocks.done[ranks])
@@ -305,17 +298,16 @@ class _EstimatedPhase(RoundsPhase):
         return done, come
 
     def _meet(self, posted: Floats, free: Floats, bulk: Bulk) -> Floats:
-        """When each group has what a wave brings; a transfer begins when both ends are at it.
-
-        0: a group has no part in the wave.
-        """
+        # When each group has what a wave brings; a transfer begins when both ends are at it.
+        #
+        # 0: a group has no part in the wave.
         assert bulk.partners is not None
         begin = _latest(np.maximum(posted, free), bulk.partners)
         return np.where(bulk.seconds > 0, begin + self.clocks.call_s + bulk.seconds, 0.0)
 
 
 def _latest(clock: Floats, partners: Ints) -> Floats:
-    """Of each group and those that it exchanges with, the latest."""
+    # Of each group and those that it exchanges with, the latest.
     latest = clock.copy()
     for one, other in ((0, 1), (1, 0)):
         np.maximum.at(latest, partners[:, one], clock[partners[:, other]])

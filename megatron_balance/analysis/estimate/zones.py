@@ -30,16 +30,15 @@ from megatron_balance.patterns.zigzag import zigzag
 
 _ONCE = tuple(ONCE_PER_NODE[name] for name in ("head_exchange", "chunk_exchange"))
 _EXCHANGES = ("head_exchange", "chunk_exchange", *_ONCE)
+# Patterns of zones whose ranks are alike, where each has as many heads and each node as many ranks
+# of a group.
 _EVEN = ("ring", "head_ring", *_EXCHANGES)
-"""Patterns of zones whose ranks are alike, where each has as many heads and each node as many ranks
-of a group.
-"""
 
+# Of one group that all are like, or of each.
 _Amount: TypeAlias = Floats | float
-"""Of one group that all are like, or of each."""
 
+# A kind, token-heads of it that come to a rank, and those that leave the owner of tokens.
 _Sides: TypeAlias = tuple[Kind, _Amount, _Amount]
-"""A kind, token-heads of it that come to a rank, and those that leave the owner of tokens."""
 
 
 @dataclass(slots=True)
@@ -145,7 +144,7 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[Zon
 
 
 def _is_alike(zone: AnyPlanZone, machine: Machine) -> bool:
-    """Whether a zone has a closed form."""
+    # Whether a zone has a closed form.
     if isinstance(zone, SharedZone):
         return machine.model.num_heads % zone.group_size == 0
     if not isinstance(zone, Zone) or zone.pattern not in _EVEN:
@@ -158,14 +157,13 @@ def _is_alike(zone: AnyPlanZone, machine: Machine) -> bool:
 
 
 def _group_size(zone: Zone) -> int:
-    """Ranks that exchange heads."""
+    # Ranks that exchange heads.
     return len(zone.ranks) if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
 
 
 def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
-    """Zones in order, with the number of the first: one, or several in a row that have no rank in
-    common and are groups alike.
-    """
+    # Zones in order, with the number of the first: one, or several in a row that have no rank in
+    # common and are groups alike.
     run: list[AnyPlanZone] = []
     taken: set[int] = set()
     kind, first = None, 0
@@ -184,10 +182,9 @@ def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[
 
 
 def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool, bool] | None:
-    """Size, place in the node, collective or not, once per node or not, and zigzag or not, of a zone
-    of one group: in these, zones that lie alike are equal; None: not one group, not ranks in a row, or
-    ranks not alike.
-    """
+    # Size, place in the node, collective or not, once per node or not, and zigzag or not, of a zone
+    # of one group: in these, zones that lie alike are equal; None: not one group, not ranks in a
+    # row, or ranks not alike.
     if not isinstance(zone, Zone) or not _is_alike(zone, machine):
         return None
     ranks, size = zone.ranks, len(zone.ranks)
@@ -201,7 +198,7 @@ def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool, bo
 
 
 def _whole(zone: Zone, seqs: Ints, context: Context, heads: tuple[int, int]) -> Ints:
-    """Pairs of sequences whole on a rank, in the chunks that the zone's pattern makes of them."""
+    # Pairs of sequences whole on a rank, in the chunks that the zone's pattern makes of them.
     if zone.pattern not in _EXCHANGES:
         return ring_launches(zigzag(context.lengths, seqs, 1, context.mask), heads).pairs
     zero, stop = np.zeros_like(seqs), context.lengths[seqs]
@@ -213,7 +210,7 @@ def _whole(zone: Zone, seqs: Ints, context: Context, heads: tuple[int, int]) -> 
 def _groups_apart(
     zones: Sequence[Zone], context: Context, machine: Machine, prices: LaunchPrices
 ) -> tuple[ZoneTimes, Ints]:
-    """Zones of one group each that lie alike as one zone of several; each rank's launch."""
+    # Zones of one group each that lie alike as one zone of several; each rank's launch.
     zones = sorted(zones, key=lambda zone: zone.ranks[0])
     size, count = len(zones[0].ranks), len(zones)
     ranks = np.array([zone.ranks for zone in zones]).ravel()
@@ -236,9 +233,8 @@ def _groups_apart(
 def _even_zone(
     index: int, zone: Zone, context: Context, machine: Machine, prices: LaunchPrices
 ) -> tuple[ZoneTimes, Ints]:
-    """A zone whose ranks are alike, groups of `size` ranks that exchange heads and a ring over them;
-    and the number of each rank's launch, by round in a ring.
-    """
+    # A zone whose ranks are alike, groups of `size` ranks that exchange heads and a ring over them;
+    # and the number of each rank's launch, by round in a ring.
     own, num_ranks = context.lengths[list(zone.seqs)], len(zone.ranks)
     size = _group_size(zone)
     groups, ranks, model = num_ranks // size, np.array(zone.ranks), machine.model
@@ -265,11 +261,10 @@ def _even_zone(
 
 
 def _zone_in_waves(zone: SharedZone, context: Context, machine: Machine) -> ZoneTimes:
-    """A zone whose groups of ranks exchange heads and attend in waves.
-
-    Raises:
-        InvalidProgramError: groups of no rank, or no wave.
-    """
+    # A zone whose groups of ranks exchange heads and attend in waves.
+    #
+    # Raises:
+    # InvalidProgramError: groups of no rank, or no wave.
     made = schedule(zone, context.mask)
     size, groups = made.size, len(made.groups)
     ranks = (np.array(made.groups)[:, None] * size + np.arange(size)).ravel()
@@ -294,7 +289,7 @@ def _zone_in_waves(zone: SharedZone, context: Context, machine: Machine) -> Zone
 
 
 def _exchanges(times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[int, int], machine: Machine) -> None:
-    """The all-to-alls of groups of several ranks, inputs in one part or two."""
+    # The all-to-alls of groups of several ranks, inputs in one part or two.
     group = times.ranks[: made.size].tolist()
     by_part = made.tokens
     exchange_heads(times, group, by_part.sum(axis=(0, 2)).astype(np.float64), heads, machine)
@@ -313,7 +308,7 @@ def _exchanges(times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[
 
 
 def _pack_alike(times: ZoneTimes) -> None:
-    """Let all groups pack and place as much as the fullest one."""
+    # Let all groups pack and place as much as the fullest one.
     for bulk in (times.inputs, times.outputs, times.output_grads, times.input_grads):
         if bulk is not None:
             bulk.packed_bytes, bulk.placed_bytes = (float(np.max(n)) for n in (bulk.packed_bytes, bulk.placed_bytes))
@@ -325,7 +320,7 @@ def _by_wave(made: Schedule) -> list[Ints]:
 
 
 def _wave_launch_seconds(made: Schedule, heads: tuple[int, int], machine: Machine) -> tuple[Floats, Floats]:
-    """Of each group, own work and each wave [groups, own + waves]."""
+    # Of each group, own work and each wave [groups, own + waves].
     own = len(made.parts)
     shape = len(made.groups), own + made.num_waves
     counts = [len(rows) for tasks in made.tasks for rows in tasks]
@@ -342,7 +337,7 @@ def _wave_launch_seconds(made: Schedule, heads: tuple[int, int], machine: Machin
 
 
 def _waves(made: Schedule, kv_heads: int, machine: Machine) -> tuple[list[Bulk], list[Bulk]]:
-    """Keys of each wave, and their gradients."""
+    # Keys of each wave, and their gradients.
     nics, size = machine.nics, made.size
     first = np.array(made.groups, dtype=np.int64) * size
     node, nic = nics.node(first), nics.nic(first)
@@ -376,7 +371,7 @@ def by_rank(ranks: Ints, values: Ints | Floats, size: int) -> Floats:
 
 
 def _index_of(ranks: Sequence[int]) -> slice | Ints:
-    """An index of ranks in arrays by rank: ranks in a row are a slice, which is faster."""
+    # An index of ranks in arrays by rank: ranks in a row are a slice, which is faster.
     first, last = ranks[0], ranks[-1]
     in_a_row = list(ranks) == list(range(first, last + 1))
     return slice(first, last + 1) if in_a_row else np.array(ranks)
@@ -415,9 +410,8 @@ class _AllToAll(NamedTuple):
         return cls((inside, inside_byte_s), (between, between_byte_s), min(here, cluster.ranks_per_nic))
 
     def seconds(self, most: _Amount, far: tuple[_Amount, _Amount]) -> _Amount:
-        """Seconds until all ranks have what comes: `most` bytes for a rank; `far`: as if all of it
-        crossed, bytes for a rank and on average.
-        """
+        # Seconds until all ranks have what comes: `most` bytes for a rank; `far`: as if all of it
+        # crossed, bytes for a rank and on average.
         inside = self.inside[0] + most * self.inside[1]
         if self.between is None:
             return inside
@@ -450,9 +444,8 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
     passed_on = num_tokens * ((size - here) / size * heads[1] * (1 - 1 / sharing))
 
     def bulk(kinds: Sequence[_Sides], *, home: bool, placed: bool, adds: bool) -> Bulk:
-        """`kinds`: with the token-heads that come to the ranks with heads, and those that leave the
-        owners of tokens, keys last; `home`: the other way.
-        """
+        # `kinds`: with the token-heads that come to the ranks with heads, and those that leave the
+        # owners of tokens, keys last; `home`: the other way.
         into = sum(row_bytes[kind] * to for kind, to, _ in kinds)
         out = sum(row_bytes[kind] * leaves for kind, _, leaves in kinds)
         most = _larger(into, out)
@@ -480,9 +473,8 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
 
 
 def _sharing(group: Sequence[int], kv_heads: int, machine: Machine) -> tuple[int, float]:
-    """Ranks of a group on a node, and how many of them share a key-value head, of which a rank has
-    `kv_heads`.
-    """
+    # Ranks of a group on a node, and how many of them share a key-value head, of which a rank has
+    # `kv_heads`.
     model, size, nodes = machine.model, len(group), np.bincount(machine.nics.node(np.array(group)))
     here = int(nodes.max())
     trading = min(size, model.num_heads) * here / size

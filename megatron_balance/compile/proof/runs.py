@@ -188,9 +188,7 @@ def _ways(plan: MicrobatchPlan, src: int, dst: int) -> list[tuple[int, int]]:
 # In the order of their issue.
 _LEGS: tuple[Leg, ...] = ("direct", *LEGS)
 
-
 _BITS = 20  # more than a rank takes
-
 
 _MASK = (1 << _BITS) - 1
 
@@ -236,7 +234,6 @@ class IssuedCall(NamedTuple):
 
 # Whether a collective's ranks have a process group; its transfers go point to point if not.
 _OwnGroup: TypeAlias = Callable[[tuple[int, ...]], bool]
-
 
 # (leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call.
 Part: TypeAlias = tuple[Leg, str, frozenset[tuple[int, int]]]
