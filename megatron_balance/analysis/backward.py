@@ -135,9 +135,7 @@ class StepBytes:
         return self.state + self.activations + self.working + held
 
     def most_keeping(self, memory_bytes: float) -> int | None:
-        """The largest number of layers that may keep within `memory_bytes`; None: not even all
-        replayed fit.
-        """
+        """Most layers that may keep within `memory_bytes`; None: not even all replayed fit."""
         if float(self.peak(self.layers).max()) <= memory_bytes:
             return self.layers
         left = memory_bytes - self.peak(0)
@@ -354,9 +352,7 @@ def layer_runs(recompute: Recomputed, num_layers: int, *, training: bool) -> tup
 
 
 def attention_runs(recompute: Recomputed, num_layers: int, *, training: bool = True) -> tuple[_LayerRun, ...]:
-    """The runs in which attention calls are made: those of `layer_runs`, or every layer for itself
-    where core attention alone is recomputed.
-    """
+    """The runs of attention calls: of `layer_runs`, or each layer where it alone is recomputed."""
     if training and recompute.what == "core_attention":
         return (_LayerRun(1, again=True),) * num_layers
     return layer_runs(recompute, num_layers, training=training)
@@ -432,9 +428,7 @@ class Loads(NamedTuple):
     taken: _Counts
 
     def bytes(self, heads: tuple[int, int], row_bytes: Sequence[int]) -> MicrobatchBytes:
-        """Bytes of them. `heads`: of queries, and of keys and values; `row_bytes`: of a token and head
-        by kind.
-        """
+        """`heads`: of queries, and of keys; `row_bytes`: of a token and head by kind."""
         own, queries, keys, outputs, largest, given, taken = self
         num_heads, num_kv = heads
         handed = given * (num_heads * row_bytes[Kind.Q] + num_kv * row_bytes[Kind.KV])
@@ -455,9 +449,7 @@ class Loads(NamedTuple):
 
 
 def largest_exchange(plan: MicrobatchPlan) -> Ints:
-    """For each rank the most token-heads of keys that one exchange of attention's forward brings it,
-    the remap's apart (`CommPattern.largest_exchange`): int64 [num_ranks].
-    """
+    """By rank, the most token-heads of keys that one exchange brings, the remap's apart."""
     context = Context.of(plan)
     most = np.zeros(plan.num_ranks, dtype=np.int64)
     for zone in plan.zones:

@@ -118,9 +118,7 @@ def base_for(candidates: Sequence[Strategy], num_ranks: int) -> Strategy:
 
 
 def base_sync_s(base: Strategy, model: Model, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of the base layout's own all-gather of weights and reduce-scatter of gradients, nothing
-    hidden.
-    """
+    """Seconds of the base layout's own all-gather and reduce-scatter, nothing hidden."""
     scheme = base.pipelines[0]
     joined = joined_nodes(cluster, scheme.tensor)
     ranks = scheme.context * len(base.pipelines)

@@ -1,6 +1,4 @@
-"""The clocks of all ranks in a phase, and the transfers and collectives that any zone may ask for
-(`analysis.rounds`).
-"""
+"""The clocks of all ranks in a phase, and transfers and collectives that any zone may ask for."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ class Clocks:
     def issue(
         self, ranks: Ints, num_calls: Ints | int, num_launches: Ints | Bools | int, num_messages: Ints | int = 0
     ) -> None:
-        """Let the hosts of ranks issue group calls of so many messages, and launches: the devices
-        wait for those behind.
-        """
+        """Let hosts issue calls and launches; the devices wait for hosts that are behind."""
         host = self.machine.host
         if not host.is_modelled:
             return
@@ -95,9 +91,7 @@ class Clocks:
         return packed
 
     def carry(self, transfers: _Transfers, posted: Floats, traffic_class: int) -> Floats:
-        """Run the transfers of an exchange, each when both ends are `posted` and their streams
-        free; when each rank has all it receives.
-        """
+        """Run transfers, each when both ends are `posted` and free; when each rank has all of its."""
         machine = self.machine
         arrived = np.zeros(machine.num_ranks)
         src, dst = transfers.src, transfers.dst
@@ -143,9 +137,7 @@ class Clocks:
         return heads * int(self.machine.payload.whole()[kind])
 
     def exchange(self, messages: Ints, index: int, traffic_class: int) -> tuple[Floats, Floats, Floats]:
-        """One exchange of `messages`: when each rank began, when it has what it receives, and how
-        long unpacking that takes.
-        """
+        """One exchange: when each rank began, when it has all, how long unpacking that takes."""
         parcels = self.machine.payload.parcels(messages)
         routed = self.routed(index, parcels.tokens) & self.machine.crosses(parcels.src, parcels.dst)
         sent = _Transfers(
@@ -199,9 +191,7 @@ class Clocks:
     def all_together(
         self, table: ZoneTable, posted: Floats, num_bytes: Floats, traffic_class: int, *, ring: bool
     ) -> Floats:
-        """When each rank of the zone has what a collective brings it; without a communicator, or
-        routed, it is many transfers.
-        """
+        """When each rank of the zone has what a collective, or many transfers, bring it."""
         ranks, machine = table.ranks, self.machine
         if not self.is_together(table):
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))

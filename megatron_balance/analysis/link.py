@@ -293,9 +293,7 @@ def places(pieces: Ints, shards: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class WeightTraffic:
-    """Bytes that a pull and a push move [2, num_ranks, 2, 2] int64: of each rank inside its node and
-    between nodes, sent and received.
-    """
+    """Bytes of a pull and a push [2, num_ranks, 2, 2]: inside nodes and between, sent and received."""
 
     SHAPE: ClassVar[tuple[int, ...]] = (2, 2, 2)
     table: Ints
@@ -328,9 +326,7 @@ def links_s(way: Ints, cluster: Cluster, *, handed_on: bool = False) -> float:
 
 
 def volume(pieces: Ints, width: int, num_ranks: int, ranks_per_node: int) -> Ints:
-    """Bytes of transfers of `width` bytes an element, as one direction of a `WeightTraffic`
-    [num_ranks, 2, 2].
-    """
+    """Bytes [num_ranks, 2, 2] of transfers of `width` bytes an element, as in `WeightTraffic`."""
     found = np.zeros((num_ranks, 2, 2), dtype=np.int64)
     src, dst = pieces[:, WeightPiece.SRC], pieces[:, WeightPiece.DST]
     moves = np.flatnonzero(src != dst)

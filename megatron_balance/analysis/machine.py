@@ -1,6 +1,4 @@
-"""The machine that a program runs on: which link and which NIC a transfer takes, how fast they are,
-which ranks are slow.
-"""
+"""The machine that a program runs on: links and NICs of its transfers, their rates, slow ranks."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ class Machine:
         ).astype(np.float64)
 
     def utilisation(self, compute_s: Floats, bytes_moved: Floats, step_s: float) -> dict[str, float]:
-        """Mean share of a step that ranks compute, and that links and NICs are full. `compute_s`: by
-        rank; `bytes_moved`: by resource.
-        """
+        """Mean share of a step that ranks compute, and that links and NICs are full."""
         links, nics = np.split(bytes_moved / self.capacity(), [2 * self.num_ranks])
         shares = {"compute": compute_s, "link": links, "nic": nics}
         return {name: float(each.mean() / step_s) for name, each in shares.items()}

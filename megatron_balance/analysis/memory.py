@@ -81,9 +81,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Tensors held for the backward: received keys and values by `policy`, activations by
-    `recompute`.
-    """
+    """Held for the backward: keys and values received, by `policy`; activations, by `recompute`."""
 
     policy: Policy = "keep"
     recompute: Recompute = "none"

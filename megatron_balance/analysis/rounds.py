@@ -32,9 +32,7 @@ from megatron_balance.patterns.sends import messages_from
 def play(
     plan: MicrobatchPlan, machine: Machine, policy: Policy, enter_s: tuple[Floats, Floats]
 ) -> tuple[Outcome, Outcome]:
-    """The forward and the backward of one attention call; `enter_s`: when each rank [num_ranks]
-    enters them.
-    """
+    """Forward and backward of one attention call; `enter_s` [num_ranks]: when ranks enter them."""
     tables = Tables(plan, machine)
     return _phase(tables, policy, enter_s[0], backward=False), _phase(tables, policy, enter_s[1], backward=True)
 
@@ -53,9 +51,7 @@ def _phase(tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -
 
 @dataclass(slots=True)
 class _Use:
-    """From when to when a zone is at work, and the bytes that it moves over each NIC, out and in
-    [2, num_nics].
-    """
+    """When a zone is at work, and the bytes that it moves over each NIC, out and in [2, num_nics]."""
 
     begin_s: float
     end_s: float

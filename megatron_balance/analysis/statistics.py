@@ -118,9 +118,7 @@ _REMAP_IN = 0  # the exchange of a remap's inputs
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeBlock:
-    """Messages of some exchanges: whether they are routed, or carried by a collective, which pads
-    them.
-    """
+    """Messages of exchanges that are routed or not; `collective` ones are padded."""
 
     rows: Ints
     routed: bool = False

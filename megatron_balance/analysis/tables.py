@@ -41,9 +41,7 @@ ADDED = (Kind.Q_GRAD, Kind.KV_GRAD)
 
 
 class _LaunchSeconds(NamedTuple):
-    """Seconds of each launch: `kernel` alone, and `around` it: merging partial outputs, or adding
-    up gradients.
-    """
+    """Seconds of each launch: `kernel` alone; `around` it, merging outputs or adding gradients."""
 
     kernel: Floats
     around: Floats
@@ -111,9 +109,7 @@ class Taken(NamedTuple):
 
 
 def ring_collective(group: Ints, block_bytes: float, machine: Machine) -> Taken:
-    """A ring all-gather or reduce-scatter of blocks padded to the widest, `block_bytes`, over all
-    NICs of a node.
-    """
+    """A ring all-gather or reduce-scatter of padded blocks over all NICs of a node."""
     after = np.roll(group, -1)
     load = _collective_load(group, after, np.full(len(group), (len(group) - 1) * block_bytes), machine)
     counts = np.unique(machine.nics.node(group), return_counts=True)[1]

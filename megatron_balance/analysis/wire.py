@@ -183,9 +183,7 @@ class Payload:
         return rows * np.array(self.row_bytes)[kinds], rows * np.array(self.more_bytes)[kinds]
 
     def parcels(self, rows: Ints) -> Parcels:
-        """Parcels by exchange, source and target. `rows`: of messages, in any order; those of one
-        message are added up.
-        """
+        """Parcels by exchange, source and target; `rows` of messages, those of one are added up."""
         messages = _summed(rows)
         values, more = self.tensors(messages)
         last = np.where(more > 0, more, values)
@@ -231,9 +229,7 @@ def _summed(rows: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class NicOf:
-    """The NIC that a rank uses: ranks are numbered node by node, neighbours share one. NICs are
-    numbered node by node, too.
-    """
+    """The NIC of a rank: ranks and NICs are numbered node by node, neighbours share one."""
 
     num_ranks: int
     ranks_per_node: int
@@ -259,9 +255,7 @@ class NicOf:
 
 
 def is_collective(group: tuple[int, ...], num_ranks: int, ranks_per_node: int) -> bool:
-    """Whether these ranks have a process group of their own (`runtime.groups`): the pool, or a
-    whole node of several.
-    """
+    """Whether ranks have a process group (`runtime.groups`): the pool, or a node of several."""
     if len(group) == num_ranks and group == tuple(range(num_ranks)):
         return num_ranks > 1
     whole = 1 < ranks_per_node < num_ranks and num_ranks % ranks_per_node == 0

@@ -100,9 +100,7 @@ class AnalyticCost(MachineCost):
         return num_tokens * self.model.num_heads * width * self.model.bytes_per_element
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """A launch takes its work over all SMs, or its longest thread block on one of them,
-        whichever is longer.
-        """
+        """The work over all SMs, or the longest thread block on one of them, the longer of both."""
         if not len(pairs):
             return np.zeros(num_launches)
         tiles, blocks, longest = kernel.tiles(pairs, self.model.mask)

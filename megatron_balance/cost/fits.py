@@ -24,9 +24,7 @@ from megatron_balance.ir.model import Model
 
 @dataclass(frozen=True, slots=True)
 class Quadratic:
-    """Seconds a l^2 + b l + c of a sequence of l tokens under one parallel scheme (Hydraulis, arXiv
-    2412.07894, C.2).
-    """
+    """Seconds a l^2 + b l + c of l tokens under a scheme (Hydraulis, arXiv 2412.07894, C.2)."""
 
     a: float
     b: float
@@ -47,9 +45,7 @@ def fit_quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> Quadrat
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The alpha and rate nearest to measured (bytes, seconds). Raises ConfigError of fewer than two
-    sizes, or times not positive.
-    """
+    """The link nearest to measured times. ConfigError: fewer than two sizes, times not positive."""
     if len(set(num_bytes)) < 2:
         raise ConfigError(f"a link needs at least 2 different message sizes, got {sorted(set(num_bytes))}")
     beta, alpha = least_squares([[size, 1.0] for size in num_bytes], seconds, what="link", needed=(0,))

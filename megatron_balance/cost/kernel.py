@@ -89,9 +89,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def distinct_rows(regions: Ints, launch: Ints, num_launches: int) -> Floats:
-    """Tokens times heads of each launch's regions [n, 5], those that several of its pairs name
-    counted once.
-    """
+    """Tokens times heads of each launch's regions [n, 5], each counted once in a launch."""
     of_seq = key(regions[:, Region.SEQ], regions[:, Region.START])
     order = np.lexsort((regions[:, Region.HEAD_START], of_seq, launch))
     regions, launch = regions[order], launch[order]

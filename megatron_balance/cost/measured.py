@@ -35,9 +35,7 @@ _RUN_STEPS = 16
 
 
 class PairGrid:
-    """Times over a grid of queries and a second axis; `pairs(queries, second)` counts what the mask
-    leaves.
-    """
+    """Times over queries and a second axis; `pairs(queries, second)`: what the mask leaves."""
 
     def __init__(
         self,
@@ -213,9 +211,7 @@ class MeasuredCost(MachineCost):
         return num_tokens * self.model.num_heads * width * self.model.bytes_per_element
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """A region that is neither full nor causal at its bottom right is two entries of the
-        kernel.
-        """
+        """A region neither full nor causal at its bottom right is two entries of the kernel."""
         attention = self.table.attention
         fixed = attention.backward_launch_s if backward else attention.launch_s
         heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]

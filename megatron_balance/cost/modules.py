@@ -89,9 +89,7 @@ def layer_modules(model: Model) -> tuple[Module, ...]:
 
 
 def head_module(model: Model) -> Module:
-    """Embedding, logits and loss of one token, those of multi-token prediction and its joining
-    matrix included.
-    """
+    """Embedding, logits and loss of a token, multi-token prediction and its joining included."""
     hidden, times = model.hidden_size, 1 + model.mtp_layers
     table, joined = hidden * model.vocab_size, model.mtp_layers * 2 * hidden * hidden
     logits = model.vocab_size * LOGIT_BYTES / model.bytes_per_element
@@ -184,9 +182,7 @@ class ExpertLoad:
 
     @staticmethod
     def counted(counts: Sequence[float], spread: float = 0.0) -> ExpertLoad:
-        """The load of which these tokens were counted, by expert. Raises ConfigError of negative
-        counts, or none above 0.
-        """
+        """The load of tokens counted by expert. ConfigError: negative counts, or none above 0."""
         total = float(sum(counts))
         if not 0 < total < inf or any(count < 0 for count in counts):
             raise ConfigError(f"tokens counted of experts {list(counts)}: must be 0 or more, and one of them more")
@@ -249,8 +245,6 @@ def _capped(shares: Floats, most: float) -> Floats:
 
 
 def expert_part(model: Model) -> float:
-    """The part of a layer's products outside attention that is counted with visits: its experts, the
-    shared one with them.
-    """
+    """Share of a layer's products outside attention that experts, shared ones too, have."""
     flops = {module.name: module.flops for module in layer_modules(model)}
     return flops[_EXPERT_MODULE] / sum(flops.values())

@@ -113,9 +113,7 @@ def stage_transfer_s(model: Model, num_tokens: float, link: Link) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveGroup:
-    """`ranks_per_node` ranks on each node; `intra`: a rank's link, `inter`: all NICs of the group's
-    ranks on a node.
-    """
+    """`ranks_per_node` on each node; `intra`: a rank's link, `inter`: all its NICs on a node."""
 
     num_ranks: int
     ranks_per_node: int

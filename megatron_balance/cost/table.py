@@ -87,9 +87,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """Seconds of one layer's modules outside attention by tokens; the sizes are those of the layer
-    measured.
-    """
+    """Seconds of a layer's modules outside attention by tokens, and the sizes of that layer."""
 
     hidden_size: int
     ffn_size: int
@@ -127,9 +125,7 @@ LINKS = ("intra_node", "inter_node")
 
 @dataclass(frozen=True, slots=True)
 class BesideTable:
-    """Slowdown of a kernel while transfers in the node, or between nodes, run on its rank: factors
-    from 1.
-    """
+    """Slowdown of a kernel beside transfers in the node, or between nodes: factors from 1."""
 
     intra_node: float
     inter_node: float
@@ -155,9 +151,7 @@ class HostTable:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Everything a profile measured. `merge`: by tokens, all heads; `pack`: by bytes; None: not
-    measured.
-    """
+    """Everything a profile measured. `merge`: by tokens, all heads; `pack`: by bytes."""
 
     format: str
     source: Source

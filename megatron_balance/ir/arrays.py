@@ -46,9 +46,7 @@ def concat(tables: list[Rows], width: int) -> Ints:
 
 
 def numbered(tables: Sequence[tuple[int, Rows]], width: int) -> tuple[Ints, Ints]:
-    """All rows of tables that have a number each, below one another, [sum of lengths, width]; and the
-    number of each row.
-    """
+    """All rows of numbered tables below one another [n, width], and the number of each row."""
     numbers, counts = np.array([(at, len(rows)) for at, rows in tables], dtype=np.int64).reshape(-1, 2).T
     return concat([rows for _, rows in tables], width), np.repeat(numbers, counts)
 

@@ -631,9 +631,7 @@ _LO, _HI, _KEYS, _KEYS_HI = 4, 6, 0, 2  # where chunks of a kind begin, in chunk
 
 
 def launches_by_kind(placed: zigzag.Zigzag, heads: tuple[int, int]) -> base.Launches:
-    """As `ring_launches`, one launch of each kind: by whose keys come first, and how many short
-    sequences both ranks hold.
-    """
+    """As `ring_launches`, one of each kind: whose keys come first, short sequences in common."""
     # A ring over 1,024 ranks has a million launches, but few kinds: sequences that every rank
     # shares are alike on all of them, up to a token a chunk, and those too short for that are
     # chunks of a token or two. A pair that occurs n times in a launch is one row with n times the

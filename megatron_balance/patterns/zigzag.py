@@ -1,6 +1,4 @@
-"""Zigzag placement: each of G ranks holds chunks i and 2G-1-i of every sequence (Zeppelin, section
-3.2; TE CP).
-"""
+"""Zigzag placement: rank i of G holds chunks i and 2G-1-i (Zeppelin, section 3.2; TE CP)."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class Zigzag:
     causal: bool = True
 
     def position(self, index: Ints) -> Ints:
-        """Place of group index `index` [..., 1] in each sequence's own order: [..., S]; >= parts:
-        it holds nothing.
-        """
+        """Place of group index [..., 1] in each sequence's order [..., S]; >= parts: none."""
         return (index - self.first) % self.size
 
     def lo(self, position: Ints) -> tuple[Ints, Ints]:
@@ -108,9 +104,7 @@ def tokens(lengths: Ints, size: int) -> Ints:
 
 
 def fragments(placed: Zigzag, index: int) -> Ints:
-    """Rows (seq, start, stop) that group index `index` holds, sequence by sequence, low chunk
-    first.
-    """
+    """Rows (seq, start, stop) of group index `index`, by sequence, low chunk first."""
     position = placed.position(np.array(index))
     lo0, lo1 = placed.lo(position)
     hi0, hi1 = placed.hi(position)

@@ -46,9 +46,7 @@ _HALVES = 2
 
 @dataclass(slots=True)
 class _RingSender:
-    """A rank in an all-gather: its messages in order, and how many have been posted, have left and
-    have come.
-    """
+    """A rank in an all-gather: its messages in order, how many were posted, left and came."""
 
     sends: list[int]
     receives: list[int]
@@ -152,9 +150,7 @@ class Sockets(Events):
             self._send(flow)
 
     def waits(self, rank: int, exchange: int) -> bool:
-        """Whether something that the exchange brings has not come, or something sent before has not
-        left.
-        """
+        """Whether something of the exchange has not come, or sent before has not left."""
         return self.arriving[rank, exchange] > 0 or any(
             left and at < exchange for at, left in self.leaving[rank].items()
         )
@@ -316,9 +312,7 @@ _LEFT = 4
 
 @dataclass(slots=True)
 class _Queue:
-    """One direction of a link or NIC. `full_s`: when its bucket is full again; `last_s`: when the
-    segment that came last has left.
-    """
+    """One direction of a link or NIC. `full_s`: its bucket is full; `last_s`: its last one left."""
 
     bytes_per_s: float
     burst: int

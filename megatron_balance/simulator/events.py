@@ -55,9 +55,7 @@ _Event: TypeAlias = tuple[float, int, _What, int, int]
 
 
 class Events:
-    """One phase on clocks. A transport is a subclass that implements what raises
-    NotImplementedError here.
-    """
+    """One phase on clocks. Transports are subclasses, with what raises NotImplementedError here."""
 
     def __init__(
         self, phase: SimulatedPhase, flows: Sequence[Flow], machine: Machine, enter_s: Floats, *, trace: bool
@@ -129,9 +127,7 @@ class Events:
         self.end_s[rank] = max(self.end_s[rank], self.now)
 
     def sm_wait_s(self, rank: int, *, prioritised: bool) -> float:
-        """Seconds until a communication kernel that is launched now gets SMs from the attention
-        kernel at work on a rank.
-        """
+        """Seconds until a communication kernel gets SMs from the attention kernel at work."""
         computing = self.ranks[rank]
         if not (self.contention.waits and computing.working):
             return 0.0
@@ -171,9 +167,7 @@ class Events:
     # The compute stream
 
     def advance(self, rank: int) -> None:
-        """Begin the next step, if there is one and what it waits for is there; steps that take no
-        time are passed.
-        """
+        """Begin the next step if what it waits for is there; pass steps that take no time."""
         computing, steps = self.ranks[rank], self.phase.steps[rank]
         while computing.at < len(steps) and not computing.working:
             step, issued_s = steps[computing.at], self.issued_s[rank]

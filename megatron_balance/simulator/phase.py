@@ -34,9 +34,7 @@ Place: TypeAlias = tuple[int, int, order.Leg, str]
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """One hop of what an exchange moves from `src` to `dst`, or of one piece of it: from rank `a`
-    to rank `b`.
-    """
+    """One hop of what an exchange moves from `src` to `dst`, or of a piece of it: from `a` to `b`."""
 
     exchange: int
     leg: order.Leg
@@ -55,9 +53,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class GroupExchange:
-    """A collective of a group's ranks. `num_bytes` [G, G]: from the rank of a row to that of a
-    column.
-    """
+    """A collective of a group. `num_bytes` [G, G]: from the rank of a row to that of a column."""
 
     exchange: int
     collective: Collective

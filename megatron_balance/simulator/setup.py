@@ -1,6 +1,4 @@
-"""The surroundings of a simulated step's attention calls: options, gradient synchronisation, the
-optimizer, experts, memory.
-"""
+"""What surrounds a step's attention calls: options, synchronisation, optimizer, experts, memory."""
 
 from __future__ import annotations
 

@@ -95,9 +95,7 @@ _PHASES = {False: ("forward_linear", "forward_attention"), True: ("backward_line
 
 
 class _TickPass(NamedTuple):
-    """A tick's layers, by rank: seconds in all, of the modules, and of all computation; bytes by
-    resource.
-    """
+    """A tick's layers, by rank: seconds in all, of modules, of computation; bytes by resource."""
 
     seconds: Floats
     linear_s: Floats

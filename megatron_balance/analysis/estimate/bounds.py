@@ -1,6 +1,4 @@
-"""Seconds of a layer below which a system's plans cannot come, before one is planned: what tells
-which planners need not be asked.
-"""
+"""Seconds of a layer below which a system's plans cannot come: whether it need be asked at all."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ class Bounds:
         return max(self.even(), seconds)
 
     def even_tokens(self) -> float:
-        """Of plans whose ranks hold even tokens in a row and attend to them: the end of the longest
-        sequence sees most keys.
-        """
+        """Of ranks with even tokens in a row: the end of the longest sequence sees most keys."""
         longest, mask = max(self.lengths, default=0), self.machine.model.mask
         # At least so much of its end lies on one rank.
         last = min(longest, sum(self.lengths) // (2 * self.machine.cluster.num_ranks))
@@ -160,9 +156,7 @@ class Bounds:
         return max(self.even(), self.even() * sum(cut) / max(1, sum(self.lengths)) + moved / rate)
 
     def pool_heads(self) -> float:
-        """Of plans in which all ranks exchange heads: the rank with most heads attends to all
-        sequences.
-        """
+        """Of heads exchanged by all: the rank with most heads attends to all sequences."""
         model, num_ranks = self.machine.model, self.machine.cluster.num_ranks
         share = 1 / num_ranks if self._halos else most_heads(model, num_ranks)[0] / model.num_heads
         return max(self.even(), share * sum(self.attention_s) + self.linear_s)

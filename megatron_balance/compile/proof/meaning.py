@@ -1,6 +1,4 @@
-"""Prove, without tensors, that a program computes attention under its mask, and the gradient,
-exactly once.
-"""
+"""Prove, without tensors, that a program computes attention and its gradient exactly once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Prove a plan as it will run: its structure, its program, and that what each rank runs is what was
-proved.
-"""
+"""Prove a plan as it will run: structure, program, and that ranks run what was proved."""
 
 from __future__ import annotations
 

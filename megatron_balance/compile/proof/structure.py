@@ -1,6 +1,4 @@
-"""Check the structure of a plan, in about the time of sorting it: what can be said before it is a
-program.
-"""
+"""Check the structure of a plan, before it is a program, in about the time of sorting it."""
 
 from __future__ import annotations
 
