@@ -108,14 +108,11 @@ def proved() -> Mapping[str, Any]:
 
 
 def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
-    """Fields of `ir.model.Model` that a configuration says; the usual ones where it leaves them out.
+    """Fields of `ir.model.Model` that a configuration says; the usual ones where it leaves them
+    out.
 
-    Args:
-        config: an object with attributes, or a mapping; of several modalities its text's counts.
-        accept: as for `check`.
-
-    Raises:
-        ConfigError: heads, or the hidden size, are not said; as `check`.
+    `config`: an object with attributes, or a mapping; of several modalities its text's counts. Raises
+    ConfigError: heads, or the hidden size, are not said; as `check`.
     """
     check(config, accept)
     config = levels(config)[-1]
@@ -162,11 +159,9 @@ def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
 
 
 def pretrained(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
-    """`facts` of a model as it is pretrained by Megatron: with the layers that predict further tokens,
-    windows that some of the layers have, and an output matrix that may be the embedding.
-
-    Raises:
-        ConfigError: as `facts` does.
+    """`facts` of a model as it is pretrained by Megatron: with the layers that predict further
+    tokens, windows that some of the layers have, and an output matrix that may be the embedding.
+    Raises ConfigError: as `facts` does.
     """
     found, config = facts(config, accept), levels(config)[-1]
     tied = value(config, "tie_word_embeddings")
@@ -246,13 +241,8 @@ def _latents(config: object, num_heads: int) -> dict[str, int]:
 def check(config: object, accept: Collection[str] = ()) -> None:
     """Refuse a model that nobody has proved to attend as plans have it.
 
-    Args:
-        config: as for `facts`.
-        accept: model types and keys to go on with, by the names that the refusal says; the log
-            repeats them.
-
-    Raises:
-        ConfigError: names all types and keys, and why.
+    `config`: as for `facts`; `accept`: model types and keys to go on with, by the names that the
+    refusal says; the log repeats them. Raises ConfigError: names all types and keys, and why.
     """
     if isinstance(accept, str):
         raise ConfigError(f"accept: expected a list of names such as [{accept!r}], got {accept!r}")
@@ -262,16 +252,12 @@ def check(config: object, accept: Collection[str] = ()) -> None:
 
 
 def refusal(title: str, found: Mapping[str, str], accept: Collection[str], how: str) -> str | None:
-    """Why a model is refused of which nobody knows whether plans compute it; None: all was accepted,
-    and the log repeats it.
+    """Why a model is refused of which nobody knows whether plans compute it; None: all was
+    accepted, and the log repeats it.
 
-    Every way into the product that takes a model asks here.
-
-    Args:
-        title: of what holds the names.
-        found: names that are not known, and why each matters.
-        accept: names to go on with.
-        how: to accept, with braces where the list of names goes.
+    Every way into the product that takes a model asks here. `title`: of what holds the names; `found`:
+    names that are not known, and why each matters; `accept`: names to go on with; `how`: to accept,
+    with braces where the list of names goes.
     """
     refused = {name: why for name, why in found.items() if name not in accept}
     if refused:

@@ -280,11 +280,8 @@ def decide(stages: Sequence[StepBytes], asked: Backward, memory_bytes: float | N
 def check_fits(
     decision: Decision, microbatches: Sequence[MicrobatchBytes], model: Model, stages: Sequence[Stage]
 ) -> None:
-    """Reject a step that `auto` cannot make fit.
-
-    Raises:
-        InfeasibleError: the prediction is more than the memory, with every layer replayed. Says
-            which changes would make it fit.
+    """Reject a step that `auto` cannot make fit. Raises InfeasibleError: the prediction is more
+    than the memory, with every layer replayed. Says which changes would make it fit.
     """
     if decision.fits or decision.asked != "auto" or decision.memory_bytes is None:
         return

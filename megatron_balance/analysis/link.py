@@ -55,15 +55,9 @@ def link(
 ) -> StrategyLink:
     """The transfers of `rank` under `strategy`; None: those of all ranks.
 
-    Args:
-        base: the layout that owns.
-        owned: its shards, `base.owned(parameters)`; the same for all strategies.
-        strategy: the pipelines, from rank 0 on; ranks behind the last one only own.
-        parameters: all of the model's.
-        rank: whose rows are asked for.
-
-    Raises:
-        ConfigError: a strategy with more ranks than the base, or a rank outside of it.
+    `base`: the layout that owns; `owned`: its shards, `base.owned(parameters)`; the same for all
+    strategies; `strategy`: the pipelines, from rank 0 on; ranks behind the last one only own. Raises
+    ConfigError: a strategy with more ranks than the base, or a rank outside of it.
     """
     if strategy.num_ranks > base.num_ranks or not (rank is None or 0 <= rank < base.num_ranks):
         raise ConfigError(
@@ -171,12 +165,10 @@ class Twins:
     def split(self, pieces: Ints, role: int, single: Bools, rank: int | None) -> tuple[Ints, Ints]:
         """Transfers that cross between nodes or stay as they are, and those among twins.
 
-        Args:
-            pieces: rows of a link, of one rank or of all.
-            role: the column of the rank that holds for a role: `WeightPiece.DST` in a pull.
-            single: by parameter, whether each of its elements has one owner; sums of others would
-                reach one owner for another.
-            rank: whose rows they are; None: of all.
+        `pieces`: rows of a link, of one rank or of all; `role`: the column of the rank that holds for
+        a role: `WeightPiece.DST` in a pull; `single`: by parameter, whether each of its elements has
+        one owner; sums of others would reach one owner for another; `rank`: whose rows they are; None:
+        of all.
         """
         member, owner = pieces[:, role], pieces[:, WeightPiece.SRC + WeightPiece.DST - role]
         turn = owner + self.node[owner] + pieces[:, WeightPiece.PARAMETER]
@@ -230,11 +222,7 @@ def layer_slot(layer: Ints, count: int | Ints, slots: int) -> Ints:
 def slots_of(numbers: Ints, ranks: Ints, strategy: Strategy, parameters: ParameterTable) -> Ints:
     """The slot in which each parameter of a role's rank moves [n].
 
-    Args:
-        numbers: of the parameters.
-        ranks: that hold them in the strategy.
-        strategy: whose PP divides the layers.
-        parameters: all of the model's.
+    `ranks`: that hold them in the strategy; `strategy`: whose PP divides the layers.
     """
     total = parameters.num_layers
     stages, stage = np.array([(seat.scheme.pipeline, seat.stage) for seat in strategy.seats()]).T[:, ranks]
@@ -256,14 +244,9 @@ def places(pieces: Ints, shards: Ints) -> Ints:
     columns, stride), a strided matrix in the flat tensor that the rank has of the parameter.
 
     A rank's shards of a parameter lie in one flat tensor, one behind the other, row by row: for an
-    owner its range of the parameter (`Base.owned`), for a role the weight itself (`held`).
-
-    Args:
-        pieces: rows of a link that this rank sends, or receives.
-        shards: rows of one rank, in the order of `Base.owned` or `held`.
-
-    Raises:
-        ConfigError: a piece that lies in none of the shards.
+    owner its range of the parameter (`Base.owned`), for a role the weight itself (`held`). `pieces`:
+    rows of a link that this rank sends, or receives; `shards`: rows of one rank, in the order of
+    `Base.owned` or `held`. Raises ConfigError: a piece that lies in none of the shards.
     """
     order = np.argsort(shards[:, Shard.PARAMETER], kind="stable")
     shards = shards[order]
@@ -313,10 +296,8 @@ class WeightTraffic:
 def links_s(way: Ints, cluster: Cluster, *, handed_on: bool = False) -> float:
     """Seconds of the busiest link or NIC, each direction for itself.
 
-    Args:
-        way: bytes [num_ranks, 2, 2], one direction of a `WeightTraffic`, or a part of it.
-        cluster: whose rates count.
-        handed_on: both count, one after the other.
+    `way`: bytes [num_ranks, 2, 2], one direction of a `WeightTraffic`, or a part of it; `handed_on`:
+    both count, one after the other.
     """
     inside, between = way[:, 0], way[:, 1]
     by_nic = np.zeros((-(-len(way) // cluster.ranks_per_nic), 2), dtype=np.int64)

@@ -60,10 +60,8 @@ class Machine:
         return self.cluster.num_ranks
 
     def check(self, plan: MicrobatchPlan) -> None:
-        """Reject a plan for other ranks.
-
-        Raises:
-            ConfigError: another number of ranks, or of ranks a node.
+        """Reject a plan for other ranks. Raises ConfigError: another number of ranks, or of ranks a
+        node.
         """
         cluster = self.cluster
         if (plan.num_ranks, min(plan.ranks_per_node, plan.num_ranks)) != (cluster.num_ranks, cluster.node_size):

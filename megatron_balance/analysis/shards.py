@@ -74,11 +74,8 @@ class Base:
 
         Every copy of a parameter is owned once, element by element: TP ranks own copies of a
         replicated one, both ends those of a tied one. A rank's rows stand in the order of its flat
-        shard.
-
-        Raises:
-            ConfigError: TP does not divide a parameter; a bucket is not cut evenly; a parameter is
-                not once in the buffers of its stage.
+        shard. Raises ConfigError: TP does not divide a parameter; a bucket is not cut evenly; a
+        parameter is not once in the buffers of its stage.
         """
         return np.concatenate(
             [_empty(), *(self._owned(buffer, parameters) for buffer in self._checked(parameters))], axis=0
@@ -155,13 +152,9 @@ def held(
     """Shards of weights that the ranks of a strategy hold [n, Shard.WIDTH].
 
     Inside a pipeline ranks are in Megatron's order tp-cp-pp. A degree need not divide a dimension:
-    shards are then as even as it goes, and may be empty.
-
-    Args:
-        strategy: the pipelines, from rank 0 on.
-        parameters: all of them.
-        chosen: numbers of the parameters that are asked for; None: all.
-        rank: the rank that is asked for; None: all.
+    shards are then as even as it goes, and may be empty. `strategy`: the pipelines, from rank 0 on;
+    `parameters`: all of them; `chosen`: numbers of the parameters that are asked for; None: all;
+    `rank`: the rank that is asked for; None: all.
     """
     chosen = np.arange(len(parameters)) if chosen is None else chosen
     pipelines: dict[Scheme, list[int]] = {}
@@ -308,10 +301,8 @@ class ParameterTable:
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter], num_layers: int) -> ParameterTable:
-        """Number `parameters` in their order.
-
-        Raises:
-            ConfigError: a name twice, or a layer that the model does not have.
+        """Number `parameters` in their order. Raises ConfigError: a name twice, or a layer that the
+        model does not have.
         """
         twice = [name for name, count in Counter(p.name for p in parameters).items() if count > 1]
         if twice:

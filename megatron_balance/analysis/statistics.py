@@ -28,24 +28,17 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
     """Statistics of one microbatch: one attention call, one layer, forward; lists have one entry a
     rank.
 
-    A key-value token counts once on a rank that receives it, whatever part of its heads; a query
-    token likewise. A partial output counts once for each rank that sends one of that token. Bytes
-    count the heads that really travel. A token passed on round a ring is received by all that pass
-    it on. Pairs are those that the plan's mask shows, in units of all heads.
+    A key-value token counts once on a rank that receives it, whatever part of its heads; a query token
+    likewise. A partial output counts once for each rank that sends one of that token. Bytes count the
+    heads that really travel. A token passed on round a ring is received by all that pass it on. Pairs
+    are those that the plan's mask shows, in units of all heads.
 
-    A remap counts apart: `remap_tokens_received_per_rank` are tokens whose query, key and value a
-    rank is handed to attend with; their outputs go back. In bytes both ways are included. A proxy
-    does not count as receiving what it passes on. By NIC ([nodes][NICs of a node], neighbours
-    sharing one) counts all that goes over it, proxies included, and collectives as gloo runs them
-    (`traffic`).
-
-    Args:
-        plan: of one microbatch.
-        model: says the bytes of a value.
-        ranks_per_nic: of a plan that is not routed; one that is says so itself.
-
-    Raises:
-        InvalidProgramError: an unknown comm pattern.
+    A remap counts apart: `remap_tokens_received_per_rank` are tokens whose query, key and value a rank
+    is handed to attend with; their outputs go back. In bytes both ways are included. A proxy does not
+    count as receiving what it passes on. By NIC ([nodes][NICs of a node], neighbours sharing one)
+    counts all that goes over it, proxies included, and collectives as gloo runs them (`traffic`).
+    `model`: says the bytes of a value; `ranks_per_nic`: of a plan that is not routed; one that is says
+    so itself. Raises InvalidProgramError: an unknown comm pattern.
     """
     shared = plan.routing.ranks_per_nic if plan.routing is not None else ranks_per_nic
     payload = Payload.of(model)

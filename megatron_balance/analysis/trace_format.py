@@ -144,11 +144,8 @@ def step_of(name: str) -> int | None:
 
 
 def read(document: Any, source: str) -> Trace:
-    """The trace in a document that `Trace.document` made; spans inside others, arrows and counters are
-    made anew.
-
-    Raises:
-        ConfigError: it is none; `source` says whose.
+    """The trace in a document that `Trace.document` made; spans inside others, arrows and counters
+    are made anew. Raises ConfigError: it is none; `source` says whose.
     """
     try:
         events = cast("list[dict[str, Any]]", document["traceEvents"])
@@ -180,11 +177,8 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
     Each counts from its own beginning. Ranks of a node (`node`, `began_unix_s` of the facts) have one
     clock, by which they are shifted; the first ranks of nodes to begin are taken to begin together.
-    Where that lets a transfer between nodes end before it begins, their clocks are moved (`moved_s`
-    of the facts: by how much at most).
-
-    Raises:
-        ConfigError: two of one rank.
+    Where that lets a transfer between nodes end before it begins, their clocks are moved (`moved_s` of
+    the facts: by how much at most). Raises ConfigError: two of one rank.
     """
     nodes: dict[int, Any] = {}
     names: dict[int, str] = {}

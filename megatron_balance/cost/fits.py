@@ -59,10 +59,8 @@ def least_squares(
     against seconds.
 
     `columns` [n, c], positive, with few c: every subset of coefficients is tried that has those in
-    `needed`, which come out positive also where noise hides that the times rise.
-
-    Raises:
-        ConfigError: no times, or one that is not positive.
+    `needed`, which come out positive also where noise hides that the times rise. Raises ConfigError:
+    no times, or one that is not positive.
     """
     targets = np.asarray(seconds, dtype=np.float64)
     if not len(targets) or not (targets > 0).all():

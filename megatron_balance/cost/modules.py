@@ -192,11 +192,8 @@ class ExpertLoad:
         """Shares of the visits of each of `count` documents [count, num_experts], drawn from a
         Dirichlet distribution around the mean of all. A token visits `experts_per_token` different
         ones, so no share is more than one over that; what a draw has above goes to the other
-        experts.
-
-        Raises:
-            ConfigError: shares of another number of experts, or larger than they can be; a spread
-                that no documents have.
+        experts. Raises ConfigError: shares of another number of experts, or larger than they can
+        be; a spread that no documents have.
         """
         num_experts, most = model.num_experts, 1 / model.experts_per_token
         if self.shares and len(self.shares) != num_experts:

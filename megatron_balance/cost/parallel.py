@@ -28,11 +28,9 @@ def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:
     """The cluster whose ranks are tensor-parallel groups of neighbours: `tensor_parallel` times the
     rates and memory each.
 
-    Heads, channels and the keys that travel are split evenly over a group's GPUs and links. A group
-    of two that share a NIC has it to itself; of two with one each it has both.
-
-    Raises:
-        ConfigError: the group does not divide a node.
+    Heads, channels and the keys that travel are split evenly over a group's GPUs and links. A group of
+    two that share a NIC has it to itself; of two with one each it has both. Raises ConfigError: the
+    group does not divide a node.
     """
     if tensor_parallel < 1 or cluster.node_size % tensor_parallel:
         raise ConfigError(
@@ -140,10 +138,7 @@ class CollectiveGroup:
 
 def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics: bool = False) -> CollectiveGroup:
     """A group of `num_ranks` ranks of `cluster`. `busy_nics`: the node's other ranks do the same at
-    once.
-
-    Raises:
-        ConfigError: more ranks on a node than it has.
+    once. Raises ConfigError: more ranks on a node than it has.
     """
     if not 1 <= ranks_per_node <= cluster.node_size:
         raise ConfigError(f"{ranks_per_node} ranks on a node: {cluster.name} has {cluster.node_size}")

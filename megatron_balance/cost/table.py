@@ -184,11 +184,8 @@ def save_table(table: CostTable, path: Path) -> None:
 
 
 def load_table(path: Path) -> CostTable:
-    """The table in a JSON file.
-
-    Raises:
-        ConfigError: no such file, not JSON, or a key that is unknown, missing or does not hold what
-            it should.
+    """The table in a JSON file. Raises ConfigError: no such file, not JSON, or a key that is
+    unknown, missing or does not hold what it should.
     """
     try:
         content: object = read_json(path, _unique)

@@ -260,11 +260,9 @@ class StepPlan:
 
 
 def held_back(step: StepPlan, lengths: Lengths, waiting: Waiting) -> Waiting:
-    """The sequences that wait behind a step, numbered as the next step sees them: those of `lengths`
-    (as dealt, by microbatch) and `waiting` (before the step) that it does not train.
-
-    Raises:
-        ValueError: it trains a sequence twice, one that is not there, or one by another length.
+    """The sequences that wait behind a step, numbered as the next step sees them: those of
+    `lengths` (as dealt, by microbatch) and `waiting` (before the step) that it does not train.
+    Raises ValueError: it trains a sequence twice, one that is not there, or one by another length.
     """
     ready = dict(waiting) | dict(enumerate(chain.from_iterable(lengths)))
     num_dealt = sum(map(len, lengths))

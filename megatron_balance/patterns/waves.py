@@ -139,10 +139,8 @@ class Schedule:
 @lru_cache(maxsize=64)
 def schedule(zone: SharedZone, mask: Mask = CAUSAL) -> Schedule:
     """The schedule of a zone, which follows from its fragments and the mask; how many exchanges it
-    has, from the fragments alone.
-
-    Raises:
-        InvalidProgramError: groups of no rank, or no wave; a lead under a mask that is not causal.
+    has, from the fragments alone. Raises InvalidProgramError: groups of no rank, or no wave; a lead
+    under a mask that is not causal.
     """
     size = zone.group_size
     if size < 1 or zone.waves < 1 or zone.lead < 0:

@@ -67,16 +67,10 @@ def layers(
 ) -> attention.BothPhases:
     """Run both nano-batches through layers, all ranks entering at once.
 
-    Args:
-        nano_batches: their plans.
-        machine: that runs them.
-        num_layers: of the model, or of a pipeline chunk.
-        mode: options.
-        experts: by nano-batch, seconds that experts add to its linear step, forward and backward ([R],
-            or the same on all ranks); their exchange shares no NIC with attention's transfers.
-
-    Raises:
-        ConfigError: the round engine is asked for what it does not know.
+    `num_layers`: of the model, or of a pipeline chunk; `experts`: by nano-batch, seconds that experts
+    add to its linear step, forward and backward ([R], or the same on all ranks); their exchange shares
+    no NIC with attention's transfers. Raises ConfigError: the round engine is asked for what it does
+    not know.
     """
     for nano_batch in nano_batches:
         machine.check(nano_batch)

@@ -26,11 +26,8 @@ class ChunkPass:
 
 
 def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 1) -> list[ChunkPass]:
-    """The passes of a stage, in order.
-
-    Raises:
-        ConfigError: an interleaved schedule of microbatches that do not come in whole groups of
-            `num_stages`.
+    """The passes of a stage, in order. Raises ConfigError: an interleaved schedule of microbatches
+    that do not come in whole groups of `num_stages`.
     """
     if num_chunks > 1 and num_microbatches % num_stages:
         raise ConfigError(

@@ -84,10 +84,8 @@ class StageSetup:
     setup: Setup
 
     def layers_per_chunk(self) -> int:
-        """Layers of each model chunk of the pipeline.
-
-        Raises:
-            ConfigError: the chunks cannot be given as many each.
+        """Layers of each model chunk of the pipeline. Raises ConfigError: the chunks cannot be
+        given as many each.
         """
         model, chunks = self.machine.model, self.setup.pipeline * self.setup.interleave
         layers, rest = divmod(model.num_layers, chunks)
@@ -187,12 +185,8 @@ def added_s(plan: MicrobatchPlan, stage: StageSetup, pool: int | None = None) ->
 
     With a load, the ranks that share the experts (consecutive ones) share their visits, and wait for
     the busiest of them, whose part of the layer's products grows with its visits. Without, each rank
-    computes for as many as its own tokens make.
-
-    Args:
-        plan: of a microbatch.
-        stage: the machine and the setup.
-        pool: ranks of one pipeline stage, the first `pool` ranks being the first stage's; None: all.
+    computes for as many as its own tokens make. `pool`: ranks of one pipeline stage, the first `pool`
+    ranks being the first stage's; None: all.
     """
     size, model, load = pool or plan.num_ranks, stage.machine.model, stage.setup.expert_load
     if not model.num_experts or stage.setup.experts == 1:

@@ -90,11 +90,8 @@ def simulate_step(
     """Simulate the step whose microbatches have these plans, in order.
 
     `sharing`: all ranks that hold the parameters of a stage, and so sum gradients and share the
-    optimizer; None: those of `machine`.
-
-    Raises:
-        ConfigError: no microbatches, or one planned for other ranks; layers or microbatches that
-            the pipeline cannot be given evenly.
+    optimizer; None: those of `machine`. Raises ConfigError: no microbatches, or one planned for other
+    ranks; layers or microbatches that the pipeline cannot be given evenly.
     """
     if not plans:
         raise ConfigError("a step needs at least one microbatch")
@@ -273,13 +270,12 @@ class _StepRun:
 
 
 def bound_s(lengths: Lengths, machine: Machine, setup: Setup = PLAIN) -> float:
-    """Seconds of a step's forward and backward: even computation over all ranks and pipeline stages.
+    """Seconds of a step's forward and backward: even computation over all ranks and pipeline
+    stages.
 
-    Args:
-        lengths: of the step's documents in tokens, microbatch by microbatch.
-        machine: of one pipeline stage's ranks.
-        setup: `pipeline` and `recompute` count; what surrounds layers and head (optimizer,
-            synchronisation, experts' exchange, bubbles) does not.
+    `lengths`: of the step's documents in tokens, microbatch by microbatch; `machine`: of one pipeline
+    stage's ranks; `setup`: `pipeline` and `recompute` count; what surrounds layers and head
+    (optimizer, synchronisation, experts' exchange, bubbles) does not.
     """
     return sum(_bound_of_microbatch(each, machine, setup) for each in lengths) / setup.pipeline
 

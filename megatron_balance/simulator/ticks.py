@@ -73,16 +73,10 @@ def simulate_ticks(
 ) -> _TickTimes:
     """Simulate the ticks of a step.
 
-    Args:
-        ticks: with their plans.
-        machine: of all stages' ranks.
-        setup: `interleave`, `recompute`, `interleaved`, `engine` and `transport` count; the policy
-            is `replay`.
-        second: the same ticks of the microbatches' second nano-batches, if they run as two.
-
-    Raises:
-        ConfigError: no ticks, layers that stages do not share evenly, or nano-batches of other
-            ticks.
+    `machine`: of all stages' ranks; `setup`: `interleave`, `recompute`, `interleaved`, `engine` and
+    `transport` count; the policy is `replay`; `second`: the same ticks of the microbatches' second
+    nano-batches, if they run as two. Raises ConfigError: no ticks, layers that stages do not share
+    evenly, or nano-batches of other ticks.
     """
     if not ticks:
         raise ConfigError("a step needs at least one tick")
@@ -218,15 +212,10 @@ def simulate_joint(
 ) -> Step:
     """Simulate the step of these ticks.
 
-    Args:
-        ticks: of the step; of each nano-batch, if microbatches run as two.
-        microbatches: where their tokens are owned, over the ranks of a stage.
-        stage: the machine of one stage's ranks.
-        machine: that of all stages' ranks.
-        setup: as for `simulate_ticks`; the policy is `replay`.
-
-    Raises:
-        ConfigError: what `simulate_ticks` refuses.
+    `ticks`: of the step; of each nano-batch, if microbatches run as two; `microbatches`: where their
+    tokens are owned, over the ranks of a stage; `stage`: the machine of one stage's ranks; `machine`:
+    that of all stages' ranks; `setup`: as for `simulate_ticks`; the policy is `replay`. Raises
+    ConfigError: what `simulate_ticks` refuses.
     """
     first, *second = ticks
     times = simulate_ticks(first, machine, setup, *second)
@@ -289,9 +278,7 @@ def _step_bytes(
 
 def simulate_planned(plan: StepPlan, stage: Machine, pool: Machine, setup: Setup) -> Step:
     """The step on the machine of one stage's ranks and of all stages' (equal where there is one).
-
-    Raises:
-        ConfigError: layers or microbatches that the pipeline cannot be given evenly.
+    Raises ConfigError: layers or microbatches that the pipeline cannot be given evenly.
     """
     if plan.strategy is not None:
         return _simulate_strategy(plan, plan.strategy, stage, setup)

@@ -42,10 +42,7 @@ HEAD, RECOMPUTE = "head", "recompute"
 
 def layer_trace(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep") -> Trace:
     """The trace of one layer: on every rank its modules, then the attention call; forward, then
-    backward.
-
-    Raises:
-        ConfigError: more ranks than can be traced.
+    backward. Raises ConfigError: more ranks than can be traced.
     """
     _check(machine.num_ranks)
     forward, backward = _layers(plan, machine, policy)
@@ -59,10 +56,8 @@ def step_trace(
 ) -> Trace:
     """The trace of a whole step of these microbatches. Rank r of stage s is process s * ranks + r.
 
-    Where some layers keep and some replay, all are drawn as most of them are.
-
-    Raises:
-        ConfigError: as `simulate_step`, or more ranks than can be traced.
+    Where some layers keep and some replay, all are drawn as most of them are. Raises ConfigError: as
+    `simulate_step`, or more ranks than can be traced.
     """
     _check(machine.num_ranks * setup.pipeline)
     setup = settled(plans, StageSetup(machine, setup))

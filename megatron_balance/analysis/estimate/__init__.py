@@ -81,11 +81,9 @@ _RECENT: list[tuple[MicrobatchPlan, Machine, Estimate]] = []
 
 
 def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
-    """The seconds of a layer, and the memory of a step whose microbatches are all like this one, on a
-    machine without slow ranks and whose hosts keep up.
-
-    Raises:
-        InvalidProgramError: an unknown comm pattern.
+    """The seconds of a layer, and the memory of a step whose microbatches are all like this one, on
+    a machine without slow ranks and whose hosts keep up. Raises InvalidProgramError: an unknown
+    comm pattern.
     """
     assert not machine.slowdown, "an estimate takes ranks as alike; simulate a machine with slow ones"
     asked = machine.cluster, machine.model, machine.memory

@@ -109,10 +109,8 @@ class ZoneTimes:
 
 
 def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[ZoneTimes | ZoneTable]]:
-    """The plan's zones, in issue order, and the tables of those that have no closed form.
-
-    Raises:
-        InvalidProgramError: an unknown comm pattern.
+    """The plan's zones, in issue order, and the tables of those that have no closed form. Raises
+    InvalidProgramError: an unknown comm pattern.
     """
     prices, context, runs = LaunchPrices(), Context.of(plan), list(_together(plan.zones, machine))
     tables = Tables(plan, machine, [at for at, own in runs if not _is_alike(own[0], machine)])

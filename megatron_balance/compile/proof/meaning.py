@@ -669,10 +669,8 @@ def verify_rank(
 ) -> None:
     """Prove the ops of one rank, with what the others bring taken as promised.
 
-    `shape`: lengths of the sequences, query heads, key-value heads.
-
-    Raises:
-        InvalidProgramError: names the op, its text and what is wrong.
+    `shape`: lengths of the sequences, query heads, key-value heads. Raises InvalidProgramError: names
+    the op, its text and what is wrong.
     """
     lengths, num_heads, num_kv_heads = shape
     nothing = Rows(Fragment.WIDTH)
