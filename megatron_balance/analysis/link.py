@@ -234,11 +234,6 @@ def slots_of(numbers: Ints, ranks: Ints, strategy: Strategy, parameters: Paramet
     return np.where(tied_end, slots + 1, found)
 
 
-def slots_of_pieces(pieces: Ints, end: int, strategy: Strategy, parameters: ParameterTable) -> Ints:
-    """The slot of each transfer [n]; `end`: column of the role's rank, `WeightPiece.DST` in a pull."""
-    return slots_of(pieces[:, WeightPiece.PARAMETER], pieces[:, end], strategy, parameters)
-
-
 def places(pieces: Ints, shards: Ints) -> Ints:
     """Where each piece lies on the rank that has these shards [n, 5]: rows (parameter, start, rows,
     columns, stride), a strided matrix in the flat tensor that the rank has of the parameter.

@@ -26,7 +26,7 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context, GroupTraffic, HeadsThenHops, HopByHop, PointToPoint, WaveTraffic
-from megatron_balance.patterns.sends import messages_from
+from megatron_balance.patterns.sends import table_of
 
 
 def play(
@@ -169,9 +169,8 @@ class RoundsPhase:
         holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         src, dst = (owner, holder) if remap_in else (holder, owner)
         heads = [(0, plan.num_kv_heads if kind in KEY_SIDE else plan.num_heads) for kind in kinds]
-        return np.concatenate(
-            [messages_from(0, src, dst, kind, own, tokens) for kind, own in zip(kinds, heads, strict=True)]
-        )
+        own = zip(kinds, heads, strict=True)
+        return np.concatenate([table_of(0, src, dst, kind, *span, tokens) for kind, span in own])
 
     def _collective(self, table: ZoneTable, traffic: GroupTraffic) -> None:
         on = [traffic.passed_on] if len(traffic.passed_on) else []

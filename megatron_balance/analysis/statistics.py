@@ -6,22 +6,24 @@ holds every number against the ops of the expanded program.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from megatron_balance.analysis.wire import NicOf, Parcels, Payload, is_collective, piece_bounds, piece_bytes
+from megatron_balance.analysis.wire import NicOf, Payload, is_collective, piece_bounds, piece_bytes
 from megatron_balance.compile import remap
-from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
+from megatron_balance.ir.arrays import Ints, as_array, sums
 from megatron_balance.ir.columns import Message, Move, Route
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind, Program
 from megatron_balance.patterns import by_pattern, pattern_of
 from megatron_balance.patterns.base import Context, Load, ZoneMessages, spared_messages
-from megatron_balance.patterns.sends import messages_from, messages_of
+from megatron_balance.patterns.sends import messages_of, table_of
 
 
 def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[str, Any]:
@@ -166,9 +168,9 @@ class _InterNodeTraffic:
         holder, owner, tokens = as_array(self.plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         heads, kv_heads = (0, self.plan.num_heads), (0, self.plan.num_kv_heads)
         moves = [
-            messages_from(_REMAP_IN, owner, holder, Kind.Q, heads, tokens),
-            messages_from(_REMAP_IN, owner, holder, Kind.KV, kv_heads, tokens),
-            messages_from(last, holder, owner, Kind.OUT, heads, tokens),
+            table_of(_REMAP_IN, owner, holder, Kind.Q, *heads, tokens),
+            table_of(_REMAP_IN, owner, holder, Kind.KV, *kv_heads, tokens),
+            table_of(last, holder, owner, Kind.OUT, *heads, tokens),
         ]
         self._remap, hops = self._across(np.concatenate(moves)), self._across(hops)
         self._attention.append(hops)
@@ -206,30 +208,22 @@ class _InterNodeTraffic:
             edge = self.nics.node(group) != self.nics.node(after)
             sent += self.nics.sums(group[edge], np.full(edge.sum(), num_bytes))
             received += self.nics.sums(after[edge], np.full(edge.sum(), num_bytes))
-        num_routed = 0
+        num_routed, routing = 0, self.plan.routing
         for block in self._blocks:
             parcels = payload.parcels(block.rows)
-            routed = self._goes_by_proxies(parcels.tokens, block)
+            routed = np.zeros(len(parcels.tokens), dtype=bool)
+            if block.routed and routing is not None and self.nics.per_node > 1:
+                routed = parcels.tokens >= routing.min_tokens
             num_routed += int(routed.sum())
             size = np.where(routed, 0, parcels.padded if block.collective else parcels.direct)
             sent += self.nics.sums(parcels.src, size)
             received += self.nics.sums(parcels.dst, size)
-            pieces = piece_bytes(parcels.packed[routed], self._num_pieces) if routed.any() else ()
-            for index, piece in enumerate(pieces):
+            num_pieces = self.nics.per_node * (1 if routing is None else routing.pieces)
+            for index, piece in enumerate(piece_bytes(parcels.packed[routed], num_pieces) if routed.any() else ()):
                 place = index % self.nics.per_node
                 sent[:, place] += sums(self.nics.node(parcels.src[routed]), piece, self.nics.num_nodes)
                 received[:, place] += sums(self.nics.node(parcels.dst[routed]), piece, self.nics.num_nodes)
         return sent, received, num_routed
-
-    @property
-    def _num_pieces(self) -> int:
-        return self.nics.per_node * (self.plan.routing.pieces if self.plan.routing is not None else 1)
-
-    def _goes_by_proxies(self, tokens: Ints, block: _ExchangeBlock) -> Bools:
-        routing = self.plan.routing
-        if not block.routed or routing is None or self.nics.per_node == 1:
-            return np.zeros(len(tokens), dtype=bool)
-        return tokens >= routing.min_tokens
 
     def _is_routed(self, index: int) -> bool:
         return self.plan.routing is not None and index in self.plan.routing.zones
@@ -282,38 +276,20 @@ def _hops(op: Exchange, payload: Payload, nics: NicOf) -> Ints:
     # Rows (src, dst, bytes) of the transfers that one exchange is carried by.
     parcels = payload.parcels(messages_of(op.id, as_array(op.transfers)))
     if op.collective != "p2p" and is_collective(op.group, nics.num_ranks, nics.ranks_per_node):
-        if op.collective == "all_gather":
-            return _ring_hops(op.group, int(parcels.padded.max()) if len(parcels.padded) else 0)
+        if op.collective == "all_gather":  # as gloo runs it: round a ring
+            members, block_bytes = np.array(op.group), int(parcels.padded.max(initial=0))
+            sizes = np.full(len(members), (len(members) - 1) * block_bytes)
+            return np.column_stack([members, np.roll(members, -1), sizes])
         return np.column_stack([parcels.src, parcels.dst, parcels.padded])
-    return np.concatenate([_direct(op, parcels), *_routed(op, parcels)])
-
-
-def _ring_hops(group: tuple[int, ...], block_bytes: int) -> Ints:
-    members = np.array(group)
-    return np.column_stack([members, np.roll(members, -1), np.full(len(members), (len(members) - 1) * block_bytes)])
-
-
-def _direct(op: Exchange, parcels: Parcels) -> Ints:
-    routed = {row[Route.PAIR] for row in op.routes}
-    free = [pair not in routed for pair in zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True)]
-    return np.column_stack([parcels.src, parcels.dst, parcels.direct])[np.array(free, dtype=bool)]
-
-
-def _routed(op: Exchange, parcels: Parcels) -> list[Ints]:
-    # The hops of every piece: to its send proxy, across, and from its receive proxy.
-    packed = dict(
-        zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed.tolist(), strict=True)
-    )
-    counts: dict[tuple[int, ...], int] = {}
-    for row in op.routes:
-        counts[row[Route.PAIR]] = counts.get(row[Route.PAIR], 0) + 1
-    hops_of: list[Ints] = []
+    pairs = list(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True))
+    num_pieces = Counter(row[Route.PAIR] for row in op.routes)
+    packed = dict(zip(pairs, parcels.packed.tolist(), strict=True))
+    direct = zip(pairs, parcels.direct.tolist(), strict=True)
+    hops = [(*pair, num_bytes) for pair, num_bytes in direct if pair not in num_pieces]
     for src, dst, piece, send_proxy, receive_proxy in op.routes:
-        start, stop = piece_bounds(packed[src, dst], counts[src, dst])[piece]
-        path = (src, send_proxy, receive_proxy, dst)
-        hops = [(a, b, stop - start) for a, b in zip(path, path[1:], strict=False) if a != b]
-        hops_of.append(np.array(hops, dtype=np.int64))
-    return hops_of
+        start, stop = piece_bounds(packed[src, dst], num_pieces[src, dst])[piece]
+        hops += [(a, b, stop - start) for a, b in pairwise((src, send_proxy, receive_proxy, dst)) if a != b]
+    return np.array(hops, dtype=np.int64).reshape(-1, 3)
 
 
 def linear_tokens(plan: MicrobatchPlan) -> Ints:

@@ -199,7 +199,9 @@ def joined(traces: Sequence[Trace]) -> Trace:
     facts = {key: value for key, value in traces[0].facts.items() if key not in _OF_ONE_RANK} if traces else {}
     moved = _clocks_moved(spans, nodes)
     spans = [span.later(moved[nodes[span.rank]]) for span in spans]
-    return Trace(spans, names, {**facts, "skew_s": _skew_s(spans), "moved_s": max(moved.values(), default=0.0)})
+    # By how much a receiving span ends before its sending one begins, at most; 0 where clocks agree.
+    skew_s = max([0.0, *(spans[a].start_s - spans[b].stop_s for a, b, _ in _transfers(spans))])
+    return Trace(spans, names, {**facts, "skew_s": skew_s, "moved_s": max(moved.values(), default=0.0)})
 
 
 # The least that a transfer between nodes takes.
@@ -227,12 +229,6 @@ def _clocks_moved(spans: Sequence[TrackSpan], nodes: Mapping[int, Any]) -> dict[
 
 
 _OF_ONE_RANK = ("rank", "node", "began_unix_s")
-
-
-def _skew_s(spans: Sequence[TrackSpan]) -> float:
-    # Seconds by which a receiving span ends before its sending one begins, at most; 0 where clocks
-    # of ranks agree.
-    return max([0.0, *(spans[a].start_s - spans[b].stop_s for a, b, _ in _transfers(spans))])
 
 
 # Reading and writing events

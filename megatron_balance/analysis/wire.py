@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -123,8 +124,7 @@ def piece_bounds(num_bytes: int, count: int) -> list[tuple[int, int]]:
     Some are empty where there are too few bytes.
     """
     blocks = -(-num_bytes // ALIGN)
-    bounds = [min(num_bytes, blocks * i // count * ALIGN) for i in range(count + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(min(num_bytes, blocks * i // count * ALIGN) for i in range(count + 1)))
 
 
 def piece_bytes(num_bytes: Ints, count: int) -> Ints:

@@ -51,7 +51,8 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
     Causal: the query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may
     be full, causal or neither. A sliding window leaves out tiles at the other side, too.
     """
-    num_q, num_k, behind = _sizes(pairs)
+    (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
+    num_q, num_k, behind = q_stop - q_start, k_stop - k_start, q_start - k_start
     blocks, widest = -(-num_q // TILE_TOKENS), -(-num_k // TILE_TOKENS)
     if mask == FULL:
         return blocks * widest, blocks, widest
@@ -65,12 +66,6 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
         walked = walked - (_clipped_sum(first + blocks - 1, widest) - _clipped_sum(first - 1, widest))
         last = np.minimum(last, before + 1 - first)
     return walked, blocks, last
-
-
-def _sizes(pairs: Ints) -> tuple[Ints, Ints, Ints]:
-    # Queries, keys, and keys before the first query of each `Pair` row.
-    (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
-    return q_stop - q_start, k_stop - k_start, q_start - k_start
 
 
 def _clipped_sum(stop: Ints, top: Ints) -> Ints:

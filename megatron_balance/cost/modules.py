@@ -111,7 +111,10 @@ def num_tables(model: Model) -> int:
 
 def num_parameters(model: Model) -> float:
     layers = model.num_layers * sum(module.weights for module in layer_modules(model))
-    return layers - model.dense_layers * _spared(model) + head_module(model).weights
+    # Dense layers do without the experts that a token does not visit, and without the router.
+    unvisited = model.num_experts - max(1, model.experts_per_token)
+    spared = _expert(model) * unvisited + model.hidden_size * model.num_experts
+    return layers - model.dense_layers * spared + head_module(model).weights
 
 
 def expert_parameters(model: Model) -> float:
@@ -119,12 +122,6 @@ def expert_parameters(model: Model) -> float:
     if not model.num_experts:
         return 0.0
     return _expert(model) * float(model.num_experts) * (model.num_layers - model.dense_layers)
-
-
-def _spared(model: Model) -> float:
-    # Weights of experts that a token does not visit, and of the router.
-    unvisited = model.num_experts - max(1, model.experts_per_token)
-    return _expert(model) * unvisited + model.hidden_size * model.num_experts
 
 
 def _expert(model: Model) -> int:

@@ -334,7 +334,7 @@ class HeadRing(base.CommPattern[Zone]):
 
     def first_hops(self, zones: Sequence[base.ZoneAt[Zone]], context: base.Context, remote: Ints) -> base.FirstHops:
         # First hops to the rank after the holder, whole fragments divided by owner.
-        own = base.remote_of(zones, remote)
+        own = remote[np.isin(remote[:, RemoteHeld.ZONE], [index for index, _ in zones])]
         sent_on = own[:, RemoteHeld.SENT_ON]
         own = own[(sent_on == 1) | ((sent_on == 2) & (context.mask != CAUSAL))]
         after: dict[tuple[int, int], int] = {}

@@ -22,7 +22,7 @@ from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.rounds import RingClock, RoundsPhase, coupled, in_step
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.analysis.tables import Tables, ZoneTable
-from megatron_balance.cost.base import ADD, Floats, Ints, MachineCost
+from megatron_balance.cost.base import ADD, Floats, MachineCost
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -300,13 +300,8 @@ class _EstimatedPhase(RoundsPhase):
         #
         # 0: a group has no part in the wave.
         assert bulk.partners is not None
-        begin = _latest(np.maximum(posted, free), bulk.partners)
+        own = np.maximum(posted, free)
+        begin = own.copy()  # of each group and those that it exchanges with, the latest
+        for one, other in ((0, 1), (1, 0)):
+            np.maximum.at(begin, bulk.partners[:, one], own[bulk.partners[:, other]])
         return np.where(bulk.seconds > 0, begin + self.clocks.call_s + bulk.seconds, 0.0)
-
-
-def _latest(clock: Floats, partners: Ints) -> Floats:
-    # Of each group and those that it exchanges with, the latest.
-    latest = clock.copy()
-    for one, other in ((0, 1), (1, 0)):
-        np.maximum.at(latest, partners[:, one], clock[partners[:, other]])
-    return latest
