@@ -12,9 +12,9 @@ from megatron_balance.cost.base import NO_HOST, Floats, Host, Ints, Link, Machin
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.patterns.base import pairs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Machine:
 
     def whole(self, lengths: Ints) -> Ints:
         """`Pair` rows of whole sequences, all heads."""
-        zero = np.zeros_like(lengths)
-        return pairs_of((zero, lengths), (zero, lengths), (self.model.num_heads, self.model.num_kv_heads))
+        spans = np.column_stack([np.arange(len(lengths)), np.zeros_like(lengths), lengths])
+        return pairs_of(spans, spans[:, 1:], [(0, self.model.num_heads, 0, self.model.num_kv_heads)])
 
     def pack_s(self, num_bytes: float) -> float:
         """Seconds to pack bytes; nothing takes none."""
@@ -119,16 +119,6 @@ class Machine:
     def alpha_s(self, src: Ints, dst: Ints) -> Floats:
         """Seconds that pass before the first byte of each transfer."""
         return np.where(self.crosses(src, dst), self.inter.alpha_s, self.intra.alpha_s)
-
-
-def pairs_of(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints], heads: tuple[int, int]) -> Ints:
-    """`Pair` rows: spans of queries and keys [n], of sequences 0 .. n - 1."""
-    rows = np.zeros((len(queries[0]), Pair.WIDTH), dtype=np.int64)
-    rows[:, Pair.SEQ] = np.arange(len(rows))
-    rows[:, Pair.Q_START], rows[:, Pair.Q_STOP] = queries
-    rows[:, Pair.K_START], rows[:, Pair.K_STOP] = keys
-    rows[:, Pair.Q_HEAD_STOP], rows[:, Pair.KV_HEAD_STOP] = heads
-    return rows
 
 
 def fair_rates(uses: Ints, capacity: Floats) -> Floats:

@@ -9,7 +9,7 @@ are at work (known from a run without them). Tests hold it against the event eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -18,7 +18,8 @@ import numpy as np
 from megatron_balance.analysis.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks, Outcome, hosts_behind
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
-from megatron_balance.analysis.tables import GRAD_OF, Tables, ZoneTable, bytes_of
+from megatron_balance.analysis.tables import Tables, ZoneTable
+from megatron_balance.analysis.wire import Payload
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Ints
 from megatron_balance.ir.arrays import Bools, as_array
 from megatron_balance.ir.columns import Message, Move
@@ -27,6 +28,8 @@ from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context, GroupTraffic, HeadsThenHops, HopByHop, PointToPoint, WaveTraffic
 from megatron_balance.patterns.sends import table_of
+
+_GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
 
 
 def play(
@@ -188,18 +191,18 @@ class RoundsPhase:
         # inputs again. `traffic`: the group's, and that of inputs that come later.
         payload, first = self.clocks.machine.payload, traffic[0]
         if self.clocks.backward:
-            self._together(table, bytes_of(first.outputs, payload, turned=True), COPIED, stored=True)
+            self._together(table, _bytes_of(first.outputs, payload, turned=True), COPIED, stored=True)
             if self.clocks.policy != "replay":
                 return
         else:
             traffic = traffic[:1]
-        num_bytes = np.sum([bytes_of(each.inputs, payload) for each in traffic], axis=0)
+        num_bytes = np.sum([_bytes_of(each.inputs, payload) for each in traffic], axis=0)
         self._together(table, num_bytes, COPIED, ring=first.gathers)
 
     def _behind(self, table: ZoneTable, traffic: GroupTraffic) -> None:
         # Exchange outputs inside a group, in the backward gradients of inputs.
         payload, backward = self.clocks.machine.payload, self.clocks.backward
-        num_bytes = bytes_of(traffic.inputs if backward else traffic.outputs, payload, turned=backward)
+        num_bytes = _bytes_of(traffic.inputs if backward else traffic.outputs, payload, turned=backward)
         self._together(table, num_bytes, MOVED, ring=backward and traffic.gathers, stored=True, added=backward)
 
     def _nested(self, table: ZoneTable, traffic: HeadsThenHops) -> None:
@@ -375,6 +378,17 @@ class RoundsPhase:
             self.clocks.busy += placed
 
 
+def _bytes_of(token_heads: Mapping[Kind, Floats], payload: Payload, *, turned: bool = False) -> Floats:
+    # Bytes [G, G] from rank to rank of a collective, or, `turned`, of the gradients of what it
+    # carries; an empty array: nothing travels.
+    row_bytes = payload.whole()
+    terms = [
+        sizes.T * float(row_bytes[_GRAD_OF[kind]]) if turned else sizes * float(row_bytes[kind])
+        for kind, sizes in token_heads.items()
+    ]
+    return np.sum(terms, axis=0) if terms else np.zeros((0, 0))
+
+
 def stages(messages: Ints) -> list[Ints]:
     """Messages by exchange, in order; of none one exchange."""
     steps = np.unique(messages[:, Message.EXCHANGE])
@@ -386,7 +400,7 @@ def turned(messages: Ints) -> Ints:
     back = messages.copy()
     back[:, Message.SRC], back[:, Message.DST] = messages[:, Message.DST], messages[:, Message.SRC]
     grads = np.zeros(len(Kind), dtype=np.int64)
-    for kind, grad in GRAD_OF.items():
+    for kind, grad in _GRAD_OF.items():
         grads[kind] = grad
     back[:, Message.KIND] = grads[messages[:, Message.KIND]]
     return back

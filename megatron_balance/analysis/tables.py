@@ -7,14 +7,13 @@ prices, and the remap takes what owners send for holders.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile import remap
 from megatron_balance.cost.base import ADD, Floats, Ints, Link
 from megatron_balance.cost.kernel import distinct_rows
@@ -140,9 +139,6 @@ def _collective_load(src: Ints, dst: Ints, num_bytes: Floats, machine: Machine) 
     return np.bincount(uses.ravel(), weights=np.repeat(num_bytes, 2), minlength=len(machine.capacity()))
 
 
-GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
-
-
 def _walked(rounds: base.ZoneRounds) -> Bools:
     # Mark the launches of a zone whose keys came in a hop round its ranks: from round 1 on.
     walked, of_round = np.zeros(len(rounds.launches.merging), dtype=bool), rounds.launches.of_round
@@ -150,18 +146,6 @@ def _walked(rounds: base.ZoneRounds) -> Bools:
         walked[of_round[:, 1:]] = True
         walked[of_round[:, 0]] = False
     return walked
-
-
-def bytes_of(token_heads: Mapping[Kind, Floats], payload: Payload, *, turned: bool = False) -> Floats:
-    """Bytes [G, G] from rank to rank of a collective (`GroupTraffic`), or, `turned`, of the gradients
-    of what it carries; an empty array: nothing travels.
-    """
-    row_bytes = payload.whole()
-    terms = [
-        sizes.T * float(row_bytes[GRAD_OF[kind]]) if turned else sizes * float(row_bytes[kind])
-        for kind, sizes in token_heads.items()
-    ]
-    return np.sum(terms, axis=0) if terms else np.zeros((0, 0))
 
 
 @dataclass(slots=True)

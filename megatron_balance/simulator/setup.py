@@ -1,4 +1,4 @@
-"""What surrounds a step's attention calls: options, synchronisation, optimizer, experts, memory."""
+"""Surroundings of a step's attention calls: options, synchronisation, optimizer, experts, memory."""
 
 from __future__ import annotations
 

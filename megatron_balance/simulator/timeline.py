@@ -10,18 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_balance.analysis import trace_format
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
-from megatron_balance.analysis.trace_format import (
-    COMPUTE,
-    GRADIENT_SYNC,
-    LINEAR,
-    OPTIMIZER,
-    STEP,
-    Trace,
-    TrackSpan,
-    rank_name,
-)
+from megatron_balance.analysis.trace_format import Trace, TrackSpan
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
@@ -95,7 +87,7 @@ def _check(num_ranks: int) -> None:
 
 
 def _names(machine: Machine) -> dict[int, str]:
-    return {rank: rank_name(rank, rank // machine.cluster.node_size) for rank in range(machine.num_ranks)}
+    return {rank: trace_format.rank_name(rank, rank // machine.cluster.node_size) for rank in range(machine.num_ranks)}
 
 
 # One pass of a microbatch through a model chunk
@@ -116,7 +108,7 @@ def _pass(
     at = np.array(each.begin_s)
     end = at + step.layers_per_chunk * each.layer_s + each.head_s
     for rank in range(num_ranks):
-        yield place.span(rank, STEP, f"{phase} {microbatch}", at[rank], end[rank])
+        yield place.span(rank, trace_format.STEP, f"{phase} {microbatch}", at[rank], end[rank])
     if backward:
         yield from place.block(HEAD, at, each.head_s)
         at = at + each.head_s
@@ -151,7 +143,7 @@ class _DrawnAt:
         # A span on every rank that it takes time on.
         for rank, (start, duration) in enumerate(zip(begin_s.tolist(), seconds.tolist(), strict=True)):
             if duration > 0:
-                yield self.span(rank, COMPUTE, what, start, start + duration)
+                yield self.span(rank, trace_format.COMPUTE, what, start, start + duration)
 
     def put(self, span: TrackSpan, offset_s: float, call: int) -> TrackSpan:
         # A span of a layer.
@@ -170,10 +162,10 @@ class _DrawnAt:
 
 def _end(step: PlayedStep, num_ranks: int) -> Iterator[TrackSpan]:
     at = step.done_s
-    for what, seconds in ((GRADIENT_SYNC, step.sync_s), (OPTIMIZER, step.optimizer_s)):
+    for what, seconds in ((trace_format.GRADIENT_SYNC, step.sync_s), (trace_format.OPTIMIZER, step.optimizer_s)):
         if seconds:
             for rank in range(num_ranks):
-                yield TrackSpan(rank, STEP, what, at, at + seconds)
+                yield TrackSpan(rank, trace_format.STEP, what, at, at + seconds)
         at += seconds
 
 
@@ -188,7 +180,7 @@ def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[lis
     made: list[list[TrackSpan]] = []
     for phase, backward, outcome in (("forward", False, call.forward), ("backward", True, call.backward)):
         modules = [
-            TrackSpan(rank, COMPUTE, LINEAR, 0.0, seconds, phase)
+            TrackSpan(rank, trace_format.COMPUTE, trace_format.LINEAR, 0.0, seconds, phase)
             for rank, seconds in enumerate(linear[backward].tolist())
             if seconds
         ]

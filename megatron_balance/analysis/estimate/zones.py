@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.machine import Machine, pairs_of
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.tables import LaunchPrices, Tables, ZoneTable, launches
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import Floats, Ints
@@ -22,7 +22,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import ONCE_PER_NODE
-from megatron_balance.patterns.base import Context, HopByHop
+from megatron_balance.patterns.base import Context, HopByHop, pairs_of
 from megatron_balance.patterns.head_exchange import head_counts, head_slices
 from megatron_balance.patterns.head_ring import launches_by_kind, ring_launches, walks
 from megatron_balance.patterns.waves import Need, Schedule, schedule
@@ -199,10 +199,8 @@ def _whole(zone: Zone, seqs: Ints, context: Context, heads: tuple[int, int]) -> 
     # Pairs of sequences whole on a rank, in the chunks that the zone's pattern makes of them.
     if zone.pattern not in _EXCHANGES:
         return ring_launches(zigzag(context.lengths, seqs, 1, context.mask), heads).pairs
-    zero, stop = np.zeros_like(seqs), context.lengths[seqs]
-    rows = pairs_of((zero, stop), (zero, stop), heads)
-    rows[:, Pair.SEQ] = seqs
-    return rows
+    spans = np.column_stack([seqs, np.zeros_like(seqs), context.lengths[seqs]])
+    return pairs_of(spans, spans[:, 1:], [(0, heads[0], 0, heads[1])])
 
 
 def _groups_apart(
