@@ -16,21 +16,14 @@ from typing import Any, Literal, TypeAlias, cast
 from pydantic import BaseModel, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from megatron_balance import strict_yaml
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, read_json
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import RemapWhen, Solver, When
 from megatron_balance.model_config import NAMES, pretrained
-from megatron_balance.strict_yaml import (
-    STRICT,
-    checked,
-    joined,
-    read_yaml,
-    shown,
-    unknown_name,
-    validated,
-)
+from megatron_balance.strict_yaml import joined, shown
 
 CONFIGS = Path(__file__).parent / "configs"
 DEFAULT_CLUSTER = "h200"
@@ -42,7 +35,7 @@ Section: TypeAlias = Literal["cluster", "model", "planner", "scheme"]
 class RoutingChoice(BaseModel):
     """How transfers between nodes go over all NICs; see `ir.layers.Layers`."""
 
-    model_config = STRICT
+    model_config = strict_yaml.STRICT
 
     when: When = "pays"
     """Always, where Eq. 1 of Zeppelin says that it pays, or never."""
@@ -53,7 +46,7 @@ class RoutingChoice(BaseModel):
 class RemapChoice(BaseModel):
     """How to balance tokens outside attention; see `ir.layers.Layers` and `solvers.remap.solve`."""
 
-    model_config = STRICT
+    model_config = strict_yaml.STRICT
 
     when: RemapWhen = "always"
     """Always, or where it saves time."""
@@ -64,7 +57,7 @@ class RemapChoice(BaseModel):
 class CommunicationChoice(BaseModel):
     """The order of transfers, and the multiprocessors of a GPU that NCCL may take."""
 
-    model_config = STRICT
+    model_config = strict_yaml.STRICT
 
     safe: bool = False
     """Exchanges one after the other in the order of their ids, none passes another, and no CUDA
@@ -119,7 +112,7 @@ class ClusterChoice:
 class DatasetConfig(BaseModel):
     """Batches of lengths drawn from a known distribution, or from files."""
 
-    model_config = STRICT
+    model_config = strict_yaml.STRICT
 
     name: str
     """Data set of lengths, such as arxiv or github; data codes; or a path to a corpus, JSONL,
@@ -135,7 +128,7 @@ class DatasetConfig(BaseModel):
 class SchemeTable(BaseModel):
     """Measured times and memory of a model under schemes (Hydraulis, arXiv 2412.07894, Appendix C)."""
 
-    model_config = STRICT
+    model_config = strict_yaml.STRICT
 
     name: str
     hidden_size: int = Field(ge=1)
@@ -193,11 +186,11 @@ def load_model(given: Any, accept: Collection[str] = (), file: Path | None = Non
 def load_scheme_table(name_or_path: str) -> SchemeTable:
     """The table of that name in configs/scheme, or in that YAML file. ConfigError: there is none."""
     path = section_file("scheme", name_or_path, None, "--schemes")
-    keys = read_yaml(path)
+    keys = strict_yaml.read_yaml(path)
     if not isinstance(keys, dict):
         raise ConfigError(f"{path}: expected keys such as milliseconds:, got {shown(keys)}")
     known = list(SchemeTable.model_fields)
-    return cast(SchemeTable, validated(SchemeTable, cast("dict[str, Any]", keys), str(path), "", known))
+    return cast(SchemeTable, strict_yaml.validated(SchemeTable, cast("dict[str, Any]", keys), str(path), "", known))
 
 
 def names(section: Section) -> list[str]:
@@ -227,7 +220,7 @@ def _section(
                 f"{file}: {where or 'base'}: {value} is based on itself ({' -> '.join(each.name for each in above)} -> "
                 f"{path.name}); name another {section}"
             )
-        return _section(section, read_yaml(path), path, "", (*above, path.resolve()), accept)
+        return _section(section, strict_yaml.read_yaml(path), path, "", (*above, path.resolve()), accept)
     source = str(file)
     if not isinstance(value, dict):
         raise ConfigError(
@@ -244,7 +237,7 @@ def _section(
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{source}: {joined(where, 'base')}: expected a name or a path to a YAML, got {shown(base)}")
     underneath = {} if base is None else _section(section, base, file, joined(where, "base"), above, accept)
-    return {**underneath, **checked(target, keys, source, where, ("base", "accept"))}
+    return {**underneath, **strict_yaml.checked(target, keys, source, where, ("base", "accept"))}
 
 
 def _model_json(path: Path, accept: Collection[str]) -> dict[str, Any]:
@@ -286,7 +279,7 @@ def section_file(section: Section, reference: str, file: Path | None, where: str
         known = names(section)
         at = f"{file}: {where}" if file else where
         raise ConfigError(
-            f"{at}: {unknown_name(f'no {section} named', reference, known)}. Names: {', '.join(known)}; or a path to "
-            "a YAML"
+            f"{at}: {strict_yaml.unknown_name(f'no {section} named', reference, known)}. Names: {', '.join(known)}; "
+            "or a path to a YAML"
         )
     return (file.parent if file else Path()) / reference

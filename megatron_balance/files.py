@@ -36,11 +36,8 @@ class UnreadableError(ValueError):
 
 
 def _open_bytes(path: Path) -> IO[bytes]:
-    """The bytes of a file; of a name that ends in .gz or .zst those that were compressed.
-
-    Raises:
-        OSError: it cannot be read.
-        UnreadableError: nothing here reads Zstandard.
+    """The bytes of a file; of a name that ends in .gz or .zst those that were compressed. Raises
+    OSError: it cannot be read; UnreadableError: nothing here reads Zstandard.
     """
     if path.suffix == ".gz":
         return cast("IO[bytes]", gzip.open(path, "rb"))
@@ -97,11 +94,8 @@ class _Frames(RawIOBase):
 @contextmanager
 def open_lines(path: Path) -> Generator[TextIO]:
     """A file of text to read line by line, decompressed where its name says that it is compressed.
-
-    Raises:
-        OSError: it cannot be read.
-        UnreadableError: nothing here reads Zstandard; inside the block, also of text that is not
-            UTF-8, and of a file that is not what it was compressed as.
+    Raises OSError: it cannot be read; UnreadableError: nothing here reads Zstandard; inside the
+    block, also of text that is not UTF-8, and of a file that is not what it was compressed as.
     """
     with _open_bytes(path) as stream:
         try:
@@ -120,12 +114,9 @@ def _is_damage(error: Exception) -> bool:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a file or pipe, decompressed where its name says that it is compressed.
-
-    Raises:
-        OSError: it cannot be read.
-        UnreadableError: it is not UTF-8, holds a NUL byte, has more than `most_bytes` bytes, or is not
-            what it was compressed as.
+    """The text of a file or pipe, decompressed where its name says that it is compressed. Raises
+    OSError: it cannot be read; UnreadableError: it is not UTF-8, holds a NUL byte, has more than
+    `most_bytes` bytes, or is not what it was compressed as.
     """
     decoder, parts, num_bytes = codecs.getincrementaldecoder("utf-8")(), list[str](), 0
     with _open_bytes(path) as stream:
@@ -157,10 +148,8 @@ def _decoded(decoder: codecs.IncrementalDecoder, part: bytes, *, final: bool = F
 
 
 def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a JSON text. `pairs`: makes objects, as `json.loads` takes it.
-
-    Raises:
-        UnreadableError: it is not JSON, nests too deeply, or has a whole number beyond 64 bits.
+    """The value of a JSON text. `pairs`: makes objects, as `json.loads` takes it. Raises
+    UnreadableError: it is not JSON, nests too deeply, or has a whole number beyond 64 bits.
     """
     try:
         whole = _int64 if _LONG_NUMBER.search(text) else None

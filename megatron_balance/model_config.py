@@ -108,18 +108,17 @@ def proved() -> Mapping[str, Any]:
 
 
 def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
-    """Fields of `ir.model.Model` that a configuration says; the usual ones where it leaves them out.
+    """Fields of `ir.model.Model` that a configuration says; the usual ones where it leaves them
+    out.
 
-    Args:
-        config: an object with attributes, or a mapping; of several modalities its text's counts.
-        accept: as for `check`.
-
-    Raises:
-        ConfigError: heads, or the hidden size, are not said; as `check`.
+    `config`: an object with attributes, or a mapping; of several modalities its text's counts. Raises
+    ConfigError: heads, or the hidden size, are not said; as `check`.
     """
     check(config, accept)
     config = levels(config)[-1]
-    found = _named(config)
+    found: dict[str, Any] = {
+        fact: number for fact, names in NAMES.items() if (number := _first(config, names)) is not None
+    }
     if "hidden_size" not in found and {"head_dim", "num_heads"} <= found.keys():
         found["hidden_size"] = found["head_dim"] * found["num_heads"]
     missing = [name for name in ("num_heads", "hidden_size") if name not in found]
@@ -160,27 +159,22 @@ def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
 
 
 def pretrained(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
-    """`facts` of a model as it is pretrained by Megatron: with the layers that predict further tokens,
-    windows that some of the layers have, and an output matrix that may be the embedding.
-
-    Raises:
-        ConfigError: as `facts` does.
+    """`facts` of a model as it is pretrained by Megatron: with the layers that predict further
+    tokens, windows that some of the layers have, and an output matrix that may be the embedding.
+    Raises ConfigError: as `facts` does.
     """
     found, config = facts(config, accept), levels(config)[-1]
     tied = value(config, "tie_word_embeddings")
     if tied is None:
         tied = found["name"].startswith(TIED_FAMILIES)
     layers = found.get("num_layers", Model.num_layers)
+    more = _first(config, ("num_nextn_predict_layers", "mtp_num_layers"))
     return {
         **found,
         **_windows(config, layers),
-        **({"num_layers": layers + more, "mtp_layers": more} if (more := _further(config)) else {}),
+        **({"num_layers": layers + more, "mtp_layers": more} if more else {}),
         **({"tied_embeddings": True} if tied else {}),
     }
-
-
-def _further(config: object) -> int:
-    return _first(config, ("num_nextn_predict_layers", "mtp_num_layers")) or 0
 
 
 def _windows(config: object, num_layers: int) -> dict[str, Any]:
@@ -247,13 +241,8 @@ def _latents(config: object, num_heads: int) -> dict[str, int]:
 def check(config: object, accept: Collection[str] = ()) -> None:
     """Refuse a model that nobody has proved to attend as plans have it.
 
-    Args:
-        config: as for `facts`.
-        accept: model types and keys to go on with, by the names that the refusal says; the log
-            repeats them.
-
-    Raises:
-        ConfigError: names all types and keys, and why.
+    `config`: as for `facts`; `accept`: model types and keys to go on with, by the names that the
+    refusal says; the log repeats them. Raises ConfigError: names all types and keys, and why.
     """
     if isinstance(accept, str):
         raise ConfigError(f"accept: expected a list of names such as [{accept!r}], got {accept!r}")
@@ -263,16 +252,12 @@ def check(config: object, accept: Collection[str] = ()) -> None:
 
 
 def refusal(title: str, found: Mapping[str, str], accept: Collection[str], how: str) -> str | None:
-    """Why a model is refused of which nobody knows whether plans compute it; None: all was accepted,
-    and the log repeats it.
+    """Why a model is refused of which nobody knows whether plans compute it; None: all was
+    accepted, and the log repeats it.
 
-    Every way into the product that takes a model asks here.
-
-    Args:
-        title: of what holds the names.
-        found: names that are not known, and why each matters.
-        accept: names to go on with.
-        how: to accept, with braces where the list of names goes.
+    Every way into the product that takes a model asks here. `title`: of what holds the names; `found`:
+    names that are not known, and why each matters; `accept`: names to go on with; `how`: to accept,
+    with braces where the list of names goes.
     """
     refused = {name: why for name, why in found.items() if name not in accept}
     if refused:
@@ -432,11 +417,6 @@ def _uses_window(config: object) -> bool:
 def value(config: object, name: str) -> Any:
     """Get what a configuration says under a name; None: nothing."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-
-
-def _named(config: object) -> dict[str, Any]:
-    found = {fact: _first(config, names) for fact, names in NAMES.items()}
-    return {fact: number for fact, number in found.items() if number is not None}
 
 
 def _first(config: object, names: tuple[str, ...]) -> int | None:

@@ -1,6 +1,4 @@
-"""All ranks of a program in one process, NumPy fp64, forward and backward: the judge of the
-executor.
-"""
+"""All ranks of a program in one process, NumPy fp64: the judge of the executor."""
 
 from __future__ import annotations
 

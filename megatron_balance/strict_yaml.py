@@ -109,10 +109,8 @@ for _tag, _pattern, _first in (
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text (one option's value, or a file); `source` names it in errors.
-
-    Raises:
-        ConfigError: it is not YAML or repeats a key.
+    """The value of a YAML text (one option's value, or a file); `source` names it in errors. Raises
+    ConfigError: it is not YAML or repeats a key.
     """
     try:
         if _nests_deeply(text):  # the library takes seconds to give up
@@ -151,10 +149,8 @@ def checked(
     """`keys` checked, and int turned to float, against the fields of a dataclass; only those given.
 
     `source`: the file or option, `where`: the path to the keys inside of it, for errors. `also`: keys
-    that are right, too, and have been taken out.
-
-    Raises:
-        ConfigError: a key is unknown, or its value of the wrong type.
+    that are right, too, and have been taken out. Raises ConfigError: a key is unknown, or its value of
+    the wrong type.
     """
     partial = _partial(target)
     found = validated(partial, keys, source, where, known=[*partial.model_fields, *also])
@@ -172,10 +168,8 @@ def _partial(target: type) -> type[BaseModel]:
 def validated(
     model: type[BaseModel], keys: Mapping[str, Any], source: str, where: str, known: Iterable[str]
 ) -> BaseModel:
-    """The model of `keys`, as `checked`; `known`: all keys that are right.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or its value is wrong.
+    """The model of `keys`, as `checked`; `known`: all keys that are right. Raises ConfigError: a
+    key is unknown or missing, or its value is wrong.
     """
     try:
         return model.model_validate(dict(keys))
@@ -215,11 +209,8 @@ def _explain(error: ErrorDetails, key: str, known: Iterable[str]) -> str:
         case "greater_than_equal":
             return f"expected at least {context['ge']}, got {got}"
         case _:
-            return (
-                f"expected {expected}, got {got}"
-                if expected
-                else f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}"
-            )
+            wrong = f"expected {expected}" if expected else f"{error['msg'][0].lower()}{error['msg'][1:]}"
+            return f"{wrong}, got {got}"
 
 
 def _known_at(model: type[BaseModel], path: list[str]) -> list[str]:

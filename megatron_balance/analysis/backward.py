@@ -8,14 +8,14 @@ costs memory in every layer and microbatch in flight, replaying costs traffic in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from megatron_balance.analysis.memory import Sharding, layer_activation_bytes, logit_bytes, rank_memory
-from megatron_balance.analysis.statistics import linear_tokens, moved_tokens, received_load, tokens_per_rank
+from megatron_balance.analysis.statistics import linear_tokens, moved_tokens, received_load
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import InfeasibleError
@@ -26,32 +26,47 @@ from megatron_balance.ir.program import Backward, Kind
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
 
+# Share of a device's memory that `auto` fills by prediction; the rest is for what is not predicted:
+# the device's context, communicators, fragments of the allocator.
 USABLE = 0.9
-"""Share of a device's memory that `auto` fills by prediction; the rest is for what is not
-predicted: the device's context, communicators, fragments of the allocator."""
 
 GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchBytes:
-    """Tokens that each rank owns in a microbatch, int64 [num_ranks], and what its attention calls
-    receive.
+    """By rank, int64 [num_ranks]: tokens that it owns in a microbatch, bytes of an attention call.
+
+    `kept`: of all inputs that the forward received, with their heads: what a layer with policy keep
+    holds until its backward. `replayed`: of those that a layer with policy replay holds at once in
+    its backward. `working`: beside them, of the call while it runs: partial outputs, gradients and
+    messages on their way.
     """
 
     tokens: Ints
-    received: ReceivedBytes
+    kept: Ints
+    replayed: Ints
+    working: Ints
 
 
 def microbatch_bytes(plans: Sequence[MicrobatchPlan], model: Model) -> MicrobatchBytes:
-    """Bytes of a microbatch from its plan, or from those of its nano-batches, which are under way
-    at once.
+    """Bytes of a microbatch from its plan, or from those of its nano-batches.
+
+    A remap hands queries, keys and values over before attention and they are used throughout: a
+    replay holds them all, and beside them of every other exchange what is in use and what arrives.
+    `kept` is exact but for the padding of messages. `working` is an estimate: gradients of owned
+    rows, what goes and comes with each query that is attended elsewhere, and the gradients of keys
+    and values on their way, at most `GRADIENT_ROUNDS` blocks of a ring or `GRADIENT_COPIES` of all
+    that was received.
     """
-    received = [received_bytes(plan, model) for plan in plans]
-    total = received[0]
-    for each in received[1:]:
-        total = total + each
-    return MicrobatchBytes(np.sum([linear_tokens(plan) for plan in plans], axis=0), total)
+    row_bytes, found = Payload.of(model).whole().tolist(), list[MicrobatchBytes]()
+    for plan in plans:
+        load, (given, taken) = received_load(plan), moved_tokens(plan)
+        queries, keys, outputs = (load.token_heads[kind] for kind in (Kind.Q, Kind.KV, Kind.OUT))
+        loads = Loads(linear_tokens(plan), queries, keys, outputs, largest_exchange(plan), given, taken)
+        found.append(loads.bytes((plan.num_heads, plan.num_kv_heads), row_bytes))
+    # Nano-batches are under way at once.
+    return MicrobatchBytes(*(np.add.reduce([getattr(e, of.name) for e in found]) for of in fields(MicrobatchBytes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +135,7 @@ class StepBytes:
         return self.state + self.activations + self.working + held
 
     def most_keeping(self, memory_bytes: float) -> int | None:
-        """The largest number of layers that may keep within `memory_bytes`; None: not even all
-        replayed fit.
-        """
+        """Most layers that may keep within `memory_bytes`; None: not even all replayed fit."""
         if float(self.peak(self.layers).max()) <= memory_bytes:
             return self.layers
         left = memory_bytes - self.peak(0)
@@ -140,10 +153,9 @@ def step_bytes(microbatches: Sequence[MicrobatchBytes], model: Model, stage: Sta
     """
     layers = held_layers(stage.recompute, stage.num_layers // stage.chunks)
     saved = layers.saved * layer_activation_bytes(model) + layers.inputs * layer_activation_bytes(model, "full")
-    tokens = np.array([each.tokens for each in microbatches], dtype=np.float64)
-    kept, replayed, working = (
-        np.array([getattr(each.received, name) for each in microbatches], dtype=np.float64)
-        for name in ("kept", "replayed", "working")
+    tokens, kept, replayed, working = (
+        np.array([getattr(each, name) for each in microbatches], dtype=np.float64)
+        for name in ("tokens", "kept", "replayed", "working")
     )
     passes = stage.passes(len(microbatches))
     again = layers.again * layer_activation_bytes(model) * tokens
@@ -173,9 +185,8 @@ def state_bytes(model: Model, stage: Stage) -> float:
 
 
 def _in_flight(each: Floats, passes: float, chunks: int) -> Floats:
-    """The most over consecutive microbatches that are in flight at once, in passes through a chunk:
-    [num_ranks] from [microbatches, num_ranks].
-    """
+    # The most over consecutive microbatches that are in flight at once, in passes through a chunk:
+    # [num_ranks] from [microbatches, num_ranks].
     window = min(len(each), max(1, ceil(passes / chunks)))
     sums_of = np.cumsum(np.concatenate([np.zeros((1, each.shape[1])), each]), axis=0)
     return (sums_of[window:] - sums_of[:-window]).max(axis=0) / window * passes
@@ -269,11 +280,8 @@ def decide(stages: Sequence[StepBytes], asked: Backward, memory_bytes: float | N
 def check_fits(
     decision: Decision, microbatches: Sequence[MicrobatchBytes], model: Model, stages: Sequence[Stage]
 ) -> None:
-    """Reject a step that `auto` cannot make fit.
-
-    Raises:
-        InfeasibleError: the prediction is more than the memory, with every layer replayed. Says
-            which changes would make it fit.
+    """Reject a step that `auto` cannot make fit. Raises InfeasibleError: the prediction is more
+    than the memory, with every layer replayed. Says which changes would make it fit.
     """
     if decision.fits or decision.asked != "auto" or decision.memory_bytes is None:
         return
@@ -293,7 +301,7 @@ def advice(decision: Decision, microbatches: Sequence[MicrobatchBytes], model: M
 def _ways(
     decision: Decision, microbatches: Sequence[MicrobatchBytes], model: Model, stages: Sequence[Stage]
 ) -> list[tuple[str, float]]:
-    """Changes after which the step would fit, with the bytes that the fullest rank then needs."""
+    # Changes after which the step would fit, with the bytes that the fullest rank then needs.
     assert decision.memory_bytes is not None
     usable = USABLE * decision.memory_bytes
     ways: list[tuple[str, float]] = []
@@ -341,9 +349,7 @@ def layer_runs(recompute: Recomputed, num_layers: int, *, training: bool) -> tup
 
 
 def attention_runs(recompute: Recomputed, num_layers: int, *, training: bool = True) -> tuple[_LayerRun, ...]:
-    """The runs in which attention calls are made: those of `layer_runs`, or every layer for itself
-    where core attention alone is recomputed.
-    """
+    """The runs of attention calls: of `layer_runs`, or each layer where it alone is recomputed."""
     if training and recompute.what == "core_attention":
         return (_LayerRun(1, again=True),) * num_layers
     return layer_runs(recompute, num_layers, training=training)
@@ -395,50 +401,12 @@ def held_layers(recompute: Recomputed, num_layers: int) -> _HeldLayers:
 
 _Counts: TypeAlias = Ints | Floats
 
-
+# Rounds whose keys and values a replayed backward holds at once.
 _IN_USE_AND_ARRIVING = 2
-"""Rounds whose keys and values a replayed backward holds at once."""
 
-
+# Blocks of a ring, and copies of all received keys and values, whose gradients are held at once:
+# accumulated, sent and arriving. Fitted to the buffers that the runtime counts.
 GRADIENT_ROUNDS, GRADIENT_COPIES = 8, 3
-"""Blocks of a ring, and copies of all received keys and values, whose gradients are held at once:
-accumulated, sent and arriving. Fitted to the buffers that the runtime counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedBytes:
-    """Bytes by rank, int64 [num_ranks], of one attention call.
-
-    `kept`: of all inputs that the forward received, with their heads: what a layer with policy keep
-    holds until its backward. `replayed`: of those that a layer with policy replay holds at once in
-    its backward. `working`: beside them, of the call while it runs: partial outputs, gradients and
-    messages on their way.
-    """
-
-    kept: Ints
-    replayed: Ints
-    working: Ints
-
-    def __add__(self, other: ReceivedBytes) -> ReceivedBytes:
-        """Of two nano-batches, which are under way at once."""
-        return ReceivedBytes(self.kept + other.kept, self.replayed + other.replayed, self.working + other.working)
-
-
-def received_bytes(plan: MicrobatchPlan, model: Model) -> ReceivedBytes:
-    """Received inputs of one layer of a microbatch.
-
-    A remap hands queries, keys and values over before attention and they are used throughout: a
-    replay holds them all, and beside them of every other exchange what is in use and what arrives.
-    `kept` is exact but for the padding of messages. `working` is an estimate: gradients of owned
-    rows, what goes and comes with each query that is attended elsewhere, and the gradients of keys
-    and values on their way, at most `GRADIENT_ROUNDS` blocks of a ring or `GRADIENT_COPIES` of all
-    that was received.
-    """
-    load, (given, taken) = received_load(plan), moved_tokens(plan)
-    queries, keys, outputs = (load.token_heads[kind] for kind in (Kind.Q, Kind.KV, Kind.OUT))
-    own, largest = tokens_per_rank(plan) - given + taken, largest_exchange(plan)
-    loads = Loads(own, queries, keys, outputs, largest, given, taken)
-    return loads.bytes((plan.num_heads, plan.num_kv_heads), Payload.of(model).whole().tolist())
 
 
 class Loads(NamedTuple):
@@ -456,10 +424,8 @@ class Loads(NamedTuple):
     given: _Counts
     taken: _Counts
 
-    def bytes(self, heads: tuple[int, int], row_bytes: Sequence[int]) -> ReceivedBytes:
-        """Bytes of them. `heads`: of queries, and of keys and values; `row_bytes`: of a token and head
-        by kind.
-        """
+    def bytes(self, heads: tuple[int, int], row_bytes: Sequence[int]) -> MicrobatchBytes:
+        """`heads`: of queries, and of keys; `row_bytes`: of a token and head by kind."""
         own, queries, keys, outputs, largest, given, taken = self
         num_heads, num_kv = heads
         handed = given * (num_heads * row_bytes[Kind.Q] + num_kv * row_bytes[Kind.KV])
@@ -474,13 +440,13 @@ class Loads(NamedTuple):
             * (row_bytes[Kind.OUT_GRAD] + row_bytes[Kind.Q_GRAD])
             + arriving * row_bytes[Kind.KV_GRAD]
         )
-        return ReceivedBytes(*(each.astype(np.int64) for each in (kept, replayed, working)))
+        return MicrobatchBytes(
+            own.round().astype(np.int64), *(each.astype(np.int64) for each in (kept, replayed, working))
+        )
 
 
 def largest_exchange(plan: MicrobatchPlan) -> Ints:
-    """For each rank the most token-heads of keys that one exchange of attention's forward brings it,
-    the remap's apart (`CommPattern.largest_exchange`): int64 [num_ranks].
-    """
+    """By rank, the most token-heads of keys that one exchange brings, the remap's apart."""
     context = Context.of(plan)
     most = np.zeros(plan.num_ranks, dtype=np.int64)
     for zone in plan.zones:

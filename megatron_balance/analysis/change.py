@@ -22,21 +22,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_balance.analysis.link import (
-    Twins,
-    WeightTraffic,
-    layer_slot,
-    link_of,
-    links_s,
-    num_slots,
-    through_nodes,
-    volume,
-)
+from megatron_balance.analysis import link
 from megatron_balance.analysis.memory import GRADIENT_BYTES, Sharding, rank_memory
 from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.modules import head_module, layer_modules
-from megatron_balance.cost.parallel import all_gather_s, group_of, joined_nodes, reduce_scatter_s
+from megatron_balance.cost.parallel import all_gather_s, group_of, joined_nodes
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -79,7 +70,7 @@ class Change:
     pull_s: Floats
     push_s: Floats
     whole_s: tuple[float, float]
-    traffic: WeightTraffic
+    traffic: link.WeightTraffic
 
     def uncovered_s(self, pipelines: Sequence[PipelineWork], *, overlap: bool) -> tuple[float, float]:
         """Seconds that a pull and a push add to a step of these pipelines.
@@ -94,7 +85,7 @@ class Change:
         for work in pipelines:
             count = self.num_layers // work.stages
             layers = np.arange(count)
-            slots = layer_slot(layers, count, self.num_slots)
+            slots = link.layer_slot(layers, count, self.num_slots)
             last = float(arrived[-1]) - self.num_layers * work.forward_s
             waited = max(float(arrived[0]), float((arrived[slots] - layers * work.forward_s).max()), last)
             ends.append(work.own_s + waited)
@@ -127,9 +118,7 @@ def base_for(candidates: Sequence[Strategy], num_ranks: int) -> Strategy:
 
 
 def base_sync_s(base: Strategy, model: Model, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of the base layout's own all-gather of weights and reduce-scatter of gradients, nothing
-    hidden.
-    """
+    """Seconds of the base layout's own all-gather and reduce-scatter, nothing hidden."""
     scheme = base.pipelines[0]
     joined = joined_nodes(cluster, scheme.tensor)
     ranks = scheme.context * len(base.pipelines)
@@ -138,7 +127,7 @@ def base_sync_s(base: Strategy, model: Model, cluster: Cluster) -> tuple[float, 
         here -= 1
     group = group_of(cluster, ranks, here, busy_nics=True)
     each = max(_parameters(scheme, stage, model) for stage in (0, scheme.pipeline - 1)) / ranks
-    return all_gather_s(each * model.bytes_per_element, group), reduce_scatter_s(each * GRADIENT_BYTES, group)
+    return all_gather_s(each * model.bytes_per_element, group), all_gather_s(each * GRADIENT_BYTES, group)
 
 
 def role_bytes(layouts: Layouts, model: Model, num_ranks: int) -> Floats:
@@ -162,7 +151,7 @@ def held_bytes(strategy: Strategy, model: Model, num_ranks: int) -> Floats:
 
 
 def _parameters(scheme: Scheme, stage: int, model: Model) -> float:
-    """Parameters of a rank of a stage."""
+    # Parameters of a rank of a stage.
     held = rank_memory(model, 0, 0, Sharding(tensor=scheme.tensor, pipeline=scheme.pipeline, stage=stage))
     return held.gradients / GRADIENT_BYTES
 
@@ -197,14 +186,14 @@ def _change(
     parameters = ParameterTable.of(listed, num_layers)
     layout = _base(scheme, len(base.pipelines), parameters)
     owned = layout.owned(parameters)
-    twins = Twins.of(strategy, num_ranks, cluster.node_size)
+    twins = link.Twins.of(strategy, num_ranks, cluster.node_size)
     tables: dict[bool, list[Ints]] = {False: [], True: []}
     for number, count in enumerate((1, *alike.values(), 1)):
         of = owned[owned[:, Shard.PARAMETER] == number]
-        found = link_of(layout, of, strategy, parameters, number)
-        for handed_on, links in ((False, (found,)), (True, through_nodes(found, parameters, twins, None))):
+        found = link.link_of(layout, of, strategy, parameters, number)
+        for handed_on, links in ((False, (found,)), (True, link.through_nodes(found, parameters, twins, None))):
             ways = [
-                sum(volume(each, width, num_ranks, cluster.node_size) for each in pieces)
+                sum(link.volume(each, width, num_ranks, cluster.node_size) for each in pieces)
                 for pieces, width in (
                     ([each.pull for each in links], model.bytes_per_element),
                     ([each.push for each in links], GRADIENT_BYTES),
@@ -218,33 +207,33 @@ def _change(
 
 
 def _timed(tables: Sequence[Ints], strategy: Strategy, num_layers: int, cluster: Cluster, *, handed_on: bool) -> Change:
-    """The change whose embedding, kinds of layers, and last parts move these bytes."""
-    slots, table = num_slots(strategy, num_layers), np.sum(tables, axis=0)
+    # The change whose embedding, kinds of layers, and last parts move these bytes.
+    slots, table = link.num_slots(strategy, num_layers), np.sum(tables, axis=0)
     counts = (1, slots, 1)
     parts = tables[0], np.sum(tables[1:-1], axis=0), tables[-1]
     pull_s, push_s = (
         np.repeat(
             [
-                links_s(part[way], cluster, handed_on=handed_on) / count
+                link.links_s(part[way], cluster, handed_on=handed_on) / count
                 for part, count in zip(parts, counts, strict=True)
             ],
             counts,
         )
         for way in (0, 1)
     )
-    whole = links_s(table[0], cluster, handed_on=handed_on), links_s(table[1], cluster, handed_on=handed_on)
-    return Change(num_layers, pull_s, push_s, whole, WeightTraffic(table, handed_on))
+    whole = link.links_s(table[0], cluster, handed_on=handed_on), link.links_s(table[1], cluster, handed_on=handed_on)
+    return Change(num_layers, pull_s, push_s, whole, link.WeightTraffic(table, handed_on))
 
 
 def _alike(base: Strategy, strategy: Strategy, num_layers: int) -> dict[int, int]:
-    """The first of each kind of layers that lie on the same stages of both, and how many there are."""
+    # The first of each kind of layers that lie on the same stages of both, and how many there are.
     degrees = sorted({scheme.pipeline for scheme in (*base.pipelines, *strategy.pipelines)})
     kinds = [tuple(((layer + 1) * stages - 1) // num_layers for stages in degrees) for layer in range(num_layers)]
     return {kinds.index(kind): count for kind, count in Counter(kinds).items()}
 
 
 def _base(scheme: Scheme, replicas: int, parameters: ParameterTable) -> Base:
-    """A base layout with a bucket for each parameter, so that all ranks of a stage own parts of it."""
+    # A base layout with a bucket for each parameter, so that all ranks of a stage own parts of it.
     numbers, stages, _ = parameters.stages(np.arange(len(parameters)), scheme.pipeline)
     sizes = parameters.shape.prod(axis=1) // scheme.tensor
     buffers: list[Buffer] = []

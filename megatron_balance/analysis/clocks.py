@@ -1,6 +1,4 @@
-"""The clocks of all ranks in a phase, and the transfers and collectives that any zone may ask for
-(`analysis.rounds`).
-"""
+"""The clocks of all ranks in a phase, and transfers and collectives that any zone may ask for."""
 
 from __future__ import annotations
 
@@ -10,10 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_balance.analysis.launches import ADDED, STORED, all_to_all, ring_collective
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
-from megatron_balance.analysis.tables import Tables, ZoneTable
+from megatron_balance.analysis.tables import ADDED, STORED, Tables, ZoneTable, all_to_all, ring_collective
 from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import ADD, Floats, Ints
@@ -21,12 +18,11 @@ from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind
 
+# Traffic classes (`compile.order`).
 COPIED, MOVED = range(2)
-"""Traffic classes (`compile.order`)."""
 
+# Streams of a traffic class; the last one is that of collectives.
 INTRA, INTER, DISPATCH, COMBINE, TOGETHER = range(5)
-"""Streams of a traffic class; the last one is that of collectives."""
-
 
 # By kind: whether what arrives is unpacked, and whether it is added to what is held.
 _STORED, _ADDED = (np.isin(np.arange(len(Kind)), kinds) for kinds in (STORED, ADDED))
@@ -63,9 +59,7 @@ class Clocks:
     def issue(
         self, ranks: Ints, num_calls: Ints | int, num_launches: Ints | Bools | int, num_messages: Ints | int = 0
     ) -> None:
-        """Let the hosts of ranks issue group calls of so many messages, and launches: the devices
-        wait for those behind.
-        """
+        """Let hosts issue calls and launches; the devices wait for hosts that are behind."""
         host = self.machine.host
         if not host.is_modelled:
             return
@@ -97,9 +91,7 @@ class Clocks:
         return packed
 
     def carry(self, transfers: _Transfers, posted: Floats, traffic_class: int) -> Floats:
-        """Run the transfers of an exchange, each when both ends are `posted` and their streams
-        free; when each rank has all it receives.
-        """
+        """Run transfers, each when both ends are `posted` and free; when each rank has all of its."""
         machine = self.machine
         arrived = np.zeros(machine.num_ranks)
         src, dst = transfers.src, transfers.dst
@@ -111,22 +103,21 @@ class Clocks:
         begin = [np.maximum(posted[end], free[link, end]) for end in (src, dst)]
         begin_s = np.maximum(*begin) + self.call_s
         stop = transfers.ends(begin_s, machine, self.share)
-        self._count(transfers)
+        self.count(src, dst, transfers.num_bytes, transfers.routed)
         for end in (src, dst):
             np.maximum.at(free, (link, end), stop)
         np.maximum.at(arrived, dst, free[link, dst])
         return arrived
 
-    def _count(self, transfers: _Transfers) -> None:
-        """Add the bytes that transfers move over each resource."""
+    def count(self, src: Ints, dst: Ints, num_bytes: Floats, routed: Bools) -> None:
+        """Add the bytes that transfers [n] move over each resource."""
         if not self.counts:
             return
         machine, load = self.machine, np.zeros(len(self.capacity))
-        per_node, first, direct = machine.nics.per_node, 2 * machine.num_ranks, ~transfers.routed
-        uses = machine.resources(transfers.src, transfers.dst)
-        np.add.at(load, uses[direct], transfers.num_bytes[direct, None])
-        piece = transfers.num_bytes[transfers.routed, None] / per_node
-        for part, ranks in enumerate((transfers.src[transfers.routed, None], transfers.dst[transfers.routed, None])):
+        per_node, first = machine.nics.per_node, 2 * machine.num_ranks
+        np.add.at(load, machine.resources(src, dst)[~routed], num_bytes[~routed, None])
+        piece = num_bytes[routed, None] / per_node
+        for part, ranks in enumerate((src[routed, None], dst[routed, None])):
             np.add.at(load, part * machine.num_ranks + ranks, piece * (per_node - 1))
             nics = machine.nics.node(ranks) * per_node + np.arange(per_node)
             np.add.at(load, first + part * machine.num_nics + nics, piece)
@@ -134,10 +125,10 @@ class Clocks:
         self.nic_bytes += load[first:].reshape(2, -1)
 
     def routed(self, index: int, tokens: Ints | Floats) -> Bools:
-        """Mark the transfers of a zone, or of the remap, that go over all NICs: bool [n]."""
+        """Mark the transfers of a zone, or of the remap, that go over all NICs: bool, as `tokens`."""
         routing = self.plan.routing
-        if routing is None or index not in routing.zones or self.machine.nics.per_node == 1:
-            return np.zeros(len(tokens), dtype=bool)
+        if routing is None or not self.is_routed(index):
+            return np.zeros(tokens.shape, dtype=bool)
         return tokens >= routing.min_tokens
 
     def row_bytes(self, kind: Kind) -> int:
@@ -146,9 +137,7 @@ class Clocks:
         return heads * int(self.machine.payload.whole()[kind])
 
     def exchange(self, messages: Ints, index: int, traffic_class: int) -> tuple[Floats, Floats, Floats]:
-        """One exchange of `messages`: when each rank began, when it has what it receives, and how
-        long unpacking that takes.
-        """
+        """One exchange: when each rank began, when it has all, how long unpacking that takes."""
         parcels = self.machine.payload.parcels(messages)
         routed = self.routed(index, parcels.tokens) & self.machine.crosses(parcels.src, parcels.dst)
         sent = _Transfers(
@@ -174,10 +163,9 @@ class Clocks:
         return posted, arrived, placed
 
     def _calls(self, transfers: _Transfers) -> tuple[Ints, Ints]:
-        """Group calls of each rank, and their messages: one call for the transfers inside its node,
-        one for those between nodes, and two more legs of those that are routed, in a piece for each
-        NIC; what it passes on for others left out.
-        """
+        # Group calls of each rank, and their messages: one call for the transfers inside its node,
+        # one for those between nodes, and two more legs of those that are routed, in a piece for
+        # each NIC; what it passes on for others left out.
         machine = self.machine
         calls = np.zeros((2, machine.num_ranks), dtype=np.int64)
         num_messages = np.zeros(machine.num_ranks, dtype=np.int64)
@@ -190,28 +178,25 @@ class Clocks:
             np.add.at(num_messages, end, num_pieces)
         return calls.sum(axis=0), num_messages
 
-    def is_routed(self, table: ZoneTable) -> bool:
-        """Whether the zone's transfers between nodes go over all NICs."""
+    def is_routed(self, index: int) -> bool:
+        """Whether transfers of a zone, or of the remap, between nodes go over all NICs."""
         routing = self.plan.routing
-        return routing is not None and table.index in routing.zones and self.machine.nics.per_node > 1
+        return routing is not None and index in routing.zones and self.machine.nics.per_node > 1
 
     def is_together(self, table: ZoneTable) -> bool:
         """Whether the zone's collectives are one call each: not routed, of a communicator."""
         ranks, machine = tuple(table.ranks.tolist()), self.machine
-        return not self.is_routed(table) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
+        return not self.is_routed(table.index) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
 
     def all_together(
         self, table: ZoneTable, posted: Floats, num_bytes: Floats, traffic_class: int, *, ring: bool
     ) -> Floats:
-        """When each rank of the zone has what a collective brings it; without a communicator, or
-        routed, it is many transfers.
-        """
+        """When each rank of the zone has what a collective, or many transfers, bring it."""
         ranks, machine = table.ranks, self.machine
         if not self.is_together(table):
-            routed = self.is_routed(table)
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
             src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
-            transfers = _Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
+            transfers = _Transfers(src, dst, sizes, machine.crosses(src, dst) & self.is_routed(table.index))
             calls, num_messages = self._calls(transfers)
             self.issue(np.arange(machine.num_ranks), calls, 0, num_messages)
             return self.carry(transfers, posted, traffic_class)[ranks]
@@ -236,7 +221,7 @@ class _Transfers:
     routed: Bools
 
     def ends(self, begin_s: Floats, machine: Machine, share: Floats) -> Floats:
-        """When each [n] ends. `share` [2, num_nics]: the free part of each NIC, out and in."""
+        # When each [n] ends. `share` [2, num_nics]: the free part of each NIC, out and in.
         direct, stop = ~self.routed, np.zeros(len(self.src))
         src, dst, num_bytes = self.src[direct], self.dst[direct], self.num_bytes[direct]
         nics, intra, inter = machine.nics, machine.intra, machine.inter
@@ -259,7 +244,7 @@ class _Transfers:
         return stop
 
     def _by_proxies(self, begin_s: Floats, machine: Machine, nic_s: Floats) -> Floats:
-        """When routed transfers end: to the source's proxies, between nodes, from the target's."""
+        # When routed transfers end: to the source's proxies, between nodes, from the target's.
         src, dst, num_bytes = self.src[self.routed], self.dst[self.routed], self.num_bytes[self.routed]
         nics, intra, inter, call_s = machine.nics, machine.intra, machine.inter, machine.cost.call_s
         # All NICs of a node have the same to move, so its slowest one is looked at.
@@ -291,7 +276,7 @@ def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats)
 
 
 def _even_ends(begin_s: list[float], num_bytes: list[float], rate: float) -> list[float]:
-    """`fair_ends` on one resource; `begin_s` rises."""
+    # `fair_ends` on one resource; `begin_s` rises.
     if len(begin_s) == 1:
         return [begin_s[0] + num_bytes[0] / rate]
     ends = [0.0] * len(begin_s)

@@ -55,15 +55,9 @@ def link(
 ) -> StrategyLink:
     """The transfers of `rank` under `strategy`; None: those of all ranks.
 
-    Args:
-        base: the layout that owns.
-        owned: its shards, `base.owned(parameters)`; the same for all strategies.
-        strategy: the pipelines, from rank 0 on; ranks behind the last one only own.
-        parameters: all of the model's.
-        rank: whose rows are asked for.
-
-    Raises:
-        ConfigError: a strategy with more ranks than the base, or a rank outside of it.
+    `base`: the layout that owns; `owned`: its shards, `base.owned(parameters)`; the same for all
+    strategies; `strategy`: the pipelines, from rank 0 on; ranks behind the last one only own. Raises
+    ConfigError: a strategy with more ranks than the base, or a rank outside of it.
     """
     if strategy.num_ranks > base.num_ranks or not (rank is None or 0 <= rank < base.num_ranks):
         raise ConfigError(
@@ -98,7 +92,7 @@ def elements(pieces: Ints) -> Ints:
 
 
 def _pulled(base: Base, owned: Ints, wanted: Ints) -> Ints:
-    """Weights to every holder, from the owned copy of its TP rank and end, if there is one."""
+    # Weights to every holder, from the owned copy of its TP rank and end, if there is one.
     one, other, rectangles = _meetings(owned, wanted)
     ends = np.minimum(wanted[other, Shard.END], int(base.scheme.pipeline > 1))
     fits = (owned[one, Shard.TENSOR] == wanted[other, Shard.TENSOR] % owned[one, Shard.DEGREE]) & (
@@ -109,9 +103,8 @@ def _pulled(base: Base, owned: Ints, wanted: Ints) -> Ints:
 
 
 def _pushed(owned: Ints, given: Ints, parameters: ParameterTable) -> Ints:
-    """Gradients from holders to every owned copy: of a replicated parameter from one TP rank, or
-    from all where each has a part.
-    """
+    # Gradients from holders to every owned copy: of a replicated parameter from one TP rank, or
+    # from all where each has a part.
     one, other, rectangles = _meetings(owned, given)
     fits = given[other, Shard.TENSOR] == owned[one, Shard.TENSOR] % given[other, Shard.DEGREE]
     fits |= parameters.parts[given[other, Shard.PARAMETER]]
@@ -120,7 +113,7 @@ def _pushed(owned: Ints, given: Ints, parameters: ParameterTable) -> Ints:
 
 
 def _meetings(owned: Ints, other: Ints) -> tuple[Ints, Ints, Ints]:
-    """Indices of owned and other shards that share elements, and the rectangles shared [m, 4]."""
+    # Indices of owned and other shards that share elements, and the rectangles shared [m, 4].
     order = np.argsort(owned[:, Shard.PARAMETER], kind="stable")
     numbers = owned[order, Shard.PARAMETER]
     of = other[:, Shard.PARAMETER]
@@ -137,7 +130,7 @@ def _pieces(src: Ints, dst: Ints, number: Ints, rectangles: Ints) -> Ints:
 
 
 def _sorted_pieces(pieces: Ints) -> Ints:
-    """Transfers in the order of all columns, the rank that sends first."""
+    # Transfers in the order of all columns, the rank that sends first.
     return pieces[np.lexsort(pieces.T[::-1])]
 
 
@@ -172,12 +165,10 @@ class Twins:
     def split(self, pieces: Ints, role: int, single: Bools, rank: int | None) -> tuple[Ints, Ints]:
         """Transfers that cross between nodes or stay as they are, and those among twins.
 
-        Args:
-            pieces: rows of a link, of one rank or of all.
-            role: the column of the rank that holds for a role: `WeightPiece.DST` in a pull.
-            single: by parameter, whether each of its elements has one owner; sums of others would
-                reach one owner for another.
-            rank: whose rows they are; None: of all.
+        `pieces`: rows of a link, of one rank or of all; `role`: the column of the rank that holds for
+        a role: `WeightPiece.DST` in a pull; `single`: by parameter, whether each of its elements has
+        one owner; sums of others would reach one owner for another; `rank`: whose rows they are; None:
+        of all.
         """
         member, owner = pieces[:, role], pieces[:, WeightPiece.SRC + WeightPiece.DST - role]
         turn = owner + self.node[owner] + pieces[:, WeightPiece.PARAMETER]
@@ -212,7 +203,7 @@ def through_nodes(
 
 
 def _between_twins(pieces: Ints, chosen: Ints, other: Ints, role: int) -> Ints:
-    """The rectangles of `pieces` from the chosen rank to the other in a pull, back in a push."""
+    # The rectangles of `pieces` from the chosen rank to the other in a pull, back in a push.
     made = pieces.copy()
     made[:, role], made[:, WeightPiece.SRC + WeightPiece.DST - role] = other, chosen
     return made
@@ -231,11 +222,7 @@ def layer_slot(layer: Ints, count: int | Ints, slots: int) -> Ints:
 def slots_of(numbers: Ints, ranks: Ints, strategy: Strategy, parameters: ParameterTable) -> Ints:
     """The slot in which each parameter of a role's rank moves [n].
 
-    Args:
-        numbers: of the parameters.
-        ranks: that hold them in the strategy.
-        strategy: whose PP divides the layers.
-        parameters: all of the model's.
+    `ranks`: that hold them in the strategy; `strategy`: whose PP divides the layers.
     """
     total = parameters.num_layers
     stages, stage = np.array([(seat.scheme.pipeline, seat.stage) for seat in strategy.seats()]).T[:, ranks]
@@ -247,24 +234,14 @@ def slots_of(numbers: Ints, ranks: Ints, strategy: Strategy, parameters: Paramet
     return np.where(tied_end, slots + 1, found)
 
 
-def slots_of_pieces(pieces: Ints, end: int, strategy: Strategy, parameters: ParameterTable) -> Ints:
-    """The slot of each transfer [n]; `end`: column of the role's rank, `WeightPiece.DST` in a pull."""
-    return slots_of(pieces[:, WeightPiece.PARAMETER], pieces[:, end], strategy, parameters)
-
-
 def places(pieces: Ints, shards: Ints) -> Ints:
     """Where each piece lies on the rank that has these shards [n, 5]: rows (parameter, start, rows,
     columns, stride), a strided matrix in the flat tensor that the rank has of the parameter.
 
     A rank's shards of a parameter lie in one flat tensor, one behind the other, row by row: for an
-    owner its range of the parameter (`Base.owned`), for a role the weight itself (`held`).
-
-    Args:
-        pieces: rows of a link that this rank sends, or receives.
-        shards: rows of one rank, in the order of `Base.owned` or `held`.
-
-    Raises:
-        ConfigError: a piece that lies in none of the shards.
+    owner its range of the parameter (`Base.owned`), for a role the weight itself (`held`). `pieces`:
+    rows of a link that this rank sends, or receives; `shards`: rows of one rank, in the order of
+    `Base.owned` or `held`. Raises ConfigError: a piece that lies in none of the shards.
     """
     order = np.argsort(shards[:, Shard.PARAMETER], kind="stable")
     shards = shards[order]
@@ -294,9 +271,7 @@ def places(pieces: Ints, shards: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class WeightTraffic:
-    """Bytes that a pull and a push move [2, num_ranks, 2, 2] int64: of each rank inside its node and
-    between nodes, sent and received.
-    """
+    """Bytes of a pull and a push [2, num_ranks, 2, 2]: inside nodes and between, sent and received."""
 
     SHAPE: ClassVar[tuple[int, ...]] = (2, 2, 2)
     table: Ints
@@ -316,10 +291,8 @@ class WeightTraffic:
 def links_s(way: Ints, cluster: Cluster, *, handed_on: bool = False) -> float:
     """Seconds of the busiest link or NIC, each direction for itself.
 
-    Args:
-        way: bytes [num_ranks, 2, 2], one direction of a `WeightTraffic`, or a part of it.
-        cluster: whose rates count.
-        handed_on: both count, one after the other.
+    `way`: bytes [num_ranks, 2, 2], one direction of a `WeightTraffic`, or a part of it; `handed_on`:
+    both count, one after the other.
     """
     inside, between = way[:, 0], way[:, 1]
     by_nic = np.zeros((-(-len(way) // cluster.ranks_per_nic), 2), dtype=np.int64)
@@ -329,9 +302,7 @@ def links_s(way: Ints, cluster: Cluster, *, handed_on: bool = False) -> float:
 
 
 def volume(pieces: Ints, width: int, num_ranks: int, ranks_per_node: int) -> Ints:
-    """Bytes of transfers of `width` bytes an element, as one direction of a `WeightTraffic`
-    [num_ranks, 2, 2].
-    """
+    """Bytes [num_ranks, 2, 2] of transfers of `width` bytes an element, as in `WeightTraffic`."""
     found = np.zeros((num_ranks, 2, 2), dtype=np.int64)
     src, dst = pieces[:, WeightPiece.SRC], pieces[:, WeightPiece.DST]
     moves = np.flatnonzero(src != dst)

@@ -1,6 +1,4 @@
-"""The machine that a program runs on: which link and which NIC a transfer takes, how fast they are,
-which ranks are slow.
-"""
+"""The machine that a program runs on: links and NICs of its transfers, their rates, slow ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from megatron_balance.cost.base import NO_HOST, Floats, Host, Ints, Link, Machin
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.patterns.base import pairs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +60,20 @@ class Machine:
         return self.cluster.num_ranks
 
     def check(self, plan: MicrobatchPlan) -> None:
-        """Reject a plan for other ranks.
-
-        Raises:
-            ConfigError: another number of ranks, or of ranks a node.
+        """Reject a plan for other ranks. Raises ConfigError: another number of ranks, or of ranks a
+        node.
         """
         cluster = self.cluster
         if (plan.num_ranks, min(plan.ranks_per_node, plan.num_ranks)) != (cluster.num_ranks, cluster.node_size):
             raise ConfigError(
                 f"a plan for {plan.num_ranks} ranks, {plan.ranks_per_node} a node, on {cluster.name} with "
-                f"{cluster.num_ranks} ranks, "
-                f"{cluster.node_size} a node: plan for the cluster that is simulated"
+                f"{cluster.num_ranks} ranks, {cluster.node_size} a node: plan for the cluster that is simulated"
             )
 
     def whole(self, lengths: Ints) -> Ints:
         """`Pair` rows of whole sequences, all heads."""
-        zero = np.zeros_like(lengths)
-        return pairs_of((zero, lengths), (zero, lengths), (self.model.num_heads, self.model.num_kv_heads))
+        spans = np.column_stack([np.arange(len(lengths)), np.zeros_like(lengths), lengths])
+        return pairs_of(spans, spans[:, 1:], [(0, self.model.num_heads, 0, self.model.num_kv_heads)])
 
     def pack_s(self, num_bytes: float) -> float:
         """Seconds to pack bytes; nothing takes none."""
@@ -100,6 +95,12 @@ class Machine:
             [self.intra.bytes_per_s, self.inter.bytes_per_s], [2 * self.num_ranks, 2 * self.num_nics]
         ).astype(np.float64)
 
+    def utilisation(self, compute_s: Floats, bytes_moved: Floats, step_s: float) -> dict[str, float]:
+        """Mean share of a step that ranks compute, and that links and NICs are full."""
+        links, nics = np.split(bytes_moved / self.capacity(), [2 * self.num_ranks])
+        shares = {"compute": compute_s, "link": links, "nic": nics}
+        return {name: float(each.mean() / step_s) for name, each in shares.items()}
+
     def crosses(self, src: Ints, dst: Ints) -> Bools:
         """Mask [n] of the transfers that go from node to node."""
         return self.nics.node(src) != self.nics.node(dst)
@@ -118,16 +119,6 @@ class Machine:
     def alpha_s(self, src: Ints, dst: Ints) -> Floats:
         """Seconds that pass before the first byte of each transfer."""
         return np.where(self.crosses(src, dst), self.inter.alpha_s, self.intra.alpha_s)
-
-
-def pairs_of(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints], heads: tuple[int, int]) -> Ints:
-    """`Pair` rows: spans of queries and keys [n], of sequences 0 .. n - 1."""
-    rows = np.zeros((len(queries[0]), Pair.WIDTH), dtype=np.int64)
-    rows[:, Pair.SEQ] = np.arange(len(rows))
-    rows[:, Pair.Q_START], rows[:, Pair.Q_STOP] = queries
-    rows[:, Pair.K_START], rows[:, Pair.K_STOP] = keys
-    rows[:, Pair.Q_HEAD_STOP], rows[:, Pair.KV_HEAD_STOP] = heads
-    return rows
 
 
 def fair_rates(uses: Ints, capacity: Floats) -> Floats:

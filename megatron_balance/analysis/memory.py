@@ -19,8 +19,8 @@ from megatron_balance.ir.program import Policy
 
 OPTIMIZER_BYTES = 12
 
+# fp32 logits and their gradient, of a token and a vocabulary entry.
 LOGIT_BYTES = 8
-"""fp32 logits and their gradient, of a token and a vocabulary entry."""
 
 Recompute = Literal["none", "full"]
 
@@ -81,9 +81,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Tensors held for the backward: received keys and values by `policy`, activations by
-    `recompute`.
-    """
+    """Held for the backward: keys and values received, by `policy`; activations, by `recompute`."""
 
     policy: Policy = "keep"
     recompute: Recompute = "none"

@@ -9,33 +9,33 @@ are at work (known from a run without them). Tests hold it against the event eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
 
-from megatron_balance.analysis.clocks import COPIED, MOVED, Clocks, Outcome, hosts_behind
+from megatron_balance.analysis.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks, Outcome, hosts_behind
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
-from megatron_balance.analysis.ring import RingClock
-from megatron_balance.analysis.tables import GRAD_OF, Tables, ZoneTable, bytes_of
+from megatron_balance.analysis.tables import Tables, ZoneTable
+from megatron_balance.analysis.wire import Payload
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Ints
-from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.arrays import Bools, as_array
 from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.patterns import pattern_of
-from megatron_balance.patterns.base import Context, GroupTraffic, HeadsThenHops, PointToPoint, WaveTraffic
-from megatron_balance.patterns.sends import messages_from
+from megatron_balance.patterns.base import Context, GroupTraffic, HeadsThenHops, HopByHop, PointToPoint, WaveTraffic
+from megatron_balance.patterns.sends import table_of
+
+_GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
 
 
 def play(
     plan: MicrobatchPlan, machine: Machine, policy: Policy, enter_s: tuple[Floats, Floats]
 ) -> tuple[Outcome, Outcome]:
-    """The forward and the backward of one attention call; `enter_s`: when each rank [num_ranks]
-    enters them.
-    """
+    """Forward and backward of one attention call; `enter_s` [num_ranks]: when ranks enter them."""
     tables = Tables(plan, machine)
     return _phase(tables, policy, enter_s[0], backward=False), _phase(tables, policy, enter_s[1], backward=True)
 
@@ -54,9 +54,7 @@ def _phase(tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -
 
 @dataclass(slots=True)
 class _Use:
-    """From when to when a zone is at work, and the bytes that it moves over each NIC, out and in
-    [2, num_nics].
-    """
+    """When a zone is at work, and the bytes that it moves over each NIC, out and in [2, num_nics]."""
 
     begin_s: float
     end_s: float
@@ -68,9 +66,8 @@ class _Use:
 
 
 def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
-    """By zone, the part of each NIC [2, num_nics] that it has beside the zones that are at work at
-    the same time.
-    """
+    # By zone, the part of each NIC [2, num_nics] that it has beside the zones that are at work at
+    # the same time.
     begin, end = np.array([use.begin_s for use in uses]), np.array([use.end_s for use in uses])
     rates = np.stack([use.nic_bytes / max(use.end_s - use.begin_s, 1e-12) for use in uses]) / machine.inter.bytes_per_s
     parts: list[Floats] = []
@@ -126,7 +123,7 @@ class RoundsPhase:
             self._enter(table)
 
     def _enter(self, table: ZoneTable) -> None:
-        """Run one zone, and note what it takes of the NICs."""
+        # Run one zone, and note what it takes of the NICs.
         ranks = table.ranks
         if self.taken is not None:
             self.clocks.share = self.taken[len(self.uses)]
@@ -148,12 +145,12 @@ class RoundsPhase:
         self.uses.append(_Use(begin, float(self.clocks.done[ranks].max()), self.clocks.nic_bytes))
 
     def _compute(self, table: ZoneTable) -> None:
-        """The one launch of each rank of a zone."""
+        # The one launch of each rank of a zone.
         self.clocks.open(table.ranks, table.waits)
         self._launch(table, 0)
 
     def _remap(self, kinds: tuple[Kind, ...], *, remap_in: bool, hops: bool = False) -> None:
-        """One exchange of the remap; `hops`: with the first hops that owners make for holders."""
+        # One exchange of the remap; `hops`: with the first hops that owners make for holders.
         messages = self._moved(kinds, remap_in=remap_in)
         if hops:
             first = np.concatenate(self.tables.first_hops)
@@ -170,14 +167,13 @@ class RoundsPhase:
             self.clocks.late_s += placed
 
     def _moved(self, kinds: tuple[Kind, ...], *, remap_in: bool) -> Ints:
-        """Messages of the moves."""
+        # Messages of the moves.
         plan = self.clocks.plan
         holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         src, dst = (owner, holder) if remap_in else (holder, owner)
         heads = [(0, plan.num_kv_heads if kind in KEY_SIDE else plan.num_heads) for kind in kinds]
-        return np.concatenate(
-            [messages_from(0, src, dst, kind, own, tokens) for kind, own in zip(kinds, heads, strict=True)]
-        )
+        own = zip(kinds, heads, strict=True)
+        return np.concatenate([table_of(0, src, dst, kind, *span, tokens) for kind, span in own])
 
     def _collective(self, table: ZoneTable, traffic: GroupTraffic) -> None:
         on = [traffic.passed_on] if len(traffic.passed_on) else []
@@ -191,27 +187,26 @@ class RoundsPhase:
         self._behind(table, traffic)
 
     def _before(self, table: ZoneTable, traffic: Sequence[GroupTraffic]) -> None:
-        """Exchange inputs inside a group, in the backward gradients of outputs and, in a replay, all
-        inputs again. `traffic`: the group's, and that of inputs that come later.
-        """
+        # Exchange inputs inside a group, in the backward gradients of outputs and, in a replay, all
+        # inputs again. `traffic`: the group's, and that of inputs that come later.
         payload, first = self.clocks.machine.payload, traffic[0]
         if self.clocks.backward:
-            self._together(table, bytes_of(first.outputs, payload, turned=True), COPIED, stored=True)
+            self._together(table, _bytes_of(first.outputs, payload, turned=True), COPIED, stored=True)
             if self.clocks.policy != "replay":
                 return
         else:
             traffic = traffic[:1]
-        num_bytes = np.sum([bytes_of(each.inputs, payload) for each in traffic], axis=0)
+        num_bytes = np.sum([_bytes_of(each.inputs, payload) for each in traffic], axis=0)
         self._together(table, num_bytes, COPIED, ring=first.gathers)
 
     def _behind(self, table: ZoneTable, traffic: GroupTraffic) -> None:
-        """Exchange outputs inside a group, in the backward gradients of inputs."""
+        # Exchange outputs inside a group, in the backward gradients of inputs.
         payload, backward = self.clocks.machine.payload, self.clocks.backward
-        num_bytes = bytes_of(traffic.inputs if backward else traffic.outputs, payload, turned=backward)
+        num_bytes = _bytes_of(traffic.inputs if backward else traffic.outputs, payload, turned=backward)
         self._together(table, num_bytes, MOVED, ring=backward and traffic.gathers, stored=True, added=backward)
 
     def _nested(self, table: ZoneTable, traffic: HeadsThenHops) -> None:
-        """Collectives inside groups, rings between them, collectives inside groups."""
+        # Collectives inside groups, rings between them, collectives inside groups.
         size = len(table.ranks) // len(traffic.groups) if traffic.groups else 1
         inside = [(table.part(at * size, size), group) for at, group in enumerate(traffic.groups)]
         for part, group in inside:
@@ -226,7 +221,7 @@ class RoundsPhase:
             self._behind(part, group)
 
     def _waves(self, table: ZoneTable, traffic: WaveTraffic) -> None:
-        """Collectives inside groups, own work and waves between groups, collectives inside groups."""
+        # Collectives inside groups, own work and waves between groups, collectives inside groups.
         size = len(table.ranks) // max(1, len(traffic.groups))
         inside, late = (
             [(table.part(at * size, size), group) for at, group in enumerate(groups)]
@@ -245,7 +240,7 @@ class RoundsPhase:
     def _waves_there(
         self, table: ZoneTable, traffic: WaveTraffic, late: Sequence[tuple[ZoneTable, GroupTraffic]]
     ) -> None:
-        """Own work, of what came first while the rest comes, and waves."""
+        # Own work, of what came first while the rest comes, and waves.
         clocks, own = self.clocks, len(late[:1]) + 1
         if late:
             begun = clocks.done.copy()
@@ -263,7 +258,7 @@ class RoundsPhase:
     def _waves_back(
         self, table: ZoneTable, traffic: WaveTraffic, late: Sequence[tuple[ZoneTable, GroupTraffic]]
     ) -> None:
-        """Waves and own work in reverse; gradients of what came late leave before the last of it."""
+        # Waves and own work in reverse; gradients of what came late leave before the last of it.
         clocks, own = self.clocks, len(late[:1]) + 1
         come = self._keys(table, traffic.waves[::-1])[::-1] if clocks.policy == "replay" else []
         for wave in reversed(range(len(traffic.waves))):
@@ -280,7 +275,7 @@ class RoundsPhase:
             self._launch(table, 0)
 
     def _keys(self, table: ZoneTable, waves: Sequence[Ints]) -> list[Floats]:
-        """Send the keys of waves, one after the other; when each rank has them."""
+        # Send the keys of waves, one after the other; when each rank has them.
         clocks = self.clocks
         # Waves pass on what the collectives brought.
         clocks.ready[table.ranks] = np.maximum(clocks.ready, clocks.done)[table.ranks]
@@ -291,7 +286,7 @@ class RoundsPhase:
         return come
 
     def _launch(self, table: ZoneTable, at: int) -> None:
-        """Launch number `at` of each rank of a zone."""
+        # Launch number `at` of each rank of a zone.
         seconds = (table.backward_s if self.clocks.backward else table.forward_s)[:, at]
         self.clocks.issue(table.ranks, 0, LAUNCHES_OF_RUN * (seconds > 0))
         self.clocks.done[table.ranks] += seconds
@@ -307,12 +302,11 @@ class RoundsPhase:
         stored: bool = False,
         added: bool = False,
     ) -> None:
-        """One collective of all ranks of a zone; what is moved follows the launch, what is copied
-        comes before it.
-
-        `ring`: an all-gather or, if what it brings is `added`, a reduce-scatter; else an
-        all-to-all.
-        """
+        # One collective of all ranks of a zone; what is moved follows the launch, what is copied
+        # comes before it.
+        #
+        # `ring`: an all-gather or, if what it brings is `added`, a reduce-scatter; else an
+        # all-to-all.
         if not num_bytes.size:
             return
         ranks = table.ranks
@@ -362,18 +356,18 @@ class RoundsPhase:
             self._messages(table, turned(stage), MOVED)
 
     def _one_by_one(self, table: ZoneTable, stages: list[Ints]) -> None:
-        """Exchanges of which each passes on what the one before brings."""
+        # Exchanges of which each passes on what the one before brings.
         self._messages(table, stages[0], COPIED)
         self._pass_on(table, stages[1:])
 
     def _pass_on(self, table: ZoneTable, stages: Sequence[Ints]) -> None:
-        """Exchanges of which each passes on what the one before it brought."""
+        # Exchanges of which each passes on what the one before it brought.
         for stage in stages:
             self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
             self._messages(table, stage, COPIED)
 
     def _messages(self, table: ZoneTable, messages: Ints, traffic_class: int) -> None:
-        """One exchange of a zone whose messages go from rank to rank."""
+        # One exchange of a zone whose messages go from rank to rank.
         posted, arrived, placed = self.clocks.exchange(messages, table.index, traffic_class)
         if traffic_class == MOVED:
             self.clocks.late = np.maximum(self.clocks.late, arrived)
@@ -382,6 +376,17 @@ class RoundsPhase:
             self.clocks.ready = posted
             self.clocks.done = np.maximum(self.clocks.done, arrived) + placed
             self.clocks.busy += placed
+
+
+def _bytes_of(token_heads: Mapping[Kind, Floats], payload: Payload, *, turned: bool = False) -> Floats:
+    # Bytes [G, G] from rank to rank of a collective, or, `turned`, of the gradients of what it
+    # carries; an empty array: nothing travels.
+    row_bytes = payload.whole()
+    terms = [
+        sizes.T * float(row_bytes[_GRAD_OF[kind]]) if turned else sizes * float(row_bytes[kind])
+        for kind, sizes in token_heads.items()
+    ]
+    return np.sum(terms, axis=0) if terms else np.zeros((0, 0))
 
 
 def stages(messages: Ints) -> list[Ints]:
@@ -395,7 +400,7 @@ def turned(messages: Ints) -> Ints:
     back = messages.copy()
     back[:, Message.SRC], back[:, Message.DST] = messages[:, Message.DST], messages[:, Message.SRC]
     grads = np.zeros(len(Kind), dtype=np.int64)
-    for kind, grad in GRAD_OF.items():
+    for kind, grad in _GRAD_OF.items():
         grads[kind] = grad
     back[:, Message.KIND] = grads[messages[:, Message.KIND]]
     return back
@@ -432,3 +437,277 @@ def in_step(seconds: Floats, group: Ints) -> Floats:
     most = np.zeros(len(seconds))
     np.maximum.at(most, group, seconds)
     return most[group]
+
+
+# A ring on the clocks of all its ranks at once, round by round.
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Transfers round the ring one way, by the group index that sends: seconds [rounds, G] of each
+    hop (nan: none), and its link [G].
+
+    `legs`: of routed hops (nan: not routed), seconds to the proxies, between nodes, and from the
+    proxies, calls included. `inside`, `between`: how long each rank's transfers of a round keep it
+    busy inside the node, and between nodes.
+    """
+
+    seconds: Floats
+    step: int
+    link: Ints
+    legs: tuple[Floats, Floats, Floats] | None
+    inside: Floats = field(init=False)
+    between: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        seconds, far = np.nan_to_num(self.seconds), self.link == INTER
+        out, between = np.where(far, 0.0, seconds), np.where(far, seconds, 0.0)
+        into = out
+        if self.legs is not None:
+            cut_up = ~np.isnan(self.legs[0])
+            out, into = np.where(cut_up, self.legs[0], out), np.where(cut_up, self.legs[2], out)
+            between = np.where(cut_up, self.legs[1], between)
+        self.inside = np.maximum(out, np.roll(into, self.step, axis=1))
+        self.between = np.maximum(between, np.roll(between, self.step, axis=1))
+
+
+class RingClock:
+    """One ring on the clocks (`patterns.head_ring`): per round a transfer to the next rank, which
+    waits for the one before, and a launch.
+
+    `lanes`: rings side by side, one through each place of groups of so many ranks
+    (`patterns.head_ring`).
+    """
+
+    def __init__(self, clocks: Clocks, table: ZoneTable, hops: HopByHop, lanes: int = 1) -> None:
+        self.clocks, self.table, self.hops, self.machine = clocks, table, hops, clocks.machine
+        self.ranks, self.size, self.lanes = table.ranks, len(table.ranks), lanes
+        self.rounds = self.size // lanes
+        self.done, self.ready = clocks.done[self.ranks], clocks.ready[self.ranks]
+        self.free = clocks.free[:, :, self.ranks]
+        self.issued = clocks.issued[self.ranks]
+        self.behind = None if clocks.behind is None else clocks.behind[self.ranks]
+        self.slow = clocks.slow[self.ranks]
+        self.busy = np.zeros(self.size)
+        contention = self.machine.cost.contention
+        self.drag = [contention.slowdown(intra=inside, inter=not inside) - 1.0 for inside in (True, False)]
+
+    def run(self) -> None:
+        if self.clocks.backward:
+            self._backward()
+        else:
+            self._forward()
+        clocks, ranks = self.clocks, self.ranks
+        clocks.done[ranks], clocks.ready[ranks] = self.done, self.ready
+        clocks.free[:, :, ranks] = self.free
+        clocks.busy[ranks] += self.busy
+        clocks.issued[ranks] = self.issued
+
+    def _issue(self, num_calls: Ints | int, num_launches: Ints | Bools | int, num_messages: Ints | int = 0) -> None:
+        # As `Clocks.issue`, for the ranks of the ring.
+        host = self.machine.host
+        if not host.is_modelled:
+            return
+        self.issued = (
+            self.issued + host.call_s * num_calls + host.launch_s * num_launches + host.message_s * num_messages
+        )
+        if self.behind is not None:
+            self.done = np.maximum(self.done, self.behind * self.issued)
+            self.ready = np.maximum(self.ready, self.behind * self.issued)
+
+    def _issue_round(self, turn: _Turn, at: int) -> None:
+        # Issue a round's transfers: those of a rank that go by one link are one call; routed ones
+        # are a piece for each NIC.
+        if not self.machine.host.is_modelled:
+            return
+        calls, num_messages = np.zeros((2, self.size), dtype=np.int64), np.zeros(self.size, dtype=np.int64)
+        sender = np.flatnonzero(~np.isnan(turn.seconds[at]))
+        legs = np.zeros(self.size, dtype=np.int64) if turn.legs is None else 2 * ~np.isnan(turn.legs[0][at])
+        for end in (sender, (sender + turn.step) % self.size):
+            np.maximum.at(calls, (turn.link[sender], end), 1 + legs[sender])
+            np.add.at(num_messages, end, np.where(legs[sender] > 0, self.machine.nics.per_node, 1))
+        self._issue(calls.sum(axis=0), 0, num_messages)
+
+    def _turn(self, tokens: Ints | Floats, kind: Kind, step: int) -> tuple[_Turn, Floats]:
+        # Transfers of all rounds, and their bytes [rounds, G].
+        #
+        # `tokens` [rounds, G]: what each place sends to the one `step` further.
+        clocks = self.clocks
+        target = np.roll(self.ranks, -step)
+        num_bytes = (tokens * float(clocks.row_bytes(kind))).astype(np.float64)
+        cross = self.machine.crosses(self.ranks, target)
+        alpha = self.machine.alpha_s(self.ranks, target)
+        uses = self.machine.resources(self.ranks, target)
+        rates = clocks.capacity.copy()
+        rates[2 * self.machine.num_ranks :] *= clocks.share.ravel()
+        routed = cross & clocks.routed(self.table.index, tokens)
+        # Edges of one ring that share a NIC have it in turn or together: on average each its part.
+        together = np.bincount(uses.ravel(), minlength=len(rates))[uses]
+        direct = alpha + num_bytes * (together / rates[uses]).max(axis=1)
+        seconds, legs = np.where(num_bytes > 0, direct, np.nan), None
+        node_out, node_in = (self.machine.nics.node(end) for end in (self.ranks, target))
+        if routed.any():
+            per_node = self.machine.nics.per_node
+            edges_out = np.bincount(node_out[cross], minlength=self.machine.nics.num_nodes)[node_out]
+            edges_in = np.bincount(node_in[cross], minlength=self.machine.nics.num_nodes)[node_in]
+            nic = rates[2 * self.machine.num_ranks :].reshape(2, -1, per_node).min(axis=2)
+            passed_on = np.where(routed, num_bytes, np.nan) * (per_node - 1) / per_node / self.machine.intra.bytes_per_s
+            between = num_bytes * np.maximum(edges_out / nic[0, node_out], edges_in / nic[1, node_in]) / per_node
+            inside = self.machine.intra.alpha_s + clocks.call_s + passed_on
+            legs = inside, alpha + clocks.call_s + between, inside.copy()
+        for part in (~routed, routed):
+            clocks.count(
+                self.ranks, target, np.where(part, num_bytes, 0.0).sum(axis=0), np.full(self.size, part is routed)
+            )
+        turn = _Turn(seconds, step, cross.astype(np.int64), legs)
+        if legs is not None:
+            self._relay(turn, legs, node_out, node_in)
+        return turn, num_bytes
+
+    def _relay(self, turn: _Turn, legs: tuple[Floats, Floats, Floats], node_out: Ints, node_in: Ints) -> None:
+        # The ranks of both nodes pass on what is routed, and are kept busy by it too.
+        dispatch, across, combine = (np.nan_to_num(leg) for leg in legs)
+        # Of each round and node: the longest leg of a rank of it.
+        inside, between = np.zeros((2, len(dispatch), self.machine.nics.num_nodes))
+        for node, near in ((node_out, dispatch), (node_in, combine)):
+            for most, leg in ((inside, near), (between, across)):
+                np.maximum.at(most.T, node, leg.T)
+        turn.inside = np.maximum(turn.inside, inside[:, node_out])
+        turn.between = np.maximum(turn.between, between[:, node_out])
+
+    def _carry(self, turn: _Turn, at: int, posted: Floats, traffic_class: int) -> Floats:
+        # Run a round's transfers; when each rank has what it receives (-inf: nothing).
+        seconds, free = turn.seconds[at], self.free[traffic_class]
+        moving = ~np.isnan(seconds)
+        place = np.arange(self.size)
+        there = (place + turn.step) % self.size
+        begin = np.maximum(
+            np.maximum(posted, free[turn.link, place]), np.maximum(posted[there], free[turn.link, there])
+        )
+        arrived = np.full(self.size, -np.inf)
+        if turn.legs is not None:
+            moving &= np.isnan(turn.legs[0][at])
+            self._by_proxies(turn, at, posted, free, arrived)
+        stop = np.where(moving, begin + self.clocks.call_s + seconds, -np.inf)
+        for end in (place, there):
+            free[turn.link, end] = np.maximum(free[turn.link, end], stop)
+        arrived[there[moving]] = free[turn.link[moving], there[moving]]
+        return arrived
+
+    def _by_proxies(self, turn: _Turn, at: int, posted: Floats, free: Floats, arrived: Floats) -> None:
+        # Set `arrived` by the routed hops of a round, leg by leg: one round's is under way beside
+        # the next one of the round before.
+        assert turn.legs is not None
+        hop = np.flatnonzero(~np.isnan(turn.legs[0][at]) & ~np.isnan(turn.seconds[at]))
+        there = (hop + turn.step) % self.size
+        first = np.maximum(posted[hop], free[DISPATCH, hop]) + turn.legs[0][at, hop]
+        between = (
+            np.maximum(np.maximum(first, free[INTER, hop]), np.maximum(posted[there], free[INTER, there]))
+            + turn.legs[1][at, hop]
+        )
+        last = np.maximum(between, free[COMBINE, there]) + turn.legs[2][at, hop]
+        free[DISPATCH, hop], free[COMBINE, there] = first, last
+        free[INTER, hop], free[INTER, there] = between, between
+        arrived[there] = last
+
+    def _took(self, seconds: Floats, *beside: tuple[_Turn, Ints]) -> Floats:
+        # Seconds [rounds, G] of launches, slowed by the transfers `beside` them: of each turn, the
+        # row that goes beside each round [rounds], if there is one.
+        took = seconds.copy()
+        for inside, drag in zip((True, False), self.drag, strict=True):
+            lasting = np.zeros_like(seconds)
+            for turn, rows in beside:
+                there = (rows >= 0) & (rows < len(turn.seconds))
+                lasting[there] += (turn.inside if inside else turn.between)[rows[there]]
+            took += drag * np.minimum(seconds, lasting)
+        return took
+
+    def _launch(self, took: Floats) -> None:
+        self._issue(0, LAUNCHES_OF_RUN * (took > 0))
+        self.done = self.done + took
+        self.busy += took
+
+    def _pack(self, num_bytes: Floats) -> None:
+        seconds = self.clocks.pack_s(num_bytes) * self.slow
+        self._issue(0, seconds > 0)
+        self.done, self.ready = self.done + seconds, self.ready + seconds
+        self.busy += seconds
+
+    def _blocks(self, tokens: Ints | Floats, step: int) -> Ints | Floats:
+        # Tokens [rounds, G] that each group index sends, of later and later neighbours' blocks.
+        place, rounds = np.arange(self.size), np.arange(1, self.rounds)[:, None]
+        return tokens[(place - step * (rounds - 1)) % self.size, rounds]
+
+    def _forward(self) -> None:
+        turn, num_bytes = self._turn(self._blocks(self.hops.forward, self.lanes), Kind.KV, self.lanes)
+        took = self._took(self.table.forward_s.T, (turn, np.arange(self.rounds)))
+        opened = self.clocks.opened[self.ranks]
+        self._pack(num_bytes[0])
+        self._issue_round(turn, 0)
+        posted = self.ready
+        arrived = self._carry(turn, 0, posted, COPIED)
+        self.done = np.maximum(self.done, np.where(self.table.waits, opened, 0.0))
+        self._launch(took[0])
+        for at in range(1, self.rounds):
+            self.done = np.maximum(self.done, arrived)
+            if at == 1:
+                self.done = np.maximum(self.done, np.where(self.table.waits_next, opened, 0.0))
+            if at < self.rounds - 1:
+                self._issue_round(turn, at)
+                posted = self.done
+                arrived = self._carry(turn, at, posted, COPIED)
+            self._launch(took[at])
+        self.ready = posted
+
+    def _backward(self) -> None:
+        # Rounds the other way: the gradients of a block walk its way back; `replay` brings the
+        # blocks again, furthest first.
+        rounds, replay, number = self.rounds, self.clocks.policy == "replay", np.arange(self.rounds)
+        # Of the block whose gradients each group index sends back in a round.
+        place, later = np.arange(self.size), number[1:, None]
+        returning = self.hops.forward[(place - self.lanes * later) % self.size, later]
+        back, num_bytes = self._turn(returning, Kind.KV_GRAD, -self.lanes)
+        added_s = ADD * self.clocks.pack_s(np.roll(num_bytes, -self.lanes, axis=1)) * self.slow
+        self.done = np.maximum(self.done, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
+        arrived, returned = np.full((2, self.size), -np.inf)
+        again: _Turn | None = None
+        posted = self.ready
+        if replay:
+            again, copied = self._turn(self._blocks(self.hops.backward, -self.lanes), Kind.KV, -self.lanes)
+            self._share_traffic_classes(again, copied, back, num_bytes)
+            self.ready = np.maximum(self.ready, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
+            self._pack(copied[0])
+            self._issue_round(again, 0)
+            posted = self.ready
+            arrived = self._carry(again, 0, posted, COPIED)
+        coming = [] if again is None else [(again, rounds - number)]
+        took = self._took(self.table.backward_s.T, (back, number), *coming)
+        owed = np.zeros(self.size)
+        for at in range(rounds - 1, 0, -1):
+            self.done = np.maximum(self.done, arrived)
+            if again is not None and at > 1:
+                self._issue_round(again, rounds - at)
+                posted = self.done
+                arrived = self._carry(again, rounds - at, posted, COPIED)
+            self._launch(took[at])
+            came = returned > -np.inf
+            self._issue(0, came & (owed > 0))
+            self.done = np.maximum(self.done, returned) + np.where(came, owed, 0.0)
+            self.busy += np.where(came, owed, 0.0)
+            self._issue_round(back, at - 1)
+            returned, owed = self._carry(back, at - 1, self.done, MOVED), added_s[at - 1]
+        self._launch(took[0])
+        self.ready = posted
+        self.clocks.late[self.ranks] = np.maximum(self.clocks.late[self.ranks], returned)
+        self.clocks.late_s[self.ranks] += np.where(returned > -np.inf, owed, 0.0)
+
+    def _share_traffic_classes(self, again: _Turn, copied: Floats, back: _Turn, moved: Floats) -> None:
+        # Let keys and gradients that leave by one link at a time have half of it each.
+        # The second block comes while the first gradients leave, and so on; the first comes alone,
+        # the last gradients leave alone.
+        beside = moved[:0:-1]
+        both = np.minimum(copied[1:], beside)
+        for turn, rows, own in ((again, slice(1, None), copied[1:]), (back, slice(None, 0, -1), beside)):
+            factor = 1 + both / np.maximum(own, 1.0)
+            for seconds in (turn.seconds, *(turn.legs or ())):
+                seconds[rows] *= factor

@@ -74,11 +74,8 @@ class Base:
 
         Every copy of a parameter is owned once, element by element: TP ranks own copies of a
         replicated one, both ends those of a tied one. A rank's rows stand in the order of its flat
-        shard.
-
-        Raises:
-            ConfigError: TP does not divide a parameter; a bucket is not cut evenly; a parameter is
-                not once in the buffers of its stage.
+        shard. Raises ConfigError: TP does not divide a parameter; a bucket is not cut evenly; a
+        parameter is not once in the buffers of its stage.
         """
         return np.concatenate(
             [_empty(), *(self._owned(buffer, parameters) for buffer in self._checked(parameters))], axis=0
@@ -155,13 +152,9 @@ def held(
     """Shards of weights that the ranks of a strategy hold [n, Shard.WIDTH].
 
     Inside a pipeline ranks are in Megatron's order tp-cp-pp. A degree need not divide a dimension:
-    shards are then as even as it goes, and may be empty.
-
-    Args:
-        strategy: the pipelines, from rank 0 on.
-        parameters: all of them.
-        chosen: numbers of the parameters that are asked for; None: all.
-        rank: the rank that is asked for; None: all.
+    shards are then as even as it goes, and may be empty. `strategy`: the pipelines, from rank 0 on;
+    `parameters`: all of them; `chosen`: numbers of the parameters that are asked for; None: all;
+    `rank`: the rank that is asked for; None: all.
     """
     chosen = np.arange(len(parameters)) if chosen is None else chosen
     pipelines: dict[Scheme, list[int]] = {}
@@ -203,12 +196,11 @@ def _held(scheme: Scheme, firsts: Ints, parameters: ParameterTable, chosen: Ints
 
 
 def _of_ranges(begin: Ints, end: Ints, number: Ints, parameters: ParameterTable, tensor: int) -> tuple[Ints, Ints]:
-    """Cut ranges of flat TP shards into rectangles: a range may begin inside a row, have whole
-    rows, and end inside a row; blocks are cut apart.
-
-    Returns:
-        (index of the range [m], rectangle in the whole parameter [m, 4], for TP rank 0).
-    """
+    # Cut ranges of flat TP shards into rectangles: a range may begin inside a row, have whole rows,
+    # and end inside a row; blocks are cut apart.
+    #
+    # Returns:
+    # (index of the range [m], rectangle in the whole parameter [m, 4], for TP rank 0).
     axis, blocks = parameters.cut[number], parameters.blocks[number]
     shape = parameters.shape[number].copy()
     cut = np.flatnonzero(axis >= 0)
@@ -240,7 +232,7 @@ def _of_ranges(begin: Ints, end: Ints, number: Ints, parameters: ParameterTable,
 
 
 def _steps(number: Ints, parameters: ParameterTable, tensor: int) -> Ints:
-    """How far a rectangle moves from one TP rank to the next [n, 4]."""
+    # How far a rectangle moves from one TP rank to the next [n, 4].
     axis = parameters.cut[number]
     steps = np.zeros((len(number), 4), dtype=np.int64)
     for dimension in (0, 1):
@@ -309,10 +301,8 @@ class ParameterTable:
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter], num_layers: int) -> ParameterTable:
-        """Number `parameters` in their order.
-
-        Raises:
-            ConfigError: a name twice, or a layer that the model does not have.
+        """Number `parameters` in their order. Raises ConfigError: a name twice, or a layer that the
+        model does not have.
         """
         twice = [name for name, count in Counter(p.name for p in parameters).items() if count > 1]
         if twice:

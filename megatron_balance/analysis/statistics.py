@@ -6,46 +6,41 @@ holds every number against the ops of the expanded program.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from megatron_balance.analysis.wire import NicOf, Parcels, Payload, is_collective, piece_bounds, piece_bytes
+from megatron_balance.analysis.wire import NicOf, Payload, is_collective, piece_bounds, piece_bytes
 from megatron_balance.compile import remap
-from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
+from megatron_balance.ir.arrays import Ints, as_array, sums
 from megatron_balance.ir.columns import Message, Move, Route
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind, Program
 from megatron_balance.patterns import by_pattern, pattern_of
 from megatron_balance.patterns.base import Context, Load, ZoneMessages, spared_messages
-from megatron_balance.patterns.sends import messages_from, messages_of
+from megatron_balance.patterns.sends import messages_of, table_of
 
 
 def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[str, Any]:
     """Statistics of one microbatch: one attention call, one layer, forward; lists have one entry a
     rank.
 
-    A key-value token counts once on a rank that receives it, whatever part of its heads; a query
-    token likewise. A partial output counts once for each rank that sends one of that token. Bytes
-    count the heads that really travel. A token passed on round a ring is received by all that pass
-    it on. Pairs are those that the plan's mask shows, in units of all heads.
+    A key-value token counts once on a rank that receives it, whatever part of its heads; a query token
+    likewise. A partial output counts once for each rank that sends one of that token. Bytes count the
+    heads that really travel. A token passed on round a ring is received by all that pass it on. Pairs
+    are those that the plan's mask shows, in units of all heads.
 
-    A remap counts apart: `remap_tokens_received_per_rank` are tokens whose query, key and value a
-    rank is handed to attend with; their outputs go back. In bytes both ways are included. A proxy
-    does not count as receiving what it passes on. By NIC ([nodes][NICs of a node], neighbours
-    sharing one) counts all that goes over it, proxies included, and collectives as gloo runs them
-    (`traffic`).
-
-    Args:
-        plan: of one microbatch.
-        model: says the bytes of a value.
-        ranks_per_nic: of a plan that is not routed; one that is says so itself.
-
-    Raises:
-        InvalidProgramError: an unknown comm pattern.
+    A remap counts apart: `remap_tokens_received_per_rank` are tokens whose query, key and value a rank
+    is handed to attend with; their outputs go back. In bytes both ways are included. A proxy does not
+    count as receiving what it passes on. By NIC ([nodes][NICs of a node], neighbours sharing one)
+    counts all that goes over it, proxies included, and collectives as gloo runs them (`traffic`).
+    `model`: says the bytes of a value; `ranks_per_nic`: of a plan that is not routed; one that is says
+    so itself. Raises InvalidProgramError: an unknown comm pattern.
     """
     shared = plan.routing.ranks_per_nic if plan.routing is not None else ranks_per_nic
     payload = Payload.of(model)
@@ -54,11 +49,14 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
     num_bytes = sum(
         (load.token_heads[kind] * row_bytes[kind] for kind in Kind), np.zeros(plan.num_ranks, dtype=np.int64)
     )
-    remap = _Remap(plan, row_bytes)
+    holder, owner, moved = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
+    given, taken = moved_tokens(plan)
+    inputs = plan.num_heads * row_bytes[Kind.Q] + plan.num_kv_heads * row_bytes[Kind.KV]
+    outputs = plan.num_heads * row_bytes[Kind.OUT]
     between = _InterNodeTraffic(plan, NicOf(plan.num_ranks, plan.ranks_per_node, shared))
     kv_between, bytes_between = between.received(payload)
     sent, received, routed = between.nic_bytes(payload)
-    linear_tokens = tokens + remap.taken - remap.given
+    linear_tokens = tokens + taken - given
     return {
         "num_sequences": len(plan.lengths),
         "num_tokens": plan.num_tokens,
@@ -70,21 +68,25 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
         "kv_tokens_received_inter_node_per_rank": kv_between.tolist(),
         "query_tokens_received_per_rank": load.tokens[Kind.Q].tolist(),
         "partial_tokens_received_per_rank": load.tokens[Kind.OUT].tolist(),
-        "remap_tokens_received_per_rank": remap.given.tolist(),
+        "remap_tokens_received_per_rank": given.tolist(),
         "bytes_received_per_rank": {
-            "total": (num_bytes + remap.bytes_received).tolist(),
+            "total": (num_bytes + given * inputs + taken * outputs).tolist(),
             "inter_node": bytes_between.tolist(),
         },
         "bytes_sent_per_nic": sent.tolist(),
         "bytes_received_per_nic": received.tolist(),
         "routed_transfers": routed,
-        "remap": remap.totals,
+        "remap": {
+            "tokens_moved": int(moved.sum()),
+            "tokens_moved_inter_node": int(moved[holder // plan.ranks_per_node != owner // plan.ranks_per_node].sum()),
+            "max_bytes_sent": int((taken * inputs + given * outputs).max(initial=0)),
+        },
         "imbalance": {"tokens": _imbalance(linear_tokens), "attention": _imbalance(load.pairs)},
     }
 
 
 def _imbalance(loads: Ints) -> float:
-    """Largest load over mean load; 1 where there is no load at all."""
+    # Largest load over mean load; 1 where there is no load at all.
     total = int(loads.sum())
     return int(loads.max()) * len(loads) / total if total else 1.0
 
@@ -106,35 +108,12 @@ def received_load(plan: MicrobatchPlan) -> Load:
     return total
 
 
-class _Remap:
-    """Statistics of the remap. Arrays are int64 [num_ranks].
-
-    `given`: tokens that a rank attends to for others; `taken`: tokens of its own that others attend
-    to.
-    """
-
-    def __init__(self, plan: MicrobatchPlan, row_bytes: Ints) -> None:
-        holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
-        inputs = plan.num_heads * row_bytes[Kind.Q] + plan.num_kv_heads * row_bytes[Kind.KV]
-        outputs = plan.num_heads * row_bytes[Kind.OUT]
-        self.given, self.taken = moved_tokens(plan)
-        self.bytes_received = self.given * inputs + self.taken * outputs
-        between = holder // plan.ranks_per_node != owner // plan.ranks_per_node
-        self.totals = {
-            "tokens_moved": int(tokens.sum()),
-            "tokens_moved_inter_node": int(tokens[between].sum()),
-            "max_bytes_sent": int((self.taken * inputs + self.given * outputs).max(initial=0)),
-        }
-
-
 _REMAP_IN = 0  # the exchange of a remap's inputs
 
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeBlock:
-    """Messages of some exchanges: whether they are routed, or carried by a collective, which pads
-    them.
-    """
+    """Messages of exchanges that are routed or not; `collective` ones are padded."""
 
     rows: Ints
     routed: bool = False
@@ -166,7 +145,7 @@ class _InterNodeTraffic:
             self._add_remap(base, np.concatenate([self._nothing, *hops]))
 
     def _add(self, index: int, base: int, exchanges: Sequence[ZoneMessages], spared: Ints) -> None:
-        """Messages of a zone, whose first exchange is `base`, less those that it is `spared`."""
+        # Messages of a zone, whose first exchange is `base`, less those that it is `spared`.
         routed = self._is_routed(index)
         rows = [spared]
         together = False
@@ -185,22 +164,21 @@ class _InterNodeTraffic:
             self._attention.append(own)
 
     def _add_remap(self, last: int, hops: Ints) -> None:
-        """Inputs and outputs (exchange `last`) of what is remote, and owners' first hops."""
+        # Inputs and outputs (exchange `last`) of what is remote, and owners' first hops.
         holder, owner, tokens = as_array(self.plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         heads, kv_heads = (0, self.plan.num_heads), (0, self.plan.num_kv_heads)
         moves = [
-            messages_from(_REMAP_IN, owner, holder, Kind.Q, heads, tokens),
-            messages_from(_REMAP_IN, owner, holder, Kind.KV, kv_heads, tokens),
-            messages_from(last, holder, owner, Kind.OUT, heads, tokens),
+            table_of(_REMAP_IN, owner, holder, Kind.Q, *heads, tokens),
+            table_of(_REMAP_IN, owner, holder, Kind.KV, *kv_heads, tokens),
+            table_of(last, holder, owner, Kind.OUT, *heads, tokens),
         ]
         self._remap, hops = self._across(np.concatenate(moves)), self._across(hops)
         self._attention.append(hops)
         self._blocks.append(_ExchangeBlock(np.concatenate([self._remap, hops]), self._is_routed(REMAP)))
 
     def received(self, payload: Payload) -> tuple[Ints, Ints]:
-        """Tokens of keys and values for attention that come from other nodes, and all bytes: int64
-        [num_ranks] each.
-        """
+        # Tokens of keys and values for attention that come from other nodes, and all bytes: int64
+        # [num_ranks] each.
         kv_tokens, num_bytes = np.zeros((2, self.plan.num_ranks), dtype=np.int64)
         row_bytes = payload.whole()
         attention = np.concatenate(self._attention)
@@ -219,9 +197,8 @@ class _InterNodeTraffic:
         return kv_tokens, num_bytes
 
     def nic_bytes(self, payload: Payload) -> tuple[Ints, Ints, int]:
-        """Bytes that each NIC sends and receives, [nodes, NICs of a node], and the number of routed
-        parcels.
-        """
+        # Bytes that each NIC sends and receives, [nodes, NICs of a node], and the number of routed
+        # parcels.
         sent, received = np.zeros((2, self.nics.num_nodes, self.nics.per_node), dtype=np.int64)
         for gather in self._gathers:
             # As gloo runs it: blocks as wide as the widest go round a ring of the ranks.
@@ -231,30 +208,22 @@ class _InterNodeTraffic:
             edge = self.nics.node(group) != self.nics.node(after)
             sent += self.nics.sums(group[edge], np.full(edge.sum(), num_bytes))
             received += self.nics.sums(after[edge], np.full(edge.sum(), num_bytes))
-        num_routed = 0
+        num_routed, routing = 0, self.plan.routing
         for block in self._blocks:
             parcels = payload.parcels(block.rows)
-            routed = self._goes_by_proxies(parcels.tokens, block)
+            routed = np.zeros(len(parcels.tokens), dtype=bool)
+            if block.routed and routing is not None and self.nics.per_node > 1:
+                routed = parcels.tokens >= routing.min_tokens
             num_routed += int(routed.sum())
             size = np.where(routed, 0, parcels.padded if block.collective else parcels.direct)
             sent += self.nics.sums(parcels.src, size)
             received += self.nics.sums(parcels.dst, size)
-            pieces = piece_bytes(parcels.packed[routed], self._num_pieces) if routed.any() else ()
-            for index, piece in enumerate(pieces):
+            num_pieces = self.nics.per_node * (1 if routing is None else routing.pieces)
+            for index, piece in enumerate(piece_bytes(parcels.packed[routed], num_pieces) if routed.any() else ()):
                 place = index % self.nics.per_node
                 sent[:, place] += sums(self.nics.node(parcels.src[routed]), piece, self.nics.num_nodes)
                 received[:, place] += sums(self.nics.node(parcels.dst[routed]), piece, self.nics.num_nodes)
         return sent, received, num_routed
-
-    @property
-    def _num_pieces(self) -> int:
-        return self.nics.per_node * (self.plan.routing.pieces if self.plan.routing is not None else 1)
-
-    def _goes_by_proxies(self, tokens: Ints, block: _ExchangeBlock) -> Bools:
-        routing = self.plan.routing
-        if not block.routed or routing is None or self.nics.per_node == 1:
-            return np.zeros(len(tokens), dtype=bool)
-        return tokens >= routing.min_tokens
 
     def _is_routed(self, index: int) -> bool:
         return self.plan.routing is not None and index in self.plan.routing.zones
@@ -304,41 +273,23 @@ def traffic(program: Program, payload: Payload, *, ranks_per_node: int, ranks_pe
 
 
 def _hops(op: Exchange, payload: Payload, nics: NicOf) -> Ints:
-    """Rows (src, dst, bytes) of the transfers that one exchange is carried by."""
+    # Rows (src, dst, bytes) of the transfers that one exchange is carried by.
     parcels = payload.parcels(messages_of(op.id, as_array(op.transfers)))
     if op.collective != "p2p" and is_collective(op.group, nics.num_ranks, nics.ranks_per_node):
-        if op.collective == "all_gather":
-            return _ring_hops(op.group, int(parcels.padded.max()) if len(parcels.padded) else 0)
+        if op.collective == "all_gather":  # as gloo runs it: round a ring
+            members, block_bytes = np.array(op.group), int(parcels.padded.max(initial=0))
+            sizes = np.full(len(members), (len(members) - 1) * block_bytes)
+            return np.column_stack([members, np.roll(members, -1), sizes])
         return np.column_stack([parcels.src, parcels.dst, parcels.padded])
-    return np.concatenate([_direct(op, parcels), *_routed(op, parcels)])
-
-
-def _ring_hops(group: tuple[int, ...], block_bytes: int) -> Ints:
-    members = np.array(group)
-    return np.column_stack([members, np.roll(members, -1), np.full(len(members), (len(members) - 1) * block_bytes)])
-
-
-def _direct(op: Exchange, parcels: Parcels) -> Ints:
-    routed = {row[Route.PAIR] for row in op.routes}
-    free = [pair not in routed for pair in zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True)]
-    return np.column_stack([parcels.src, parcels.dst, parcels.direct])[np.array(free, dtype=bool)]
-
-
-def _routed(op: Exchange, parcels: Parcels) -> list[Ints]:
-    """The hops of every piece: to its send proxy, across, and from its receive proxy."""
-    packed = dict(
-        zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed.tolist(), strict=True)
-    )
-    counts: dict[tuple[int, ...], int] = {}
-    for row in op.routes:
-        counts[row[Route.PAIR]] = counts.get(row[Route.PAIR], 0) + 1
-    hops_of: list[Ints] = []
+    pairs = list(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True))
+    num_pieces = Counter(row[Route.PAIR] for row in op.routes)
+    packed = dict(zip(pairs, parcels.packed.tolist(), strict=True))
+    direct = zip(pairs, parcels.direct.tolist(), strict=True)
+    hops = [(*pair, num_bytes) for pair, num_bytes in direct if pair not in num_pieces]
     for src, dst, piece, send_proxy, receive_proxy in op.routes:
-        start, stop = piece_bounds(packed[src, dst], counts[src, dst])[piece]
-        path = (src, send_proxy, receive_proxy, dst)
-        hops = [(a, b, stop - start) for a, b in zip(path, path[1:], strict=False) if a != b]
-        hops_of.append(np.array(hops, dtype=np.int64))
-    return hops_of
+        start, stop = piece_bounds(packed[src, dst], num_pieces[src, dst])[piece]
+        hops += [(a, b, stop - start) for a, b in pairwise((src, send_proxy, receive_proxy, dst)) if a != b]
+    return np.array(hops, dtype=np.int64).reshape(-1, 3)
 
 
 def linear_tokens(plan: MicrobatchPlan) -> Ints:

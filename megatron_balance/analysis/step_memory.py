@@ -12,19 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from megatron_balance.analysis.backward import (
-    USABLE,
-    Decision,
-    MicrobatchBytes,
-    Recomputed,
-    Stage,
-    decide,
-    received_bytes,
-    state_bytes,
-    step_bytes,
-)
+from megatron_balance.analysis import backward
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES, Holding, Recompute, Sharding, rank_memory
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.ir.model import Model
@@ -40,22 +28,22 @@ class StepMemory:
     """
 
     model: Model
-    stages: tuple[Stage, ...]
+    stages: tuple[backward.Stage, ...]
     asked: Backward = "auto"
 
     @classmethod
     def one_stage(cls, model: Model, num_ranks: int) -> StepMemory:
         """The memory of a step of one stage; all its ranks share out the optimizer's state."""
-        return cls(model, (Stage(model.num_layers, Sharding(optimizer=num_ranks)),))
+        return cls(model, (backward.Stage(model.num_layers, Sharding(optimizer=num_ranks)),))
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> StepMemory:
         """The one that `dataclasses.asdict` made a mapping of."""
         stages: list[Mapping[str, Any]] = [
-            {**each, "sharding": Sharding(**each["sharding"]), "recompute": Recomputed(**each["recompute"])}
+            {**each, "sharding": Sharding(**each["sharding"]), "recompute": backward.Recomputed(**each["recompute"])}
             for each in body["stages"]
         ]
-        return cls(Model(**body["model"]), tuple(Stage(**each) for each in stages), body["asked"])
+        return cls(Model(**body["model"]), tuple(backward.Stage(**each) for each in stages), body["asked"])
 
     def of_microbatches(self, number: int) -> StepMemory:
         """The memory of a step of so many microbatches that are alike; unchanged where the passes in
@@ -63,23 +51,22 @@ class StepMemory:
         """
         if any(stage.in_flight is not None for stage in self.stages):
             return self
-        kept: list[Stage] = []
+        kept: list[backward.Stage] = []
         for stage in self.stages:
-            known = replace(stage, in_flight=stage.passes(number), state_bytes=state_bytes(self.model, stage))
+            known = replace(stage, in_flight=stage.passes(number), state_bytes=backward.state_bytes(self.model, stage))
             if stage.is_last or not any(_covers(other, known) for other in kept):
                 kept.append(known)
         return replace(self, stages=tuple(kept))
 
-    def decide(self, microbatch: MicrobatchBytes, memory_bytes: float | None) -> Decision:
+    def decide(self, microbatch: backward.MicrobatchBytes, memory_bytes: float | None) -> backward.Decision:
         """Decide how many layers keep in a step whose microbatches are all like this one."""
-        found = [step_bytes([microbatch], self.model, stage) for stage in self.stages]
-        return decide(found, self.asked, memory_bytes)
+        found = [backward.step_bytes([microbatch], self.model, stage) for stage in self.stages]
+        return backward.decide(found, self.asked, memory_bytes)
 
 
-def _covers(stage: Stage, other: Stage) -> bool:
-    """Whether `stage` holds at least what `other` does, whatever the microbatches; both with state and
-    passes, `other` without a head.
-    """
+def _covers(stage: backward.Stage, other: backward.Stage) -> bool:
+    # Whether `stage` holds at least what `other` does, whatever the microbatches; both with state
+    # and passes, `other` without a head.
     assert stage.in_flight is not None and other.in_flight is not None  # noqa: PT018  both or neither
     assert stage.state_bytes is not None and other.state_bytes is not None  # noqa: PT018
     return (
@@ -92,21 +79,20 @@ def _covers(stage: Stage, other: Stage) -> bool:
 
 _PROBE_TOKENS = 1024
 
-
+# Ranks of a ring from which on a replayed backward holds no more for another one.
 _PROBE_RANKS = 16
-"""Ranks of a ring from which on a replayed backward holds no more for another one."""
 
 
 def stages_of(
     model: Model, num_ranks: int, *, recompute: Recompute = "none", pipeline: int = 1, chunks: int = 1, experts: int = 1
-) -> list[Stage]:
+) -> list[backward.Stage]:
     """The pipeline stages of a step, each over `num_ranks` ranks that share out the optimizer's state.
 
     `chunks`: model chunks of a stage; `experts`: ranks that share out the experts of a layer.
     """
-    again = Recomputed("uniform") if recompute == "full" else Recomputed()
+    again = backward.Recomputed("uniform") if recompute == "full" else backward.Recomputed()
     return [
-        Stage(
+        backward.Stage(
             model.num_layers // pipeline,
             Sharding(pipeline=pipeline, stage=at, optimizer=num_ranks, experts=experts),
             again,
@@ -117,7 +103,7 @@ def stages_of(
 
 
 def most_tokens(
-    model: Model, num_ranks: int, memory_bytes: float, stages: Sequence[Stage], num_microbatches: int = 1
+    model: Model, num_ranks: int, memory_bytes: float, stages: Sequence[backward.Stage], num_microbatches: int = 1
 ) -> int:
     """Tokens of each microbatch that a rank of every stage holds within `USABLE` of its memory; less
     than 1 where the state alone does not fit.
@@ -126,16 +112,16 @@ def most_tokens(
     (policy replay), as `auto` does where memory is short.
     """
     probe = [_probe(model, num_ranks)] * num_microbatches
-    found = [step_bytes(probe, model, stage) for stage in stages]
+    found = [backward.step_bytes(probe, model, stage) for stage in stages]
     # All but the state grows with the tokens.
     return min(
-        int(_PROBE_TOKENS * (USABLE * memory_bytes - each.state) / (float(each.peak(0).max()) - each.state))
+        int(_PROBE_TOKENS * (backward.USABLE * memory_bytes - each.state) / (float(each.peak(0).max()) - each.state))
         for each in found
     )
 
 
-def _probe(model: Model, num_ranks: int) -> MicrobatchBytes:
-    """Bytes of a microbatch of `_PROBE_TOKENS` a rank, one sequence around a ring of them all."""
+def _probe(model: Model, num_ranks: int) -> backward.MicrobatchBytes:
+    # Bytes of a microbatch of `_PROBE_TOKENS` a rank, one sequence around a ring of them all.
     ranks = min(num_ranks, _PROBE_RANKS)
     plan = MicrobatchPlan(
         "probe",
@@ -146,11 +132,11 @@ def _probe(model: Model, num_ranks: int) -> MicrobatchBytes:
         model.num_kv_heads,
         (Zone("pool", "ring", tuple(range(ranks)), (0,)),),
     )
-    return MicrobatchBytes(np.full(ranks, _PROBE_TOKENS), received_bytes(plan, model))
+    return backward.microbatch_bytes([plan], model)
 
 
+# Share of a GPU's memory that is left free.
 MARGIN = 0.1
-"""Share of a GPU's memory that is left free."""
 
 
 def max_len(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int, margin: float = MARGIN) -> int:

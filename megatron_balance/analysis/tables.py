@@ -7,51 +7,145 @@ prices, and the remap takes what owners send for holders.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.analysis.launches import launches
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile import remap
-from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.ir.arrays import Bools
+from megatron_balance.cost.base import ADD, Floats, Ints, Link
+from megatron_balance.cost.kernel import distinct_rows
+from megatron_balance.cost.parallel import CollectiveGroup
+from megatron_balance.ir.arrays import Bools, sees
 from megatron_balance.ir.columns import Message, Pair, RemoteHeld, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns import by_pattern, pattern_of
-from megatron_balance.patterns.base import (
-    Context,
-    FirstHops,
-    HeadsThenHops,
-    HopByHop,
-    Launches,
-    PointToPoint,
-    ZoneTraffic,
-    spared_messages,
-)
+from megatron_balance.patterns import base, by_pattern, pattern_of
 from megatron_balance.patterns.sends import messages_of
 
-GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
+# Seconds of launches, and of merging and packing around them, for the estimate and both engines.
+#
+# Packing (gathering what is sent) and adding up what arrives run on the compute stream, as in the
+# executor. What a ring passes on as it came is not packed again, and the gradients of a block that a
+# ring brought are added once: the launch leaves them as they are, what the next rank sends back is
+# added to them (`runtime.lower.lowering`).
+
+# Kinds that are unpacked where they arrive; queries and keys stay as they came.
+STORED = (Kind.OUT, Kind.OUT_GRAD)
+
+# Kinds that are added to what is held.
+ADDED = (Kind.Q_GRAD, Kind.KV_GRAD)
 
 
-def _walks(traffic: ZoneTraffic | None) -> bool:
-    """Whether blocks of keys walk round the ranks of a zone."""
-    return isinstance(traffic, HeadsThenHops) and traffic.hops is not None
+class _LaunchSeconds(NamedTuple):
+    """Seconds of each launch: `kernel` alone; `around` it, merging outputs or adding gradients."""
+
+    kernel: Floats
+    around: Floats
+
+    @property
+    def seconds(self) -> Floats:
+        return self.kernel + self.around
 
 
-def bytes_of(token_heads: Mapping[Kind, Floats], payload: Payload, *, turned: bool = False) -> Floats:
-    """Bytes [G, G] from rank to rank of a collective (`GroupTraffic`), or, `turned`, of the gradients
-    of what it carries; an empty array: nothing travels.
+def launches(
+    pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, backward: bool, walked: Bools | None = None
+) -> _LaunchSeconds:
+    """Costs of launches [len(merging)].
+
+    `pairs` and `launch` are as in `MachineCost.attend_s`. `merging`: 1 where a forward launch
+    merges. `walked`: whether all keys of a launch came in a hop of a ring; None: no launch's did.
     """
-    row_bytes = payload.whole()
-    terms = [
-        sizes.T * float(row_bytes[GRAD_OF[kind]]) if turned else sizes * float(row_bytes[kind])
-        for kind, sizes in token_heads.items()
-    ]
-    return np.sum(terms, axis=0) if terms else np.zeros((0, 0))
+    kernel = machine.cost.attend_s(pairs, launch, len(merging), backward=backward)
+    if not (backward or merging.any()):
+        return _LaunchSeconds(kernel, merging)
+    seen = sees(pairs, machine.model.mask)
+    pairs, launch = pairs[seen], launch[seen]
+    queries = distinct_rows(pairs[:, Pair.QUERY], launch, len(merging))
+    if not backward:
+        tokens = queries / machine.model.num_heads
+        return _LaunchSeconds(kernel, merging * np.array([machine.cost.merge_s(each) for each in tokens.tolist()]))
+    keys = distinct_rows(pairs[:, Pair.KEY], launch, len(merging))
+    if walked is not None:
+        keys = np.where(walked, 0.0, keys)
+    sizes = machine.payload.whole()
+    num_bytes = queries * sizes[Kind.Q_GRAD] + keys * sizes[Kind.KV_GRAD]
+    return _LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
+
+
+class LaunchPrices:
+    """Launches of many zones, priced all at once."""
+
+    def __init__(self) -> None:
+        self._added: list[tuple[Ints, Ints, Floats, Bools]] = []
+        self._count = 0
+
+    def add(self, pairs: Ints, launch: Ints, merging: Floats, walked: Bools) -> int:
+        """Launches, as for `launches`; the number of the first."""
+        first = self._count
+        self._added.append((pairs, launch + first, merging, walked))
+        self._count += len(merging)
+        return first
+
+    def seconds(self, machine: Machine) -> tuple[Floats, Floats]:
+        """Of each launch, forward and backward."""
+        if not self._count:
+            return np.zeros(0), np.zeros(0)
+        pairs, launch, merging, walked = (np.concatenate(each) for each in zip(*self._added, strict=True))
+        forward, backward = (
+            launches(pairs, launch, merging, machine, backward=b, walked=walked).seconds for b in (False, True)
+        )
+        return forward, backward
+
+
+class Taken(NamedTuple):
+    """`seconds` from when the last rank has begun; bytes by resource (`Machine.resources`)."""
+
+    seconds: float
+    load: Floats
+
+
+def ring_collective(group: Ints, block_bytes: float, machine: Machine) -> Taken:
+    """A ring all-gather or reduce-scatter of padded blocks over all NICs of a node."""
+    after = np.roll(group, -1)
+    load = _collective_load(group, after, np.full(len(group), (len(group) - 1) * block_bytes), machine)
+    counts = np.unique(machine.nics.node(group), return_counts=True)[1]
+    here = int(counts.max())
+    num_nics = min(machine.nics.per_node, -(-int(counts.min()) // machine.nics.ranks_per_nic))
+    inter = Link(machine.inter.alpha_s, machine.inter.bytes_per_s * num_nics)
+    step = CollectiveGroup(len(group), here if len(group) % here == 0 else 1, machine.intra, inter).slowest
+    return Taken((len(group) - 1) * (step.alpha_s + block_bytes / step.bytes_per_s), load)
+
+
+def all_to_all(group: Ints, num_bytes: Floats, machine: Machine) -> Taken:
+    """A pairwise all-to-all; transfers inside a node go beside those between nodes.
+
+    `num_bytes` [G, G]: from the rank of a row to that of a column.
+    """
+    node = machine.nics.node(group)
+    src, dst = np.nonzero(~np.eye(len(group), dtype=bool))
+    load = _collective_load(group[src], group[dst], num_bytes[src, dst], machine)
+    here = np.bincount(node)[node]
+    links, nics = np.split(load / machine.capacity(), [2 * machine.num_ranks])
+    inside = (here.max() - 1) * machine.intra.alpha_s + links.max()
+    between = (len(group) - here.min()) * machine.inter.alpha_s + nics.max()
+    return Taken(float(max(inside, between)), load)
+
+
+def _collective_load(src: Ints, dst: Ints, num_bytes: Floats, machine: Machine) -> Floats:
+    uses = machine.resources(src, dst)
+    return np.bincount(uses.ravel(), weights=np.repeat(num_bytes, 2), minlength=len(machine.capacity()))
+
+
+def _walked(rounds: base.ZoneRounds) -> Bools:
+    # Mark the launches of a zone whose keys came in a hop round its ranks: from round 1 on.
+    walked, of_round = np.zeros(len(rounds.launches.merging), dtype=bool), rounds.launches.of_round
+    if isinstance(rounds.traffic, base.HeadsThenHops) and rounds.traffic.hops is not None:
+        walked[of_round[:, 1:]] = True
+        walked[of_round[:, 0]] = False
+    return walked
 
 
 @dataclass(slots=True)
@@ -66,7 +160,7 @@ class ZoneTable:
     index: int
     ranks: Ints
     launch: Ints
-    traffic: ZoneTraffic | None
+    traffic: base.ZoneTraffic | None
     waits: Bools
     waits_next: Bools
     forward_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
@@ -87,11 +181,6 @@ class Tables:
 
     def __init__(self, plan: MicrobatchPlan, machine: Machine, chosen: Sequence[int] | None = None) -> None:
         self.plan, self.machine = plan, machine
-        self.pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
-        self.launch: list[Ints] = [np.empty(0, dtype=np.int64)]
-        self.merging: list[Floats] = []
-        self.walked: list[Bools] = []
-        self.num_launches = 0
         self.zones: list[ZoneTable] = []
         self.first_hops: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
         """Messages that the remap's first exchange carries beside those of the moves: first hops
@@ -100,63 +189,41 @@ class Tables:
         chosen = range(len(plan.zones)) if chosen is None else chosen
         if not chosen:
             return
-        context, remote = Context.of(plan), remap.remote_in(plan)
+        context, remote, prices = base.Context.of(plan), remap.remote_in(plan), LaunchPrices()
         for index in chosen:
             zone = plan.zones[index]
             rounds = pattern_of(zone).rounds(zone, context)
             holders = remote[remote[:, RemoteHeld.ZONE] == index, RemoteHeld.HOLDER] if len(remote) else remote[:, 0]
             waits = np.isin(rounds.ranks, holders)
-            launch = rounds.launches.of_round + self._add(rounds.launches, walks=_walks(rounds.traffic))
+            own = rounds.launches
+            launch = own.of_round + prices.add(own.pairs, own.launch, own.merging, _walked(rounds))
             self.zones.append(ZoneTable(index, rounds.ranks, launch, rounds.traffic, waits, waits.copy()))
         for pattern, zones in by_pattern(plan.zones) if len(remote) and len(self.zones) == len(plan.zones) else ():
             self._remap_first_hops(pattern.first_hops(zones, context, remote))
-        self._price()
+        forward, backward = prices.seconds(machine)
+        for table in self.zones:
+            factor = machine.slow()[table.ranks][:, None]
+            table.forward_s, table.backward_s = forward[table.launch] * factor, backward[table.launch] * factor
 
-    def _remap_first_hops(self, hops: FirstHops) -> None:
-        """Leave to the remap the first hops that owners make for holders."""
+    def _remap_first_hops(self, hops: base.FirstHops) -> None:
+        # Leave to the remap the first hops that owners make for holders.
         self.first_hops.append(messages_of(0, hops.rows))
         for table in self.zones:
             of_zone = hops.zones == table.index
             if not of_zone.any():
                 continue
             targets = np.isin(table.ranks, hops.rows[of_zone, Transfer.DST])
-            spared = spared_messages(hops)[of_zone]
+            spared = base.spared_messages(hops)[of_zone]
             match table.traffic:
-                case HeadsThenHops(groups, HopByHop(forward, backward)):
+                case base.HeadsThenHops(groups, base.HopByHop(forward, backward)):
                     forward = forward.astype(np.float64)  # a copy
-                    table.traffic = HeadsThenHops(groups, HopByHop(forward, backward))
+                    table.traffic = base.HeadsThenHops(groups, base.HopByHop(forward, backward))
                     place = np.zeros(self.plan.num_ranks, dtype=np.int64)
                     place[table.ranks] = np.arange(len(table.ranks))
                     np.add.at(forward[:, 1], place[spared[:, Message.SRC]], spared[:, Message.TOKENS])
                     table.waits_next |= targets
-                case PointToPoint(inputs, outputs):
-                    table.traffic = PointToPoint(np.concatenate([inputs, spared]), outputs)
+                case base.PointToPoint(inputs, outputs):
+                    table.traffic = base.PointToPoint(np.concatenate([inputs, spared]), outputs)
                     table.waits |= targets
                 case _:
                     raise AssertionError("first hops of a zone whose exchanges are collectives")
-
-    def _add(self, zone: Launches, *, walks: bool) -> int:
-        """Launches to be priced; the first's number. `walks`: hops bring keys from round 1 on."""
-        first = self.num_launches
-        self.pairs.append(zone.pairs)
-        self.launch.append(zone.launch + first)
-        self.merging.append(zone.merging)
-        walked = np.zeros(len(zone.merging), dtype=bool)
-        if walks:
-            walked[zone.of_round[:, 1:]] = True
-            walked[zone.of_round[:, 0]] = False
-        self.walked.append(walked)
-        self.num_launches += len(zone.merging)
-        return first
-
-    def _price(self) -> None:
-        pairs, launch = np.concatenate(self.pairs), np.concatenate(self.launch)
-        merging = np.concatenate([np.zeros(0), *self.merging])
-        slow = self.machine.slow()
-        walked = np.concatenate([np.zeros(0, dtype=bool), *self.walked])
-        forward, backward = (
-            launches(pairs, launch, merging, self.machine, backward=b, walked=walked).seconds for b in (False, True)
-        )
-        for table in self.zones:
-            factor = slow[table.ranks][:, None]
-            table.forward_s, table.backward_s = forward[table.launch] * factor, backward[table.launch] * factor

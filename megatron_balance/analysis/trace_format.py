@@ -32,6 +32,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf, isfinite
 from operator import index as whole
 from typing import Any, TypeAlias, cast
@@ -44,8 +45,8 @@ ATTENTION, LINEAR, PACK, WAIT, PLACE = "attention", "linear", "pack", "wait", "p
 PLAN, GRADIENT_SYNC, OPTIMIZER = "plan", "gradient sync", "optimizer"
 
 _US, _NS = 1e6, 1e9
+# The reach of a clock that counts nanoseconds in 64 bits.
 _LONGEST_S = 9e9
-"""The reach of a clock that counts nanoseconds in 64 bits."""
 
 
 def named(what: str, exchange: int) -> str:
@@ -105,7 +106,8 @@ class Trace:
         forward = [each for each in transfers if placed[each[0]].start < placed[each[1]].stop]
         arriving = _arriving(placed, forward)
         spans = [_event(span, at) for span, at in zip(self.spans, placed, strict=True)]
-        inner = [_event(_inner(self.spans[index]), at) for index, at in arriving.items()]
+        apart: dict[str, Any] = {"what": ARRIVING, "sent": {}, "received": {}}
+        inner = [_event(replace(self.spans[index], **apart), at) for index, at in arriving.items()]
         first: dict[int, int] = {}
         for rank, number, _ in tracks:
             first.setdefault(rank, number)
@@ -142,11 +144,8 @@ def step_of(name: str) -> int | None:
 
 
 def read(document: Any, source: str) -> Trace:
-    """The trace in a document that `Trace.document` made; spans inside others, arrows and counters are
-    made anew.
-
-    Raises:
-        ConfigError: it is none; `source` says whose.
+    """The trace in a document that `Trace.document` made; spans inside others, arrows and counters
+    are made anew. Raises ConfigError: it is none; `source` says whose.
     """
     try:
         events = cast("list[dict[str, Any]]", document["traceEvents"])
@@ -160,7 +159,7 @@ def read(document: Any, source: str) -> Trace:
 
 
 def _check(spans: Sequence[TrackSpan], names: Mapping[int, str], facts: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError where a time is none, or a rank's facts are not what it wrote."""
+    # Raise TypeError or ValueError where a time is none, or a rank's facts are not what it wrote.
     nameless = {span.rank for span in spans} - names.keys()
     if nameless:
         raise ValueError(f"rank {min(nameless)} without a name")
@@ -178,11 +177,8 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
     Each counts from its own beginning. Ranks of a node (`node`, `began_unix_s` of the facts) have one
     clock, by which they are shifted; the first ranks of nodes to begin are taken to begin together.
-    Where that lets a transfer between nodes end before it begins, their clocks are moved (`moved_s`
-    of the facts: by how much at most).
-
-    Raises:
-        ConfigError: two of one rank.
+    Where that lets a transfer between nodes end before it begins, their clocks are moved (`moved_s` of
+    the facts: by how much at most). Raises ConfigError: two of one rank.
     """
     nodes: dict[int, Any] = {}
     names: dict[int, str] = {}
@@ -203,17 +199,18 @@ def joined(traces: Sequence[Trace]) -> Trace:
     facts = {key: value for key, value in traces[0].facts.items() if key not in _OF_ONE_RANK} if traces else {}
     moved = _clocks_moved(spans, nodes)
     spans = [span.later(moved[nodes[span.rank]]) for span in spans]
-    return Trace(spans, names, {**facts, "skew_s": _skew_s(spans), "moved_s": max(moved.values(), default=0.0)})
+    # By how much a receiving span ends before its sending one begins, at most; 0 where clocks agree.
+    skew_s = max([0.0, *(spans[a].start_s - spans[b].stop_s for a, b, _ in _transfers(spans))])
+    return Trace(spans, names, {**facts, "skew_s": skew_s, "moved_s": max(moved.values(), default=0.0)})
 
 
+# The least that a transfer between nodes takes.
 _FASTEST_S = 1e-6
-"""The least that a transfer between nodes takes."""
 
 
 def _clocks_moved(spans: Sequence[TrackSpan], nodes: Mapping[int, Any]) -> dict[Any, float]:
-    """How much later each node's clock is to show, for no transfer between nodes to end before it
-    begins; 0 for all where they cannot be moved so. `nodes`: of each rank.
-    """
+    # How much later each node's clock is to show, for no transfer between nodes to end before it
+    # begins; 0 for all where they cannot be moved so. `nodes`: of each rank.
     moved = dict.fromkeys(nodes.values(), 0.0)
     room: dict[tuple[Any, Any], float] = {}
     for sends, receives, _ in _transfers(spans):
@@ -234,33 +231,19 @@ def _clocks_moved(spans: Sequence[TrackSpan], nodes: Mapping[int, Any]) -> dict[
 _OF_ONE_RANK = ("rank", "node", "began_unix_s")
 
 
-def _skew_s(spans: Sequence[TrackSpan]) -> float:
-    """Seconds by which a receiving span ends before its sending one begins, at most; 0 where clocks of
-    ranks agree.
-    """
-    return max([0.0, *(spans[a].start_s - spans[b].stop_s for a, b, _ in _transfers(spans))])
-
-
 # Reading and writing events
+
+# Of each fact that an event has of its span, the type.
+_FACTS = {"track": str, "what": str, "phase": str, "microbatch": int, "call": int, "exchange": int, "zone": str}
 
 
 def _span(event: Mapping[str, Any]) -> TrackSpan:
     args = event["args"]
     sent, received = ({int(rank): int(n) for rank, n in args.get(way, {}).items()} for way in ("sent", "received"))
-    return TrackSpan(
-        rank=int(event["pid"]),
-        track=str(args["track"]),
-        what=str(args["what"]),
-        start_s=float(event["ts"]) / _US,
-        stop_s=(float(event["ts"]) + float(event["dur"])) / _US,
-        phase=str(args["phase"]),
-        microbatch=int(args["microbatch"]),
-        call=int(args["call"]),
-        exchange=int(args["exchange"]),
-        zone=str(args["zone"]),
-        sent=sent,
-        received=received,
-    )
+    start, duration = float(event["ts"]), float(event["dur"])
+    facts: dict[str, Any] = {name: kind(args[name]) for name, kind in _FACTS.items()}
+    facts |= {"start_s": start / _US, "stop_s": (start + duration) / _US}
+    return TrackSpan(rank=int(event["pid"]), sent=sent, received=received, **facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,20 +255,8 @@ class _At:
     stop: int
 
 
-def _inner(span: TrackSpan) -> TrackSpan:
-    return replace(span, what=ARRIVING, sent={}, received={})
-
-
 def _event(span: TrackSpan, at: _At) -> dict[str, Any]:
-    args: dict[str, Any] = {
-        "track": span.track,
-        "what": span.what,
-        "phase": span.phase,
-        "microbatch": span.microbatch,
-        "call": span.call,
-        "exchange": span.exchange,
-        "zone": span.zone,
-    }
+    args: dict[str, Any] = {name: getattr(span, name) for name in _FACTS}
     if span.sent or span.received:
         args |= {
             "peers": sorted({*span.sent, *span.received}),
@@ -315,12 +286,12 @@ def _ns(seconds: float) -> int:
 
 
 def _placed(spans: Sequence[TrackSpan], names: Iterable[int]) -> tuple[list[_At], list[tuple[int, int, str]]]:
-    """Where each span is drawn, and (rank, number, name) of all tracks.
-
-    The step is first, then what a rank computes, then its streams. Complete events of one thread lie
-    apart or inside one another; spans of a track that overlap (gloo has several exchanges under way at
-    once) are on tracks beside one another. Those that rounding lets overlap are moved apart.
-    """
+    # Where each span is drawn, and (rank, number, name) of all tracks.
+    #
+    # The step is first, then what a rank computes, then its streams. Complete events of one thread
+    # lie apart or inside one another; spans of a track that overlap (gloo has several exchanges
+    # under way at once) are on tracks beside one another. Those that rounding lets overlap are
+    # moved apart.
     by_track: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for index, span in enumerate(spans):
         by_track[span.rank, span.track].append(index)
@@ -342,12 +313,12 @@ def _placed(spans: Sequence[TrackSpan], names: Iterable[int]) -> tuple[list[_At]
     return placed, tracks
 
 
+# The numbers of the span that sends and of the one that receives, and the bytes.
 _Transfer: TypeAlias = tuple[int, int, int]
-"""The numbers of the span that sends and of the one that receives, and the bytes."""
 
 
 def _transfers(spans: Sequence[TrackSpan]) -> list[_Transfer]:
-    """Every transfer both of whose ends are here."""
+    # Every transfer both of whose ends are here.
     receiving = {(span.rank, span.moves): index for index, span in enumerate(spans) if span.received}
     found: list[_Transfer] = []
     for index, span in enumerate(spans):
@@ -359,7 +330,7 @@ def _transfers(spans: Sequence[TrackSpan]) -> list[_Transfer]:
 
 
 def _arriving(placed: Sequence[_At], transfers: Iterable[_Transfer]) -> dict[int, _At]:
-    """From when on all that send to a span have begun, where that is later than its own beginning."""
+    # From when on all that send to a span have begun, where that is later than its own beginning.
     last: dict[int, int] = {}
     for sends, receives, _ in transfers:
         last[receives] = max(last.get(receives, 0), placed[sends].start)
@@ -369,7 +340,7 @@ def _arriving(placed: Sequence[_At], transfers: Iterable[_Transfer]) -> dict[int
 def _arrows(
     spans: Sequence[TrackSpan], transfers: Iterable[_Transfer], placed: Sequence[_At], arriving: Mapping[int, _At]
 ) -> list[dict[str, Any]]:
-    """An arrow for every transfer between the beginnings of two spans, ends behind starts."""
+    # An arrow for every transfer between the beginnings of two spans, ends behind starts.
     starts: list[dict[str, Any]] = []
     ends: list[dict[str, Any]] = []
     for number, (sends, receives, _) in enumerate(transfers):
@@ -382,7 +353,7 @@ def _arrows(
 
 
 def _counters(spans: Sequence[TrackSpan], placed: Sequence[_At], first: Mapping[int, int]) -> list[dict[str, Any]]:
-    """The bytes that each rank has under way; `first`: a track of each rank."""
+    # The bytes that each rank has under way; `first`: a track of each rank.
     changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for span, at in zip(spans, placed, strict=True):
         num_bytes = sum(span.sent.values()) + sum(span.received.values())
@@ -391,17 +362,9 @@ def _counters(spans: Sequence[TrackSpan], placed: Sequence[_At], first: Mapping[
             changes[span.rank][at.stop] -= num_bytes
     made: list[dict[str, Any]] = []
     for rank, of in sorted(changes.items()):
-        level = 0
-        for at, change in sorted(of.items()):
-            level += change
-            made.append(
-                {
-                    "name": "bytes under way",
-                    "ph": "C",
-                    "ts": at / 1000,
-                    "pid": rank,
-                    "tid": first[rank],
-                    "args": {"bytes": level},
-                }
-            )
+        levels = accumulate(of[at] for at in sorted(of))
+        own = {"name": "bytes under way", "ph": "C", "pid": rank, "tid": first[rank]}
+        made += [
+            {**own, "ts": at / 1000, "args": {"bytes": level}} for at, level in zip(sorted(of), levels, strict=True)
+        ]
     return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -19,14 +20,12 @@ from megatron_balance.ir.columns import Message
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Kind
 
+# Bytes at a multiple of which every tensor of a packed parcel begins, and every piece ends; no
+# element type is larger.
 ALIGN = 16
-"""Bytes at a multiple of which every tensor of a packed parcel begins, and every piece ends; no
-element type is larger.
-"""
 
+# (kind, rows, heads) of one message.
 Carried: TypeAlias = tuple[Kind, int, int]
-"""(kind, rows, heads) of one message."""
-
 
 Element: TypeAlias = Literal["narrow", "wide", "gradient"]
 _Size = TypeVar("_Size", int, Ints)
@@ -125,8 +124,7 @@ def piece_bounds(num_bytes: int, count: int) -> list[tuple[int, int]]:
     Some are empty where there are too few bytes.
     """
     blocks = -(-num_bytes // ALIGN)
-    bounds = [min(num_bytes, blocks * i // count * ALIGN) for i in range(count + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(min(num_bytes, blocks * i // count * ALIGN) for i in range(count + 1)))
 
 
 def piece_bytes(num_bytes: Ints, count: int) -> Ints:
@@ -185,9 +183,7 @@ class Payload:
         return rows * np.array(self.row_bytes)[kinds], rows * np.array(self.more_bytes)[kinds]
 
     def parcels(self, rows: Ints) -> Parcels:
-        """Parcels by exchange, source and target. `rows`: of messages, in any order; those of one
-        message are added up.
-        """
+        """Parcels by exchange, source and target; `rows` of messages, those of one are added up."""
         messages = _summed(rows)
         values, more = self.tensors(messages)
         last = np.where(more > 0, more, values)
@@ -211,16 +207,15 @@ class Payload:
 
 
 def _begins(keys: Ints) -> Ints:
-    """Numbers of the rows that differ from the row before them."""
+    # Numbers of the rows that differ from the row before them.
     fresh = np.ones(len(keys), dtype=bool)
     fresh[1:] = (keys[1:] != keys[:-1]).any(axis=1)
     return np.flatnonzero(fresh)
 
 
 def _summed(rows: Ints) -> Ints:
-    """One row for all messages that differ in tokens only, sorted, without those that come to
-    nothing.
-    """
+    # One row for all messages that differ in tokens only, sorted, without those that come to
+    # nothing.
     rows = rows[np.lexsort(rows[:, Message.KEY].T[::-1])]
     begin = _begins(rows[:, Message.KEY])
     messages = rows[begin]
@@ -234,9 +229,7 @@ def _summed(rows: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class NicOf:
-    """The NIC that a rank uses: ranks are numbered node by node, neighbours share one. NICs are
-    numbered node by node, too.
-    """
+    """The NIC of a rank: ranks and NICs are numbered node by node, neighbours share one."""
 
     num_ranks: int
     ranks_per_node: int
@@ -262,9 +255,7 @@ class NicOf:
 
 
 def is_collective(group: tuple[int, ...], num_ranks: int, ranks_per_node: int) -> bool:
-    """Whether these ranks have a process group of their own (`runtime.groups`): the pool, or a
-    whole node of several.
-    """
+    """Whether ranks have a process group (`runtime.groups`): the pool, or a node of several."""
     if len(group) == num_ranks and group == tuple(range(num_ranks)):
         return num_ranks > 1
     whole = 1 < ranks_per_node < num_ranks and num_ranks % ranks_per_node == 0

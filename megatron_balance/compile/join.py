@@ -115,11 +115,11 @@ def _join_routes(exchange_id: int, projections: list[tuple[int, Exchange]]) -> R
         src, dst, piece, send_proxy, receive_proxy = row
         if ranks != on_the_way[src, dst]:
             odd = min(ranks ^ on_the_way[src, dst])
+            on_it = odd in on_the_way[src, dst]
+            wrong = f"of which rank {odd} does not know" if on_it else f"listed by rank {odd}, which is not on the way"
             raise InvalidProgramError(
                 f"exchange {exchange_id}: piece {piece} from rank {src} to rank {dst} goes by ranks {send_proxy} and "
-                f"{receive_proxy}, "
-                f"{'of which rank' if odd in on_the_way[src, dst] else 'listed by rank'} {odd}"
-                f"{' does not know' if odd in on_the_way[src, dst] else ', which is not on the way'}"
+                f"{receive_proxy}, {wrong}"
             )
     return Rows.of(Route.WIDTH, sorted(listed))
 

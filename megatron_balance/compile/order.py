@@ -59,7 +59,6 @@ class IssueOrder:
 # Of programs compiled without a plan: which exchanges can start at once is not known.
 PASSING = IssueOrder()
 
-
 # One after the other in the order of ids (`communication: safe`).
 BY_ID = IssueOrder(passing=False)
 

@@ -57,16 +57,13 @@ def cut_segments(ops: Sequence[Op], steps: Sequence[Step], first: frozenset[int]
     """Where the segments of a rank's steps end; `first`: as in `compile.order`."""
     # Only exchanges that come first on every rank may be part of the start.
     ahead = 0
-    while ahead < len(steps) and isinstance(steps[ahead], Start) and _id(ops[steps[ahead].op]) in first:
+    ids = [op.id if isinstance(op, Exchange) else -1 for op in ops]
+    while ahead < len(steps) and isinstance(steps[ahead], Start) and ids[steps[ahead].op] in first:
         ahead += 1
     end = len(steps)
     while end > ahead and isinstance(steps[end - 1], Finish):
         end -= 1
     return Cuts(ahead, end)
-
-
-def _id(op: Op) -> int:
-    return op.id if isinstance(op, Exchange) else -1
 
 
 def forward(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[Segment, ...]:

@@ -1,6 +1,4 @@
-"""The communication routing layer (Zeppelin, section 3.3): a transfer between nodes goes over all
-NICs of both nodes.
-"""
+"""Routing (Zeppelin, section 3.3): a transfer between nodes goes over all NICs of both."""
 
 from __future__ import annotations
 

@@ -148,18 +148,18 @@ def _transposed(op: Exchange, gradients: Rows, exchange_id: int) -> Exchange:
 def _with_merges(ops: list[Op], rank: int, mask: Mask) -> Iterator[Op]:
     # `ops`, each followed by a Merge of the regions of which `rank` then holds two partial
     # gradients or more.
-    events = _events(ops, rank, mask)
+    partials, gains, op_of = _events(ops, rank, mask)
     launches = np.array([isinstance(op, AttendGrad) for op in ops], dtype=bool)
     tables: list[Ints] = [np.empty((0, 1 + Value.WIDTH), dtype=np.int64)]  # rows of (op, kind, region)
     for kind in (Kind.Q_GRAD, Kind.KV_GRAD):
-        of_kind = events.values[:, Value.KIND] == kind
-        regions, op_index, gains = events.values[of_kind, Value.REGION], events.op[of_kind], events.gains[of_kind]
-        if not len(regions):
+        of_kind = partials[:, Value.KIND] == kind
+        if not of_kind.any():
             continue
+        regions, op_index, gains_of_kind = partials[of_kind, Value.REGION], op_of[of_kind], gains[of_kind]
         seq, start, stop, head_start, head_stop = regions.T
         atoms = Atoms.of(seq, start, stop, np.concatenate([head_start, head_stop]))
         row, atom = atoms.expand(seq, start, stop, head_start, head_stop)
-        at, gained = op_index[row], gains[row]
+        at, gained = op_index[row], gains_of_kind[row]
         order = np.argsort((atom * len(ops) + at) * 2 + gained, kind="stable")  # an exchange takes before it brings
         atom, at, gained = atom[order], at[order], gained[order]
         again = np.zeros(len(atom), dtype=bool)
@@ -173,25 +173,17 @@ def _with_merges(ops: list[Op], rank: int, mask: Mask) -> Iterator[Op]:
         group, regions = atoms.regions(at[again], atom[again])
         tables.append(np.column_stack([group, np.full(len(group), kind), regions]))
     merges = np.concatenate(tables)
-    op_of, values = merges.T[0], merges.T[1:].T
-    order = np.argsort(op_of, kind="stable")
-    ends = np.searchsorted(op_of[order], np.arange(len(ops) + 1)).tolist()
-    values = np.ascontiguousarray(values[order], dtype="<i8")
+    merges = merges[np.argsort(merges[:, 0], kind="stable")]
+    ends = np.searchsorted(merges[:, 0], np.arange(len(ops) + 1)).tolist()
+    values = np.ascontiguousarray(merges[:, 1:], dtype="<i8")
     for op, start, stop in zip(ops, ends, ends[1:], strict=False):
         yield op
         if start < stop:
             yield Merge(rank, Rows(Value.WIDTH, values[start:stop].tobytes()))
 
 
-class _GradientEvents(NamedTuple):
-    """Partial gradients that a rank gains by an op (`gains` 1) or gives away: `Value` rows."""
-
-    values: Ints
-    gains: Ints
-    op: Ints
-
-
-def _events(ops: Sequence[Op], rank: int, mask: Mask) -> _GradientEvents:
+def _events(ops: Sequence[Op], rank: int, mask: Mask) -> tuple[Ints, Ints, Ints]:
+    # Partial gradients that a rank gains by an op (gains 1) or gives away: `Value` rows; gains, ops.
     launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, AttendGrad)]
     exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
     (pairs, launch), (rows, exchange) = numbered(launches, Pair.WIDTH), numbered(exchanges, Transfer.WIDTH)
@@ -205,7 +197,7 @@ def _events(ops: Sequence[Op], rank: int, mask: Mask) -> _GradientEvents:
     keys[:, Value.KIND], keys[:, Value.REGION] = Kind.KV_GRAD, pairs[:, Pair.KEY]
     carried[:] = rows[:, Transfer.VALUE]
     gains = np.concatenate([np.ones(2 * count, dtype=np.int64), rows[:, Transfer.DST] == rank])
-    return _GradientEvents(values, gains, np.concatenate([launch, launch, exchange]))
+    return values, gains, np.concatenate([launch, launch, exchange])
 
 
 class OpZones(NamedTuple):

@@ -1,4 +1,1 @@
-"""Costs: seconds and bytes that a placement is predicted to take.
-
-`analytic` computes them, `measured` reads a profile.
-"""
+"""Costs: seconds and bytes that a placement is predicted to take."""

@@ -21,24 +21,21 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
 
+# A kernel launch with what surrounds it: index arithmetic and the launch of the merge of its
+# partial result.
+#
+# CUDA's own launch of an empty kernel takes 2 to 5 us in microbenchmarks; two of them.
 LAUNCH_S = 10e-6
-"""A kernel launch with what surrounds it: index arithmetic and the launch of the merge of its
-partial result.
 
-CUDA's own launch of an empty kernel takes 2 to 5 us in microbenchmarks; two of them.
-"""
-
+# A communication call: NCCL's tuning model, base latency of ring, Simple (2.14, graph/tuning.cc).
 CALL_S = 8.4e-6
-"""A communication call: NCCL's tuning model, base latency of ring, Simple (2.14, graph/tuning.cc).
-"""
 
+# Adam's update of a parameter: fp32 gradient, weight and two moments read, the last three written,
+# and the bf16 weight.
 OPTIMIZER_BYTES = 30
-"""Adam's update of a parameter: fp32 gradient, weight and two moments read, the last three written,
-and the bf16 weight.
-"""
 
+# Partial outputs and their LSE are accumulated in fp32.
 PARTIAL_BYTES = 4
-"""Partial outputs and their LSE are accumulated in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +100,7 @@ class AnalyticCost(MachineCost):
         return num_tokens * self.model.num_heads * width * self.model.bytes_per_element
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """A launch takes its work over all SMs, or its longest thread block on one of them,
-        whichever is longer.
-        """
+        """The work over all SMs, or the longest thread block on one of them, the longer of both."""
         if not len(pairs):
             return np.zeros(num_launches)
         tiles, blocks, longest = kernel.tiles(pairs, self.model.mask)
@@ -117,22 +112,18 @@ class AnalyticCost(MachineCost):
         seconds *= kernel.backward_factor() if backward else 1.0
         if self.pads:
             widths, num_bytes = (self.model.head_dim, self.model.value_width), self.model.bytes_per_element
-            elements = kernel.padding_elements(
-                pairs, launch, num_launches, widths, backward=backward, mask=self.model.mask
-            )
+            mask = self.model.mask
+            elements = kernel.padding_elements(pairs, launch, num_launches, widths, backward=backward, mask=mask)
             seconds += elements * num_bytes / self.cluster.memory_bytes_per_s
         if self.model.latent_travels:
             seconds += self._latent_s(kernel.distinct_rows(pairs[:, Pair.KEY], launch, num_launches), backward=backward)
         return np.where(work > 0, LAUNCH_S + seconds, 0.0)
 
     def _latent_s(self, num_keys: Floats, *, backward: bool) -> Floats:
-        """Seconds of making keys and values of a launch's latents; backward also of their
-        gradients' products.
-        """
-        products = 1.0 + BACKWARD_PRODUCTS * backward
-        return (
-            products * num_keys * self.model.latent_flops / (self.cluster.flops_per_s * self.cluster.linear_efficiency)
-        )
+        # Seconds of making keys and values of a launch's latents; backward also of their gradients'
+        # products.
+        flops_per_s = self.cluster.flops_per_s * self.cluster.linear_efficiency
+        return (1.0 + BACKWARD_PRODUCTS * backward) * num_keys * self.model.latent_flops / flops_per_s
 
     @property
     def _tile_s(self) -> float:
@@ -206,8 +197,6 @@ class AnalyticCost(MachineCost):
 
     @property
     def contention(self) -> Contention:
-        gpus = self.tensor_parallel
-        cluster = self.cluster
-        return Contention.of_links(
-            cluster.num_sms // gpus, cluster.intra_bytes_per_s / gpus, waits=cluster.transfers_wait
-        )
+        cluster, gpus = self.cluster, self.tensor_parallel
+        link_bytes_per_s = cluster.intra_bytes_per_s / gpus
+        return Contention.of_links(cluster.num_sms // gpus, link_bytes_per_s, waits=cluster.transfers_wait)

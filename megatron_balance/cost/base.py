@@ -20,13 +20,12 @@ from megatron_balance.ir.cluster import Cluster
 
 Floats = NDArray[np.float64]
 
+# Seconds of adding to what is held over those of packing: two values are read and one is written,
+# where packing reads one and writes one.
 ADD = 1.5
-"""Seconds of adding to what is held over those of packing: two values are read and one is written,
-where packing reads one and writes one.
-"""
 
+# An attention kernel, and what merges its outputs or adds up its gradients.
 LAUNCHES_OF_RUN = 2
-"""An attention kernel, and what merges its outputs or adds up its gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,7 @@ class CostModel(Protocol):
     __slots__ = ()
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
-        """Seconds for (query, key) pairs, all heads, when queries and keys come in runs of
-        `run_tokens`.
-        """
+        """Seconds for (query, key) pairs, all heads, in runs of `run_tokens`."""
         ...
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
@@ -94,9 +91,7 @@ class CostModel(Protocol):
         ...
 
     def linear_s(self, num_tokens: float) -> float:
-        """Seconds of tokens in the modules outside attention: projections, MLP, norms.
-        Proportional.
-        """
+        """Seconds of tokens in modules outside attention: projections, MLP, norms; linear."""
         ...
 
     def experts_s(self, num_tokens: float) -> float:
@@ -110,15 +105,11 @@ class CostModel(Protocol):
         ...
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC
-        shared by two).
-        """
+        """Seconds to receive bytes from another node over `num_nics` NICs (half: a shared one)."""
         ...
 
     def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs
-        of both nodes.
-        """
+        """Seconds to receive bytes of messages that are cut over `num_nics` NICs of both nodes."""
         ...
 
     def kv_bytes(self, num_tokens: float) -> float:
@@ -208,35 +199,26 @@ def remap_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -
 
 
 def token_bytes(cost: CostModel) -> float:
-    """Bytes of one token that a remap moves in a layer: query, key and value one way, the output
-    back.
-    """
+    """Bytes of a token that a remap moves in a layer: query, key, value; the output back."""
     return cost.kv_bytes(1) + 2 * cost.query_bytes(1)
 
 
+# Channels, one SM each, of a transfer to another node: NCCL's default of
+# NCCL_NCHANNELS_PER_NET_PEER (2.14, graph/paths.cc).
 _NET_CHANNELS = 2
-"""Channels, one SM each, of a transfer to another node: NCCL's default of
-NCCL_NCHANNELS_PER_NET_PEER (2.14, graph/paths.cc).
-"""
-
 
 _LINK_CHANNELS = 2
 
-
+# Channels of a transfer inside a node: two for each NVLink between the ranks, 32 at most (the same
+# file; MAXCHANNELS).
 _MAX_CHANNELS = 32
-"""Channels of a transfer inside a node: two for each NVLink between the ranks, 32 at most (the same
-file; MAXCHANNELS).
-"""
 
-
+# One NVLink of generation 3 or 4, one direction (A100 and H100 datasheets: 600 GB/s in 12 links,
+# 900 GB/s in 18, both directions).
 NVLINK_BYTES_PER_S = 25e9
-"""One NVLink of generation 3 or 4, one direction (A100 and H100 datasheets: 600 GB/s in 12 links,
-900 GB/s in 18, both directions).
-"""
 
-
+# Parts of a processor that is not counted in SMs: the share that transfers take was measured.
 PARTS = 1_000_000
-"""Parts of a processor that is not counted in SMs: the share that transfers take was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +237,7 @@ class Contention:
 
     @staticmethod
     def of_links(num_sms: int, intra_bytes_per_s: float, *, waits: bool = False) -> Contention:
-        """SMs of NCCL's point-to-point kernels; `intra_bytes_per_s`: of all NVLinks of a GPU, one
-        direction.
-        """
+        """SMs of NCCL's point-to-point kernels, by the rate of all NVLinks of a GPU."""
         if not num_sms:
             return Contention(0, 0, 0)
         num_links = max(1, round(intra_bytes_per_s / NVLINK_BYTES_PER_S))
@@ -265,9 +245,7 @@ class Contention:
 
     @staticmethod
     def of_slowdowns(intra: float, inter: float) -> Contention:
-        """From measured slowdowns of kernels (factors from 1) beside transfers in the node, and
-        between nodes.
-        """
+        """From measured slowdowns of kernels (from 1) beside transfers, in the node and between."""
         taken = [round(PARTS * (1 - 1 / max(1.0, factor))) for factor in (intra, inter)]
         return Contention(PARTS, taken[0], taken[1])
 
@@ -277,9 +255,7 @@ class Contention:
         return self.num_sms / (self.num_sms - taken) if taken else 1.0
 
     def block_s(self, kernel_s: float, num_blocks: float) -> float:
-        """Seconds of one of `num_blocks` thread blocks of a kernel on its SM; 0 where it leaves SMs
-        free.
-        """
+        """Seconds of one of `num_blocks` thread blocks on its SM; 0 where they leave SMs free."""
         return kernel_s * self.num_sms / num_blocks if num_blocks > self.num_sms else 0.0
 
     def wait_s(self, kernel_left_s: float, block_s: float, *, prioritised: bool) -> float:

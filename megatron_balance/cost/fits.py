@@ -24,9 +24,7 @@ from megatron_balance.ir.model import Model
 
 @dataclass(frozen=True, slots=True)
 class Quadratic:
-    """Seconds a l^2 + b l + c of a sequence of l tokens under one parallel scheme (Hydraulis, arXiv
-    2412.07894, C.2).
-    """
+    """Seconds a l^2 + b l + c of l tokens under a scheme (Hydraulis, arXiv 2412.07894, C.2)."""
 
     a: float
     b: float
@@ -47,9 +45,7 @@ def fit_quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> Quadrat
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The alpha and rate nearest to measured (bytes, seconds). Raises ConfigError of fewer than two
-    sizes, or times not positive.
-    """
+    """The link nearest to measured times. ConfigError: fewer than two sizes, times not positive."""
     if len(set(num_bytes)) < 2:
         raise ConfigError(f"a link needs at least 2 different message sizes, got {sorted(set(num_bytes))}")
     beta, alpha = least_squares([[size, 1.0] for size in num_bytes], seconds, what="link", needed=(0,))
@@ -63,10 +59,8 @@ def least_squares(
     against seconds.
 
     `columns` [n, c], positive, with few c: every subset of coefficients is tried that has those in
-    `needed`, which come out positive also where noise hides that the times rise.
-
-    Raises:
-        ConfigError: no times, or one that is not positive.
+    `needed`, which come out positive also where noise hides that the times rise. Raises ConfigError:
+    no times, or one that is not positive.
     """
     targets = np.asarray(seconds, dtype=np.float64)
     if not len(targets) or not (targets > 0).all():
@@ -97,9 +91,8 @@ def least_squares(
 
 
 def _normal_equations(columns: NDArray[np.float64]) -> list[list[int]]:
-    """Equations [c, c + 1] of the coefficients by which columns come nearest to 1: whole numbers,
-    nothing is rounded.
-    """
+    # Equations [c, c + 1] of the coefficients by which columns come nearest to 1: whole numbers,
+    # nothing is rounded.
     ratios = [[value.as_integer_ratio() for value in row] for row in columns.tolist()]
     unit: int = max(below for row in ratios for _, below in row)  # of powers of two
     rows = [[*(above * (unit // below) for above, below in row), unit] for row in ratios]
@@ -108,7 +101,7 @@ def _normal_equations(columns: NDArray[np.float64]) -> list[list[int]]:
 
 
 def _solved(equations: Sequence[Sequence[int]]) -> NDArray[np.float64] | None:
-    """The solution [c] of equations [c, c + 1] by Gauss and Jordan; None: they are not independent."""
+    # The solution [c] of equations [c, c + 1] by Gauss and Jordan; None: they are not independent.
     left = [[*map(Fraction, row)] for row in equations]
     width = len(left)
     for i in range(width):
@@ -124,12 +117,11 @@ def _solved(equations: Sequence[Sequence[int]]) -> NDArray[np.float64] | None:
     return np.array([float(row[width]) for row in left])
 
 
+# Table 1: "The estimated gamma = 0.49 on H100 GPUs", FLUX.
 GAMMA_H100_FLUX = 0.49
-"""Table 1: "The estimated gamma = 0.49 on H100 GPUs", FLUX."""
 
-
+# Tokens of the sequences by which a cost model's gamma is fitted.
 LENGTHS = (512, 2048, 8192, 32768)
-"""Tokens of the sequences by which a cost model's gamma is fitted."""
 
 
 def sequence_work(lengths: Floats, model: Model, gamma: float) -> Floats:

@@ -16,37 +16,33 @@ from megatron_balance.ir.arrays import key, sees
 from megatron_balance.ir.columns import Pair, Region
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 
+# Side of the tiles, of queries and of keys (WLB-LLM, section 5.2: "In FlashAttention's forward
+# kernel the tile size is 128").
 TILE_TOKENS = 128
-"""Side of the tiles, of queries and of keys (WLB-LLM, section 5.2: "In FlashAttention's forward
-kernel the tile size is 128").
-"""
 
+# Cost of a thread block beside its tiles, in tiles of 128 x 128: the kernel is less efficient on
+# short runs of keys.
+#
+# Least squares of 1 + BLOCK_TILES x 128 / l against the relative time a pair takes in the forward
+# kernel of FlashAttention-2, heads of 128, no mask, on an H100: 309, 350, 362, 368, 370, 370
+# TFLOP/s for l = 512, 1k, 2k, 4k, 8k, 16k (FlashAttention-3, arXiv 2407.08608, Figure 5). No mask:
+# the diagonal plays no part.
 BLOCK_TILES = 0.7
-"""Cost of a thread block beside its tiles, in tiles of 128 x 128: the kernel is less efficient on
-short runs of keys.
 
-Least squares of 1 + BLOCK_TILES x 128 / l against the relative time a pair takes in the forward
-kernel of FlashAttention-2, heads of 128, no mask, on an H100: 309, 350, 362, 368, 370, 370 TFLOP/s
-for l = 512, 1k, 2k, 4k, 8k, 16k (FlashAttention-3, arXiv 2407.08608, Figure 5). No mask: the
-diagonal plays no part.
-"""
-
+# Head dims that the kernels' libraries take are multiples of it; others are padded by copies, as in
+# `runtime.kernels.varlen.PaddedKernel`.
 _HEAD_DIM_MULTIPLE = 8
-"""Head dims that the kernels' libraries take are multiples of it; others are padded by copies, as in
-`runtime.kernels.varlen.PaddedKernel`."""
 
+# Head dims are padded to a multiple of this: FlashAttention-2 rounds up to the next kernel it was
+# built for (32, 64, 96, 128, ...).
 _HEAD_DIM_STEP = 32
-"""Head dims are padded to a multiple of this: FlashAttention-2 rounds up to the next kernel it was
-built for (32, 64, 96, 128, ...).
-"""
 
+# Five matrix products a tile instead of two (FlashAttention-2, arXiv 2307.08691, section 4.1).
 _BACKWARD_FLOPS = 2.5
-"""Five matrix products a tile instead of two (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 
+# Share of the forward kernel's rate that the backward kernel reaches: 63 % against 73 % of an
+# A100's peak (the same, section 1).
 _BACKWARD_EFFICIENCY = 63 / 73
-"""Share of the forward kernel's rate that the backward kernel reaches: 63 % against 73 % of an
-A100's peak (the same, section 1).
-"""
 
 
 def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
@@ -55,7 +51,8 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
     Causal: the query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may
     be full, causal or neither. A sliding window leaves out tiles at the other side, too.
     """
-    num_q, num_k, behind = _sizes(pairs)
+    (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
+    num_q, num_k, behind = q_stop - q_start, k_stop - k_start, q_start - k_start
     blocks, widest = -(-num_q // TILE_TOKENS), -(-num_k // TILE_TOKENS)
     if mask == FULL:
         return blocks * widest, blocks, widest
@@ -71,20 +68,14 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
     return walked, blocks, last
 
 
-def _sizes(pairs: Ints) -> tuple[Ints, Ints, Ints]:
-    """Queries, keys, and keys before the first query of each `Pair` row."""
-    (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
-    return q_stop - q_start, k_stop - k_start, q_start - k_start
-
-
 def _clipped_sum(stop: Ints, top: Ints) -> Ints:
-    """Sum over j = 1 .. stop of min(j, top); 0 if stop < 1."""
+    # Sum over j = 1 .. stop of min(j, top); 0 if stop < 1.
     rising = _between(stop, top)
     return CAUSAL.num_pairs(rising) + np.maximum(stop - top, 0) * top
 
 
 def _between(values: Ints, top: Ints) -> Ints:
-    """`np.clip` from 0 to `top`, which takes several times as long."""
+    # `np.clip` from 0 to `top`, which takes several times as long.
     return np.minimum(np.maximum(values, 0), top)
 
 
@@ -93,9 +84,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def distinct_rows(regions: Ints, launch: Ints, num_launches: int) -> Floats:
-    """Tokens times heads of each launch's regions [n, 5], those that several of its pairs name
-    counted once.
-    """
+    """Tokens times heads of each launch's regions [n, 5], each counted once in a launch."""
     of_seq = key(regions[:, Region.SEQ], regions[:, Region.START])
     order = np.lexsort((regions[:, Region.HEAD_START], of_seq, launch))
     regions, launch = regions[order], launch[order]

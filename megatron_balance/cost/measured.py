@@ -30,14 +30,12 @@ from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 
+# Points a doubling at which the time of a square of one run is tabulated for planners.
 _RUN_STEPS = 16
-"""Points a doubling at which the time of a square of one run is tabulated for planners."""
 
 
 class PairGrid:
-    """Times over a grid of queries and a second axis; `pairs(queries, second)` counts what the mask
-    leaves.
-    """
+    """Times over queries and a second axis; `pairs(queries, second)`: what the mask leaves."""
 
     def __init__(
         self,
@@ -88,9 +86,9 @@ class _Line:
         return self.a + self.b * size if size else 0.0
 
 
-def _fit_line(sizes: tuple[int, ...], seconds: tuple[float, ...], what: str) -> _Line:
-    """The line nearest to measured times; it rises, however little."""
-    b, a = least_squares([[size, 1.0] for size in sizes], seconds, what=what, needed=(0,))
+def _fit_line(curve: Curve, what: str) -> _Line:
+    # The line nearest to measured times; it rises, however little.
+    b, a = least_squares([[size, 1.0] for size in curve.sizes], curve.seconds, what=what, needed=(0,))
     return _Line(a, b)
 
 
@@ -122,8 +120,8 @@ class MeasuredCost(MachineCost):
         if attention.head_dim != self.model.kernel_dim:
             raise ConfigError(
                 f"the cost table of {self.table.source.device} was measured with head dim {attention.head_dim}, "
-                f"{self.model.name} has "
-                f"{self.model.kernel_dim}; measure one with 'megatron-balance profile --model {self.model.name}'"
+                f"{self.model.name} has {self.model.kernel_dim}; measure one with 'megatron-balance profile --model "
+                f"{self.model.name}'"
             )
         axes = {False: attention.k_tokens, True: attention.before_tokens}
         times = {
@@ -140,12 +138,14 @@ class MeasuredCost(MachineCost):
         }
         object.__setattr__(self, "_grids", grids)
         object.__setattr__(self, "_runs", self._tabulate_runs(grids[False, False]))
-        object.__setattr__(self, "_lines", self._fit_lines())
+        layer, curves = self.table.layer, {"merge": self.table.merge, "pack": self.table.pack}
+        curves |= {"forward": Curve(layer.tokens, layer.forward_s), "backward": Curve(layer.tokens, layer.backward_s)}
+        object.__setattr__(self, "_lines", {name: _fit_line(curve, name) for name, curve in curves.items()})
         links = {link.name: fit_link(link.sizes, link.seconds) for link in self.table.links}
         object.__setattr__(self, "_links", links)
 
     def _tabulate_runs(self, grid: PairGrid) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Tabulate the seconds of squares of runs: planners ask for thousands, one by one."""
+        # Tabulate the seconds of squares of runs: planners ask for thousands, one by one.
         attention = self.table.attention
         top = max(attention.q_tokens[-1], attention.k_tokens[-1])
         doublings = np.log2(top)
@@ -153,18 +153,13 @@ class MeasuredCost(MachineCost):
         runs = np.append(runs[runs < top], top)
         return tuple(runs.tolist()), tuple((grid.time_s(runs, runs) * self._head_ratio).tolist())
 
-    def _fit_lines(self) -> dict[str, _Line]:
-        layer, curves = self.table.layer, {"merge": self.table.merge, "pack": self.table.pack}
-        curves |= {"forward": Curve(layer.tokens, layer.forward_s), "backward": Curve(layer.tokens, layer.backward_s)}
-        return {name: _fit_line(curve.sizes, curve.seconds, name) for name, curve in curves.items()}
-
     @property
     def _head_ratio(self) -> float:
         return self.model.num_heads / self.table.attention.num_heads / self.tensor_parallel
 
     @property
     def _flops_ratio(self) -> float:
-        """FLOPs of a token in the model's layer over those in the layer that was measured."""
+        # FLOPs of a token in the model's layer over those in the layer that was measured.
         layer, attention = self.table.layer, self.table.attention
         measured = Model(
             num_heads=attention.num_heads,
@@ -216,20 +211,16 @@ class MeasuredCost(MachineCost):
         return num_tokens * self.model.num_heads * width * self.model.bytes_per_element
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """A region that is neither full nor causal at its bottom right is two entries of the
-        kernel.
-        """
+        """A region neither full nor causal at its bottom right is two entries of the kernel."""
         attention = self.table.attention
         fixed = attention.backward_launch_s if backward else attention.launch_s
-        heads = (pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]) / (
-            attention.num_heads * self.tensor_parallel
-        )
+        heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
+        heads = heads / (attention.num_heads * self.tensor_parallel)
         seconds, entries = np.zeros(num_launches), np.zeros(num_launches, dtype=bool)
         for causal, (num_q, second) in split_masks(pairs, self.model.mask).items():
             there = np.flatnonzero(num_q)
-            times = self._grids[causal, backward].time_s(
-                num_q[there].astype(np.float64), second[there].astype(np.float64)
-            )
+            sizes = (each[there].astype(np.float64) for each in (num_q, second))
+            times = self._grids[causal, backward].time_s(*sizes)
             seconds += np.bincount(launch[there], weights=heads[there] * times, minlength=num_launches)
             entries[launch[there]] = True
         return np.where(entries, fixed + seconds, 0.0)
@@ -275,11 +266,9 @@ class MeasuredCost(MachineCost):
     def contention(self) -> Contention:
         """The cluster's, where kernels and transfers were measured one at a time."""
         beside = self.table.beside
-        return (
-            self._analytic.contention
-            if beside is None
-            else Contention.of_slowdowns(beside.intra_node, beside.inter_node)
-        )
+        if beside is None:
+            return self._analytic.contention
+        return Contention.of_slowdowns(beside.intra_node, beside.inter_node)
 
 
 def split_masks(pairs: Ints, mask: Mask = CAUSAL) -> dict[bool, tuple[Ints, Ints]]:

@@ -19,12 +19,11 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
 
+# A product's backward is two of the same size: the gradient of the input and that of the weights.
 BACKWARD_PRODUCTS = 2.0
-"""A product's backward is two of the same size: the gradient of the input and that of the weights.
-"""
 
+# Logits and their gradient are kept in fp32 (Megatron-core's fused cross entropy).
 LOGIT_BYTES = 4
-"""Logits and their gradient are kept in fp32 (Megatron-core's fused cross entropy)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +89,7 @@ def layer_modules(model: Model) -> tuple[Module, ...]:
 
 
 def head_module(model: Model) -> Module:
-    """Embedding, logits and loss of one token, those of multi-token prediction and its joining
-    matrix included.
-    """
+    """Embedding, logits and loss of a token, multi-token prediction and its joining included."""
     hidden, times = model.hidden_size, 1 + model.mtp_layers
     table, joined = hidden * model.vocab_size, model.mtp_layers * 2 * hidden * hidden
     logits = model.vocab_size * LOGIT_BYTES / model.bytes_per_element
@@ -114,7 +111,10 @@ def num_tables(model: Model) -> int:
 
 def num_parameters(model: Model) -> float:
     layers = model.num_layers * sum(module.weights for module in layer_modules(model))
-    return layers - model.dense_layers * _spared(model) + head_module(model).weights
+    # Dense layers do without the experts that a token does not visit, and without the router.
+    unvisited = model.num_experts - max(1, model.experts_per_token)
+    spared = _expert(model) * unvisited + model.hidden_size * model.num_experts
+    return layers - model.dense_layers * spared + head_module(model).weights
 
 
 def expert_parameters(model: Model) -> float:
@@ -122,12 +122,6 @@ def expert_parameters(model: Model) -> float:
     if not model.num_experts:
         return 0.0
     return _expert(model) * float(model.num_experts) * (model.num_layers - model.dense_layers)
-
-
-def _spared(model: Model) -> float:
-    """Weights of experts that a token does not visit, and of the router."""
-    unvisited = model.num_experts - max(1, model.experts_per_token)
-    return _expert(model) * unvisited + model.hidden_size * model.num_experts
 
 
 def _expert(model: Model) -> int:
@@ -160,8 +154,8 @@ def layer_flops(model: Model) -> float:
 # other experts than the rest (`spread`): ranks with few documents then have other loads than the mean
 # of the batch.
 
+# The module of a layer (`cost.modules`) that experts are.
 _EXPERT_MODULE = "mlp"
-"""The module of a layer (`cost.modules`) that experts are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +179,7 @@ class ExpertLoad:
 
     @staticmethod
     def counted(counts: Sequence[float], spread: float = 0.0) -> ExpertLoad:
-        """The load of which these tokens were counted, by expert. Raises ConfigError of negative
-        counts, or none above 0.
-        """
+        """The load of tokens counted by expert. ConfigError: negative counts, or none above 0."""
         total = float(sum(counts))
         if not 0 < total < inf or any(count < 0 for count in counts):
             raise ConfigError(f"tokens counted of experts {list(counts)}: must be 0 or more, and one of them more")
@@ -197,11 +189,8 @@ class ExpertLoad:
         """Shares of the visits of each of `count` documents [count, num_experts], drawn from a
         Dirichlet distribution around the mean of all. A token visits `experts_per_token` different
         ones, so no share is more than one over that; what a draw has above goes to the other
-        experts.
-
-        Raises:
-            ConfigError: shares of another number of experts, or larger than they can be; a spread
-                that no documents have.
+        experts. Raises ConfigError: shares of another number of experts, or larger than they can
+        be; a spread that no documents have.
         """
         num_experts, most = model.num_experts, 1 / model.experts_per_token
         if self.shares and len(self.shares) != num_experts:
@@ -238,7 +227,7 @@ class ExpertLoad:
 
 
 def _capped(shares: Floats, most: float) -> Floats:
-    """Rows whose largest shares are `most`, the rest in the proportions they had."""
+    # Rows whose largest shares are `most`, the rest in the proportions they had.
     full = np.zeros(shares.shape, dtype=bool)
     while (over := ~full & (shares > most + 1e-12)).any():
         full |= over
@@ -250,8 +239,6 @@ def _capped(shares: Floats, most: float) -> Floats:
 
 
 def expert_part(model: Model) -> float:
-    """The part of a layer's products outside attention that is counted with visits: its experts, the
-    shared one with them.
-    """
+    """Share of a layer's products outside attention that experts, shared ones too, have."""
     flops = {module.name: module.flops for module in layer_modules(model)}
     return flops[_EXPERT_MODULE] / sum(flops.values())

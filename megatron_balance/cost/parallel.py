@@ -17,22 +17,20 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 
+# Gradients are reduced in fp32 (Megatron-core's default with bf16 weights).
 GRADIENT_BYTES = 4
-"""Gradients are reduced in fp32 (Megatron-core's default with bf16 weights)."""
 
+# The bf16 weights that the distributed optimizer gathers.
 WEIGHT_BYTES = 2
-"""The bf16 weights that the distributed optimizer gathers."""
 
 
 def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:
     """The cluster whose ranks are tensor-parallel groups of neighbours: `tensor_parallel` times the
     rates and memory each.
 
-    Heads, channels and the keys that travel are split evenly over a group's GPUs and links. A group
-    of two that share a NIC has it to itself; of two with one each it has both.
-
-    Raises:
-        ConfigError: the group does not divide a node.
+    Heads, channels and the keys that travel are split evenly over a group's GPUs and links. A group of
+    two that share a NIC has it to itself; of two with one each it has both. Raises ConfigError: the
+    group does not divide a node.
     """
     if tensor_parallel < 1 or cluster.node_size % tensor_parallel:
         raise ConfigError(
@@ -92,7 +90,7 @@ def gradient_sync_s(num_parameters: float, group: CollectiveGroup) -> float:
     reduce-scatter in fp32 and all-gather in bf16.
     """
     each = num_parameters / group.num_ranks
-    return reduce_scatter_s(each * GRADIENT_BYTES, group) + all_gather_s(each * WEIGHT_BYTES, group)
+    return all_gather_s(each * GRADIENT_BYTES, group) + all_gather_s(each * WEIGHT_BYTES, group)
 
 
 def experts_s(model: Model, num_tokens: float, cluster: Cluster, ranks: int) -> float:
@@ -113,9 +111,7 @@ def stage_transfer_s(model: Model, num_tokens: float, link: Link) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveGroup:
-    """`ranks_per_node` ranks on each node; `intra`: a rank's link, `inter`: all NICs of the group's
-    ranks on a node.
-    """
+    """`ranks_per_node` on each node; `intra`: a rank's link, `inter`: all its NICs on a node."""
 
     num_ranks: int
     ranks_per_node: int
@@ -142,10 +138,7 @@ class CollectiveGroup:
 
 def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics: bool = False) -> CollectiveGroup:
     """A group of `num_ranks` ranks of `cluster`. `busy_nics`: the node's other ranks do the same at
-    once.
-
-    Raises:
-        ConfigError: more ranks on a node than it has.
+    once. Raises ConfigError: more ranks on a node than it has.
     """
     if not 1 <= ranks_per_node <= cluster.node_size:
         raise ConfigError(f"{ranks_per_node} ranks on a node: {cluster.name} has {cluster.node_size}")
@@ -161,18 +154,13 @@ def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics
 
 
 def all_gather_s(num_bytes: float, group: CollectiveGroup) -> float:
-    """Seconds until every rank has the `num_bytes` of each other rank, by ring."""
+    """Seconds until every rank has the `num_bytes` of each other rank, by ring. A reduce-scatter to
+    `num_bytes` a rank is the same backwards, and its additions hide.
+    """
     ranks, step = group.num_ranks, group.slowest
     if ranks == 1:
         return 0.0
     return (ranks - 1) * step.alpha_s + (ranks - 1) * num_bytes / step.bytes_per_s
-
-
-def reduce_scatter_s(num_bytes: float, group: CollectiveGroup) -> float:
-    """Seconds until every rank has its own `num_bytes` of the sum: the all-gather backwards;
-    additions hide.
-    """
-    return all_gather_s(num_bytes, group)
 
 
 def all_to_all_s(num_bytes: float, group: CollectiveGroup) -> float:

@@ -51,12 +51,6 @@ class PerturbedCost(MachineCost):
     def experts_s(self, num_tokens: float) -> float:
         return self.factors.linear * self.base.experts_s(num_tokens)
 
-    def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        return self.factors.intra_node * self.base.intra_node_s(num_bytes, num_messages)
-
-    def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        return self.factors.inter_node * self.base.inter_node_s(num_bytes, num_messages, num_nics)
-
     def query_bytes(self, num_tokens: float) -> float:
         return self.base.query_bytes(num_tokens)
 
@@ -82,10 +76,8 @@ class PerturbedCost(MachineCost):
         return self.factors.linear * self.base.optimizer_s(num_parameters)
 
     def link(self, *, inter_node: bool) -> Link:
-        link, factor = (
-            self.base.link(inter_node=inter_node),
-            self.factors.inter_node if inter_node else self.factors.intra_node,
-        )
+        link = self.base.link(inter_node=inter_node)
+        factor = self.factors.inter_node if inter_node else self.factors.intra_node
         return replace(link, alpha_s=factor * link.alpha_s, bytes_per_s=link.bytes_per_s / factor)
 
     @property

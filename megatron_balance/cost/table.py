@@ -19,8 +19,8 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from megatron_balance.errors import ConfigError, suggest
 from megatron_balance.files import read_json
 
+# First key of the file; another number is another layout.
 FORMAT = "megatron-balance cost table 1"
-"""First key of the file; another number is another layout."""
 
 Numbers = tuple[float, ...]
 Grid = tuple[tuple[float, ...], ...]
@@ -87,9 +87,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """Seconds of one layer's modules outside attention by tokens; the sizes are those of the layer
-    measured.
-    """
+    """Seconds of a layer's modules outside attention by tokens, and the sizes of that layer."""
 
     hidden_size: int
     ffn_size: int
@@ -127,9 +125,7 @@ LINKS = ("intra_node", "inter_node")
 
 @dataclass(frozen=True, slots=True)
 class BesideTable:
-    """Slowdown of a kernel while transfers in the node, or between nodes, run on its rank: factors
-    from 1.
-    """
+    """Slowdown of a kernel beside transfers in the node, or between nodes: factors from 1."""
 
     intra_node: float
     inter_node: float
@@ -155,9 +151,7 @@ class HostTable:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Everything a profile measured. `merge`: by tokens, all heads; `pack`: by bytes; None: not
-    measured.
-    """
+    """Everything a profile measured. `merge`: by tokens, all heads; `pack`: by bytes."""
 
     format: str
     source: Source
@@ -190,11 +184,8 @@ def save_table(table: CostTable, path: Path) -> None:
 
 
 def load_table(path: Path) -> CostTable:
-    """The table in a JSON file.
-
-    Raises:
-        ConfigError: no such file, not JSON, or a key that is unknown, missing or does not hold what
-            it should.
+    """The table in a JSON file. Raises ConfigError: no such file, not JSON, or a key that is
+    unknown, missing or does not hold what it should.
     """
     try:
         content: object = read_json(path, _unique)
@@ -216,7 +207,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _decode(kind: Any, value: object, file: str, at: str) -> object:
-    """`value` as `kind`: a dataclass, a tuple, a number, text or None; `at` is the path to it."""
+    # `value` as `kind`: a dataclass, a tuple, a number, text or None; `at` is the path to it.
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(cast(type, kind), value, file, at)
     if get_origin(kind) is tuple:

@@ -1,3 +1,1 @@
-"""The vocabulary: spans, fragments, ops, programs and plans. Standard library only; everything is
-frozen.
-"""
+"""The vocabulary: spans, fragments, ops, programs and plans. Everything is frozen."""

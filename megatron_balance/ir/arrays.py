@@ -46,9 +46,7 @@ def concat(tables: list[Rows], width: int) -> Ints:
 
 
 def numbered(tables: Sequence[tuple[int, Rows]], width: int) -> tuple[Ints, Ints]:
-    """All rows of tables that have a number each, below one another, [sum of lengths, width]; and the
-    number of each row.
-    """
+    """All rows of numbered tables below one another [n, width], and the number of each row."""
     numbers, counts = np.array([(at, len(rows)) for at, rows in tables], dtype=np.int64).reshape(-1, 2).T
     return concat([rows for _, rows in tables], width), np.repeat(numbers, counts)
 
@@ -68,9 +66,7 @@ def sums(index: Ints, amounts: Ints, size: int) -> Ints:
 # Positions of a sequence are below 2 ** POSITION_BITS.
 POSITION_BITS = 40
 
-
 _POSITION = (1 << POSITION_BITS) - 1
-
 
 _DENSE = 8  # a table with one entry per token is made where there are at most this many tokens a region
 

@@ -15,7 +15,6 @@ AttentionKernel: TypeAlias = Literal["flash_attn", "flash_attn_3", "flash_attn_4
 # Kernels of the runtime that are another one's code: torch's own is FlashAttention-2.
 _SAME_KERNEL = {"torch_varlen": "flash_attn"}
 
-
 # Room for the number of a rank in a program: 20 bits.
 MOST_RANKS = 1 << 20
 _RATES = (

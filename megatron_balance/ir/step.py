@@ -33,7 +33,6 @@ Lengths: TypeAlias = tuple[tuple[int, ...], ...]
 # By microbatch and nano-batch, the numbers of its sequences; the i-th is sequence i of its plan.
 Members: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
 
-
 # Sequences that are held back: number and length in tokens, in the order in which they were dealt.
 Waiting: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -261,11 +260,9 @@ class StepPlan:
 
 
 def held_back(step: StepPlan, lengths: Lengths, waiting: Waiting) -> Waiting:
-    """The sequences that wait behind a step, numbered as the next step sees them: those of `lengths`
-    (as dealt, by microbatch) and `waiting` (before the step) that it does not train.
-
-    Raises:
-        ValueError: it trains a sequence twice, one that is not there, or one by another length.
+    """The sequences that wait behind a step, numbered as the next step sees them: those of
+    `lengths` (as dealt, by microbatch) and `waiting` (before the step) that it does not train.
+    Raises ValueError: it trains a sequence twice, one that is not there, or one by another length.
     """
     ready = dict(waiting) | dict(enumerate(chain.from_iterable(lengths)))
     num_dealt = sum(map(len, lengths))
@@ -382,12 +379,9 @@ def _digest(parts: Iterator[str] | Sequence[str]) -> str:
 
 When: TypeAlias = Literal["always", "pays", "never"]
 
-
 RemapWhen: TypeAlias = Literal["always", "pays"]
 
-
 MilpSolver: TypeAlias = Literal["gurobi", "highs"]
-
 
 Solver: TypeAlias = Literal["exact", MilpSolver]
 

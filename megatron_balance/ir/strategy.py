@@ -112,11 +112,9 @@ class Strategy:
         return Strategy(tuple(pipelines))
 
     def check(self, num_ranks: int, node_size: int) -> None:
-        """Refuse a strategy that does not lie on the ranks.
-
-        Raises:
-            ConfigError: more ranks than `num_ranks`; a TP group that crosses a node's border though
-                it is not larger than a node, or is larger and no whole number of nodes.
+        """Refuse a strategy that does not lie on the ranks. Raises ConfigError: more ranks than
+        `num_ranks`; a TP group that crosses a node's border though it is not larger than a node, or
+        is larger and no whole number of nodes.
         """
         if self.num_ranks > num_ranks:
             raise ConfigError(

@@ -14,18 +14,7 @@ from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_rows, num_pai
 from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns.base import (
-    CommPattern,
-    Context,
-    GroupTraffic,
-    Launches,
-    Startable,
-    ZoneAt,
-    ZoneRounds,
-    ZoneWork,
-    held_rows,
-    prefix_pairs,
-)
+from megatron_balance.patterns import base
 from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
 from megatron_balance.patterns.zigzag import INDEX, PLACE, START, STOP, chunks, of_documents, of_sequence
 
@@ -39,12 +28,12 @@ Cut: TypeAlias = Callable[[Ints, int], Ints]
 # the other, in the zone's order. Sequences that one rank holds do not travel. In even chunks a zone
 # has a token more on its first ranks where ranks cannot be even, so the next zone of a plan that is
 # to be even begins with the ranks after those.
-class _AllGather(CommPattern[Zone]):
+class _AllGather(base.CommPattern[Zone]):
     """One collective brings all keys and values; queries and outputs stay."""
 
     routing = "never"
     merges_remap = False
-    traffic = GroupTraffic
+    traffic = base.GroupTraffic
 
     def __init__(self, cut: Cut) -> None:
         self._cut = cut
@@ -65,7 +54,7 @@ class _AllGather(CommPattern[Zone]):
         # One, where there are other ranks.
         return 1 if len(zone.ranks) > 1 else 0
 
-    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+    def sends(self, zone: Zone, context: base.Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # Of every rank one block, to all the others.
         del across
         chunks, ranks = self.chunks(zone, context.lengths), np.array(zone.ranks)
@@ -80,25 +69,25 @@ class _AllGather(CommPattern[Zone]):
         calls = {0: Call("all_gather", tuple(sorted(zone.ranks)))} if chunks.shared.any() else {}
         return Sends(rows if calls else rows[:0], chunks.shared_tokens, chunks.shared_blocks, calls)
 
-    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
+    def work(self, zone: Zone, context: base.Context, rank: int) -> Iterable[base.ZoneWork]:
         # Each chunk over its prefix.
         held = self.chunks(zone, context.lengths).held(zone.ranks.index(rank))
-        yield ZoneWork(1, as_rows(prefix_pairs(held, context)))
+        yield base.ZoneWork(1, as_rows(base.prefix_pairs(held, context)))
 
     # Placement
 
-    def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
+    def place_all(self, zones: Sequence[base.ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             chunks = self.chunks(zone, lengths)
             rank = np.array(zone.ranks)[chunks.index]
             there = wanted[rank]
-            tables.append(held_rows(index, rank[there], chunks.fragments[there]))
+            tables.append(base.held_rows(index, rank[there], chunks.fragments[there]))
         return np.concatenate(tables)
 
     # Plan statistics and traffic between nodes
 
-    def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
+    def attended(self, zones: Sequence[Zone], context: base.Context) -> Ints:
         pairs = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             chunks = self.chunks(zone, context.lengths)
@@ -107,29 +96,29 @@ class _AllGather(CommPattern[Zone]):
             pairs += sums(np.array(zone.ranks)[chunks.index], num_pairs(every, context.mask), context.num_ranks)
         return pairs
 
-    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+    def largest_exchange(self, zone: Zone, context: base.Context) -> Ints:
         # All that others hold of what several ranks hold.
         shared = self.chunks(zone, context.lengths).shared_tokens()
         return (shared.sum() - shared) * context.num_kv_heads
 
     # Starting early
 
-    def startable(self, zone: Zone) -> Startable:
+    def startable(self, zone: Zone) -> base.Startable:
         # The gather, and its replay.
         del zone
-        return Startable(forward=(0,), replays=(0,))
+        return base.Startable(forward=(0,), replays=(0,))
 
     # Simulation
 
-    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
+    def rounds(self, zone: Zone, context: base.Context) -> base.ZoneRounds:
         # One gather and one launch; on one rank the launch alone.
         chunks, size = self.chunks(zone, context.lengths), len(zone.ranks)
-        pairs = prefix_pairs(chunks.fragments, context)
-        launches = Launches(pairs, chunks.index, np.zeros(size), np.arange(size)[:, None])
+        pairs = base.prefix_pairs(chunks.fragments, context)
+        launches = base.Launches(pairs, chunks.index, np.zeros(size), np.arange(size)[:, None])
         token_heads = (chunks.shared_tokens() * context.num_kv_heads).astype(np.float64)
         blocks = np.repeat(token_heads[:, None], size, axis=1)
-        traffic = GroupTraffic({Kind.KV: blocks}, {}, gathers=True) if size > 1 else None
-        return ZoneRounds(np.array(zone.ranks), launches, traffic)
+        traffic = base.GroupTraffic({Kind.KV: blocks}, {}, gathers=True) if size > 1 else None
+        return base.ZoneRounds(np.array(zone.ranks), launches, traffic)
 
 
 class _Chunks:

@@ -444,7 +444,7 @@ class CommPattern(ABC, Generic[Z]):
         """
         hops = [_NO_FIRST_HOPS]
         for index, zone in zones if self.merges_remap else ():
-            own = remote_of([(index, zone)], remote)
+            own = remote[remote[:, RemoteHeld.ZONE] == index]
             if not len(own):
                 continue
             number, rows = self.sends(zone, context).transfers()
@@ -553,8 +553,3 @@ def held_rows(zone: int, ranks: Ints | int, fragments: Ints) -> Ints:
     rows = np.zeros((len(fragments), Held.WIDTH), dtype=np.int64)
     rows[:, Held.RANK], rows[:, Held.FRAGMENT], rows[:, Held.ZONE] = ranks, fragments, zone
     return rows
-
-
-def remote_of(zones: Sequence[ZoneAt[Z]], remote: Ints) -> Ints:
-    """Rows of `remote` (`ir.columns.RemoteHeld`) that lie in one of `zones`."""
-    return remote[np.isin(remote[:, RemoteHeld.ZONE], [index for index, _ in zones])]

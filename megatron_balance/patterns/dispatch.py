@@ -29,22 +29,13 @@ from megatron_balance.ir.columns import Held, Pair, Placed, Rows, Task, Transfer
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 from megatron_balance.ir.plan import SharedZone, TaskTable
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns.base import (
-    CommPattern,
-    Context,
-    Startable,
-    ZoneAt,
-    ZoneRounds,
-    ZoneWork,
-    held_rows,
-    pairs_of,
-)
+from megatron_balance.patterns import base
 from megatron_balance.patterns.sends import Blocks, Sends, intersections, table_of, transfers_of
 
 Z = TypeVar("Z", TaskTable, SharedZone)
 
 
-class ListedPattern(CommPattern[Z]):
+class ListedPattern(base.CommPattern[Z]):
     """A comm pattern of zones that list their fragments."""
 
     def place(self, zone: Z, lengths: Ints, rank: int) -> Ints:
@@ -52,13 +43,13 @@ class ListedPattern(CommPattern[Z]):
         placed = as_array(zone.fragments)
         return placed[placed[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
 
-    def place_all(self, zones: Sequence[ZoneAt[Z]], lengths: Ints, wanted: Bools) -> Ints:
+    def place_all(self, zones: Sequence[base.ZoneAt[Z]], lengths: Ints, wanted: Bools) -> Ints:
         del lengths
         tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             placed = as_array(zone.fragments)
             placed = placed[wanted[placed[:, Placed.RANK]]]
-            tables.append(held_rows(index, placed[:, Placed.RANK], placed[:, Placed.FRAGMENT]))
+            tables.append(base.held_rows(index, placed[:, Placed.RANK], placed[:, Placed.FRAGMENT]))
         return np.concatenate(tables)
 
 
@@ -76,7 +67,7 @@ class Dispatch(ListedPattern[TaskTable]):
         # In and back, whether or not anything moves (unused ids cost nothing).
         return 2 if zone.fragments else 0
 
-    def sends(self, zone: TaskTable, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+    def sends(self, zone: TaskTable, context: base.Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # Queries and keys in, outputs back.
         del across
         if rank is None:
@@ -85,19 +76,19 @@ class Dispatch(ListedPattern[TaskTable]):
             there, back = _transfers_with(zone, _heads(context), context.mask, rank)
         return _sends_of(there, back)
 
-    def work(self, zone: TaskTable, context: Context, rank: int) -> Iterable[ZoneWork]:
+    def work(self, zone: TaskTable, context: base.Context, rank: int) -> Iterable[base.ZoneWork]:
         # The rank's tasks, then the merges of its own queries, of which outputs came back.
         tasks, last = _visible(zone, context.mask, rank), self.num_exchanges(zone)
-        pairs = pairs_of(tasks[:, Task.QUERY], tasks[:, Task.KEYS], [context.all_heads])
-        yield ZoneWork(last - 1, as_rows(pairs))
+        pairs = base.pairs_of(tasks[:, Task.QUERY], tasks[:, Task.KEYS], [context.all_heads])
+        yield base.ZoneWork(last - 1, as_rows(pairs))
         _, back = _transfers_with(zone, _heads(context), context.mask, rank)
         brought = back[back[:, Transfer.DST] == rank]
         merges = _merges(tasks, self.place(zone, context.lengths, rank), brought, context.num_heads)
-        yield ZoneWork(last, Rows(Pair.WIDTH), as_rows(merges))
+        yield base.ZoneWork(last, Rows(Pair.WIDTH), as_rows(merges))
 
     # Plan statistics and traffic between nodes
 
-    def attended(self, zones: Sequence[TaskTable], context: Context) -> Ints:
+    def attended(self, zones: Sequence[TaskTable], context: base.Context) -> Ints:
         attended = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             tasks = as_array(zone.tasks)
@@ -107,29 +98,29 @@ class Dispatch(ListedPattern[TaskTable]):
 
     # Starting early, coupling
 
-    def startable(self, zone: TaskTable) -> Startable:
+    def startable(self, zone: TaskTable) -> base.Startable:
         # The inputs and their replay, and the gradients of the outputs that came back.
         del zone
-        return Startable(forward=(0,), gradients=(1,), replays=(0,))
+        return base.Startable(forward=(0,), gradients=(1,), replays=(0,))
 
     def num_tasks(self, zone: TaskTable, rank: int) -> int:
         return int((as_array(zone.tasks)[:, Task.RANK] == rank).sum())
 
-    def coupled(self, zone: TaskTable, context: Context) -> Iterable[tuple[int, int]]:
+    def coupled(self, zone: TaskTable, context: base.Context) -> Iterable[tuple[int, int]]:
         there, _ = transfers(zone, *_heads(context), context.mask)
         return ((src, dst) for src, dst in np.unique(as_array(there)[:, Transfer.ENDS], axis=0).tolist())
 
     # Simulation
 
-    def rounds(self, zone: TaskTable, context: Context) -> ZoneRounds:
+    def rounds(self, zone: TaskTable, context: base.Context) -> base.ZoneRounds:
         # Inputs, one launch of every rank, outputs.
         tasks = _visible(zone, context.mask)
-        pairs = pairs_of(tasks[:, Task.QUERY], tasks[:, Task.KEYS], [context.all_heads])
+        pairs = base.pairs_of(tasks[:, Task.QUERY], tasks[:, Task.KEYS], [context.all_heads])
         return self.one_round(zone, context, pairs, tasks[:, Task.RANK])
 
 
 def _sends_of(*exchanges: Ints) -> Sends:
-    """Sends of the transfers of each exchange, a block each."""
+    # Sends of the transfers of each exchange, a block each.
     rows, counts = np.concatenate(exchanges), [len(each) for each in exchanges]
     block = np.arange(len(rows))
     kind, head_start, head_stop = (rows[:, at] for at in (Transfer.KIND, Transfer.HEAD_START, Transfer.HEAD_STOP))
@@ -139,7 +130,7 @@ def _sends_of(*exchanges: Ints) -> Sends:
     return Sends(table, lambda: rows[:, Transfer.STOP] - rows[:, Transfer.START], lambda: spans)
 
 
-def _heads(context: Context) -> tuple[int, int]:
+def _heads(context: base.Context) -> tuple[int, int]:
     return context.num_heads, context.num_kv_heads
 
 

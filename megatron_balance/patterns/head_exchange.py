@@ -12,20 +12,7 @@ from megatron_balance.ir.arrays import Bools, Ints, as_rows
 from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns.base import (
-    CommPattern,
-    Context,
-    Floats,
-    GroupTraffic,
-    Launches,
-    Load,
-    Startable,
-    ZoneAt,
-    ZoneRounds,
-    ZoneWork,
-    held_rows,
-    pairs_of,
-)
+from megatron_balance.patterns import base
 from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
 
@@ -167,12 +154,12 @@ class Trade:
         return group[keep], src[keep], dst[keep]
 
 
-class HeadExchange(CommPattern[Zone]):
+class HeadExchange(base.CommPattern[Zone]):
     """Two all-to-alls around one launch: tokens become heads, then heads become tokens."""
 
     routing = "never"
     merges_remap = False
-    traffic = GroupTraffic
+    traffic = base.GroupTraffic
 
     def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
         del num_ranks
@@ -205,7 +192,7 @@ class HeadExchange(CommPattern[Zone]):
     def run_tokens(self, zone: Zone, lengths: Ints) -> Ints:
         return np.diff(_run_bounds(zone, lengths))
 
-    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+    def sends(self, zone: Zone, context: base.Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # Queries, keys and values there, outputs back.
         place = None if rank is None else (0, zone.ranks.index(rank))
         ranks, runs = np.array([zone.ranks]), self.run_tokens(zone, context.lengths)
@@ -214,24 +201,24 @@ class HeadExchange(CommPattern[Zone]):
         calls = trade.calls(0, runs[None]) | trade.calls(1, runs[None], moves=True)
         return Sends(rows, lambda: runs, lambda: Blocks.of(self.runs(zone, context.lengths)), calls)
 
-    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
+    def work(self, zone: Zone, context: base.Context, rank: int) -> Iterable[base.ZoneWork]:
         # Whole sequences with the rank's heads.
         whole, slices = _sequences(zone, context.lengths), _slices_of(zone, context)[zone.ranks.index(rank)]
         if slices:
-            pairs = pairs_of(whole, whole[:, 1:], slices)
-            yield ZoneWork(self.num_exchanges(zone) - 1, as_rows(pairs))
+            pairs = base.pairs_of(whole, whole[:, 1:], slices)
+            yield base.ZoneWork(self.num_exchanges(zone) - 1, as_rows(pairs))
 
     # Placement
 
-    def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
+    def place_all(self, zones: Sequence[base.ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         tables = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             place, rows = self.placed(zone, lengths)
             rank = np.array(zone.ranks)[place]
-            tables.append(held_rows(index, rank, rows)[wanted[rank]])
+            tables.append(base.held_rows(index, rank, rows)[wanted[rank]])
         return np.concatenate(tables)
 
-    def tokens(self, zones: Sequence[Zone], context: Context) -> Ints:
+    def tokens(self, zones: Sequence[Zone], context: base.Context) -> Ints:
         tokens = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             tokens[np.array(zone.ranks)] += self.run_tokens(zone, context.lengths)
@@ -239,7 +226,7 @@ class HeadExchange(CommPattern[Zone]):
 
     # Plan statistics and traffic between nodes
 
-    def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
+    def attended(self, zones: Sequence[Zone], context: base.Context) -> Ints:
         # Each rank attends all pairs with its share of the heads.
         pairs = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
@@ -249,35 +236,35 @@ class HeadExchange(CommPattern[Zone]):
 
     # Closed forms of what the table of sends says, which planning asks for often
 
-    def receive(self, load: Load, zone: Zone, context: Context) -> None:
+    def receive(self, load: base.Load, zone: Zone, context: base.Context) -> None:
         # Add what both all-to-alls bring.
         receive_trade(
             load, np.array([zone.ranks]), self.run_tokens(zone, context.lengths)[None], _slices_of(zone, context)
         )
 
-    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+    def largest_exchange(self, zone: Zone, context: base.Context) -> Ints:
         # All keys and values of others with the heads of a rank.
         runs = self.run_tokens(zone, context.lengths)
         return (runs.sum() - runs) * head_counts(_slices_of(zone, context))[1]
 
     # Starting early
 
-    def startable(self, zone: Zone) -> Startable:
+    def startable(self, zone: Zone) -> base.Startable:
         # The inputs and their replay, and the gradients of the outputs that came back.
         del zone
-        return Startable(forward=(0,), gradients=(1,), replays=(0,))
+        return base.Startable(forward=(0,), gradients=(1,), replays=(0,))
 
     # Simulation
 
-    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
+    def rounds(self, zone: Zone, context: base.Context) -> base.ZoneRounds:
         # An all-to-all, a launch and an all-to-all; on one rank the launch alone.
         size = len(zone.ranks)
         whole, slices = _sequences(zone, context.lengths), _slices_of(zone, context)
         places = np.repeat(np.arange(size), [len(own) for own in slices])
-        pairs = pairs_of(whole, whole[:, 1:], [each for own in slices for each in own])
-        launches = Launches(pairs, np.repeat(places, len(whole)), np.zeros(size), np.arange(size)[:, None])
+        pairs = base.pairs_of(whole, whole[:, 1:], [each for own in slices for each in own])
+        launches = base.Launches(pairs, np.repeat(places, len(whole)), np.zeros(size), np.arange(size)[:, None])
         (traffic,) = traded(self.run_tokens(zone, context.lengths)[None], slices)
-        return ZoneRounds(np.array(zone.ranks), launches, traffic if size > 1 else None)
+        return base.ZoneRounds(np.array(zone.ranks), launches, traffic if size > 1 else None)
 
 
 class ChunkExchange(HeadExchange):
@@ -298,7 +285,7 @@ class ChunkExchange(HeadExchange):
 
 
 def _chunk_edges(lengths: Ints, size: int) -> Ints:
-    """Where the `size` contiguous chunks of each length begin and end: int64 [S, size + 1]."""
+    # Where the `size` contiguous chunks of each length begin and end: int64 [S, size + 1].
     # Tokens that `size` does not divide are dealt to the chunks round robin, from length to length,
     # so that the sums of all i-th chunks differ by one token at most.
     whole, over = np.divmod(lengths, size)
@@ -309,7 +296,7 @@ def _chunk_edges(lengths: Ints, size: int) -> Ints:
     return whole[:, None] * chunk + np.minimum(dealt, over[:, None])
 
 
-def receive_trade(load: Load, ranks: Ints, runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> None:
+def receive_trade(load: base.Load, ranks: Ints, runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> None:
     """Add what the all-to-alls of `Trade` bring; `ranks`, tokens held `runs`: [groups, size]."""
     queries, keys = head_counts(slices)
     attends = (queries > 0).astype(np.int64)
@@ -321,26 +308,29 @@ def receive_trade(load: Load, ranks: Ints, runs: Ints, slices: Sequence[Sequence
     load.token_heads[Kind.OUT, ranks] += runs * (queries.sum() - queries)
 
 
-def traded(runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> list[GroupTraffic]:
+def traded(runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> list[base.GroupTraffic]:
     """The traffic of the all-to-alls of `Trade`, group by group; `runs` [groups, size]."""
     queries, keys = (count.astype(np.float64) for count in head_counts(slices))
-    groups: list[GroupTraffic] = []
+    groups: list[base.GroupTraffic] = []
     for held in runs.astype(np.float64):
-        inputs: dict[Kind, Floats] = {Kind.Q: np.multiply.outer(held, queries), Kind.KV: np.multiply.outer(held, keys)}
-        outputs: dict[Kind, Floats] = {Kind.OUT: np.multiply.outer(queries, held)}
-        groups.append(GroupTraffic(inputs, outputs, gathers=False))
+        inputs: dict[Kind, base.Floats] = {
+            Kind.Q: np.multiply.outer(held, queries),
+            Kind.KV: np.multiply.outer(held, keys),
+        }
+        outputs: dict[Kind, base.Floats] = {Kind.OUT: np.multiply.outer(queries, held)}
+        groups.append(base.GroupTraffic(inputs, outputs, gathers=False))
     return groups
 
 
-def shared_by_heads(pairs: Ints, slices: Sequence[Sequence[HeadSlice]], context: Context) -> Ints:
+def shared_by_heads(pairs: Ints, slices: Sequence[Sequence[HeadSlice]], context: base.Context) -> Ints:
     """Pairs of each rank [groups, size], in units of all heads; a group attends `pairs` [groups]."""
     # Cumulative rounding keeps the sum of the ranks' shares exact.
     stops = np.cumsum(head_counts(slices)[0])
     return np.diff(pairs[:, None] * stops // context.num_heads, prepend=0)
 
 
-def _slices_of(zone: Zone, context: Context) -> list[list[HeadSlice]]:
-    """The slices of the heads that each rank of a zone attends."""
+def _slices_of(zone: Zone, context: base.Context) -> list[list[HeadSlice]]:
+    # The slices of the heads that each rank of a zone attends.
     return head_slices(context.num_heads, context.num_kv_heads, len(zone.ranks))
 
 

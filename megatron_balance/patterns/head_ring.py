@@ -22,45 +22,8 @@ from megatron_balance.ir.columns import Held, Pair, RemoteHeld, Rows, Transfer, 
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns.base import (
-    CommPattern,
-    Context,
-    FirstHops,
-    Floats,
-    HeadsThenHops,
-    HopByHop,
-    Launches,
-    Load,
-    Startable,
-    ZoneAt,
-    ZoneRounds,
-    ZoneWork,
-    held_rows,
-    remote_of,
-)
-from megatron_balance.patterns.head_exchange import (
-    HeadShares,
-    HeadSlice,
-    Trade,
-    head_counts,
-    head_slices,
-    receive_trade,
-    run_of,
-    runs_of,
-    shared_by_heads,
-    traded,
-)
+from megatron_balance.patterns import base, head_exchange, zigzag
 from megatron_balance.patterns.sends import Blocks, Send, Sends, split_rows, table_of, transfers_of
-from megatron_balance.patterns.zigzag import (
-    Zigzag,
-    chunk,
-    fragments,
-    holders,
-    pairs_per_rank,
-    shared_tokens,
-    tokens,
-    zigzag,
-)
 
 # Cells of (rank, sequence) worked on at once, which bounds memory.
 _BLOCK = 1 << 20
@@ -75,15 +38,15 @@ class _Shape:
     """A zone's groups: `ranks` [groups, group size]; its zigzag over them; each place's heads."""
 
     ranks: tuple[tuple[int, ...], ...]
-    placed: Zigzag
-    slices: list[list[HeadSlice]]
+    placed: zigzag.Zigzag
+    slices: list[list[head_exchange.HeadSlice]]
 
     @classmethod
-    def of(cls, zone: Zone, size: int, context: Context) -> _Shape:
+    def of(cls, zone: Zone, size: int, context: base.Context) -> _Shape:
         # The shape of a zone whose groups have `size` ranks.
         groups = tuple(zone.ranks[at : at + size] for at in range(0, len(zone.ranks), size))
         placed = _placed(zone, size, context.lengths, context.mask)
-        return cls(groups, placed, head_slices(context.num_heads, context.num_kv_heads, size))
+        return cls(groups, placed, head_exchange.head_slices(context.num_heads, context.num_kv_heads, size))
 
     @property
     def num_groups(self) -> int:
@@ -115,7 +78,7 @@ class _Shape:
         sends = np.arange(size) if place is None else np.array([place[0], place[0] - step])
         hop = np.arange(1, size)[::step]
         tables = [np.empty((0, Send.WIDTH), dtype=np.int64)]
-        heads = HeadShares.of(self.slices)
+        heads = head_exchange.HeadShares.of(self.slices)
         for index in range(self.size) if place is None else (place[1],):
             group = sends
             src, dst = ranks[group % size, index], ranks[(group + step) % size, index]
@@ -149,8 +112,10 @@ class _Shape:
         hops, nothing = hops_of(self.placed, back=back), np.empty((0, 3), dtype=np.int64)
         if self.size == 1:
             return hops
-        held = [fragments(self.placed, at) if group in (None, at) else nothing for at in range(self.num_groups)]
-        runs = Blocks.of([run for own in held for run in (runs_of(own, self.size) if len(own) else [own] * self.size)])
+        held = [zigzag.fragments(self.placed, at) if group in (None, at) else nothing for at in range(self.num_groups)]
+        runs = Blocks.of(
+            [run for own in held for run in (head_exchange.runs_of(own, self.size) if len(own) else [own] * self.size)]
+        )
         assert hops.reach is not None
         reach = np.append(np.zeros(len(runs.rows), dtype=np.int64), hops.reach)
         return Blocks(
@@ -159,7 +124,7 @@ class _Shape:
 
     def group_tokens(self) -> Ints:
         # Tokens of each group: int64 [groups].
-        return tokens(self.placed.lengths, self.num_groups)
+        return zigzag.tokens(self.placed.lengths, self.num_groups)
 
     def run_tokens(self) -> Ints:
         # Tokens of each rank: int64 [groups, group size].
@@ -167,7 +132,7 @@ class _Shape:
 
     def heads(self) -> tuple[Ints, Ints]:
         # Numbers of query and of key-value heads of each place in a group: int64 [group size] each.
-        return head_counts(self.slices)
+        return head_exchange.head_counts(self.slices)
 
 
 # The zone's ranks, `group_size` in a row, form groups. Tokens are placed zigzag over the groups
@@ -185,14 +150,14 @@ class _Shape:
 #
 # With a remap the owner of tokens makes their first hop in a ring for the rank that attends to
 # them. The replay's first hop is another, so there it stays with the holder.
-class HeadRing(CommPattern[Zone]):
+class HeadRing(base.CommPattern[Zone]):
     """An all-to-all inside each group, a ring of every slice of the heads, an all-to-all back.
 
     `grouped`: groups are those of the zone (`head_ring`); else each has one rank (`ring`), there is
     no all-to-all, and owners may make the first hops for holders.
     """
 
-    traffic = HeadsThenHops
+    traffic = base.HeadsThenHops
 
     def __init__(self, *, grouped: bool) -> None:
         self._grouped = grouped
@@ -226,9 +191,9 @@ class HeadRing(CommPattern[Zone]):
         # Rows (seq, start, stop) of `rank`: its run of its group's fragments.
         size = self.size(zone)
         group, index = divmod(zone.ranks.index(rank), size)
-        return run_of(fragments(_placed(zone, size, lengths), group), size, index)
+        return head_exchange.run_of(zigzag.fragments(_placed(zone, size, lengths), group), size, index)
 
-    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+    def sends(self, zone: Zone, context: base.Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # The all-to-alls of each group, and the blocks that go round between them.
         shape = _Shape.of(zone, self.size(zone), context)
         place = None if rank is None else divmod(zone.ranks.index(rank), shape.size)
@@ -240,7 +205,7 @@ class HeadRing(CommPattern[Zone]):
             made = Sends(back, shape.tokens, partial(shape.blocks, back=True))
             return Sends(forward, shape.tokens, shape.blocks, again=made, silent=range(shape.last))
         group = None if place is None else place[0]
-        trade = Trade(np.array(shape.ranks), HeadShares.of(shape.slices), place, among)
+        trade = head_exchange.Trade(np.array(shape.ranks), head_exchange.HeadShares.of(shape.slices), place, among)
         runs = shape.run_tokens()
         rows = np.concatenate([trade.inputs(0, 0), forward, trade.outputs(shape.last, 0)])
         # A replayed backward begins where the forward ended: there it makes the first all-to-alls,
@@ -251,18 +216,20 @@ class HeadRing(CommPattern[Zone]):
         calls = trade.calls(0, runs) | trade.calls(shape.last, runs, moves=True)
         return Sends(rows, shape.tokens, blocks, calls, made, range(shape.last))
 
-    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
+    def work(self, zone: Zone, context: base.Context, rank: int) -> Iterable[base.ZoneWork]:
         # The own keys of the group, then those that each round brings.
         shape = _Shape.of(zone, self.size(zone), context)
         group, index = divmod(zone.ranks.index(rank), shape.size)
         if shape.slices[index]:
             rounds = zip(*_attention(shape.placed, group, shape.slices[index]), strict=True)
             for at, (pairs, merges) in enumerate(rounds):
-                yield ZoneWork(shape.trades + at, Rows(Pair.WIDTH, pairs), Rows(Value.WIDTH, merges if at else b""))
+                yield base.ZoneWork(
+                    shape.trades + at, Rows(Pair.WIDTH, pairs), Rows(Value.WIDTH, merges if at else b"")
+                )
 
     # Placement
 
-    def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
+    def place_all(self, zones: Sequence[base.ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         rings = [(number, zone) for number, zone in zones if self.size(zone) == 1]
         others = [(number, zone) for number, zone in zones if self.size(zone) > 1]
         tables = [self._place_rings(rings, lengths, wanted)]
@@ -272,11 +239,11 @@ class HeadRing(CommPattern[Zone]):
             for group in range(len(zone.ranks) // size):  # the runs of a group are cut from what it holds
                 ranks = zone.ranks[group * size : (group + 1) * size]
                 if wanted[list(ranks)].any():
-                    each = zip(ranks, runs_of(fragments(placed, group), size), strict=True)
-                    tables += [held_rows(number, rank, run) for rank, run in each if wanted[rank]]
+                    each = zip(ranks, head_exchange.runs_of(zigzag.fragments(placed, group), size), strict=True)
+                    tables += [base.held_rows(number, rank, run) for rank, run in each if wanted[rank]]
         return np.concatenate(tables)
 
-    def _place_rings(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
+    def _place_rings(self, zones: Sequence[base.ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         # As `place_all`, of zones with groups of one rank: a plan may have one for each rank.
         sizes, counts = (
             np.array([len(of(zone)) for _, zone in zones], dtype=np.int64)
@@ -285,7 +252,7 @@ class HeadRing(CommPattern[Zone]):
         members = np.fromiter(chain.from_iterable(zone.ranks for _, zone in zones), np.int64, int(sizes.sum()))
         seqs = np.fromiter(chain.from_iterable(zone.seqs for _, zone in zones), np.int64, int(counts.sum()))
         stops = np.cumsum(counts)
-        parts, first = holders(lengths[seqs], np.repeat(sizes, counts), np.repeat(stops - counts, counts))
+        parts, first = zigzag.holders(lengths[seqs], np.repeat(sizes, counts), np.repeat(stops - counts, counts))
         owner = np.repeat(np.arange(len(zones)), sizes)
         place = np.arange(len(members)) - (np.cumsum(sizes) - sizes)[owner]  # in its zone
         chosen = np.flatnonzero(wanted[members])
@@ -301,8 +268,8 @@ class HeadRing(CommPattern[Zone]):
             rows = np.zeros((len(member), 2, Held.WIDTH), dtype=np.int64)
             rows[:, :, Held.RANK], rows[:, :, Held.SEQ] = members[member, None], seqs[seq, None]
             rows[:, :, Held.ZONE] = index[member, None]
-            rows[:, 0, Held.START], rows[:, 0, Held.STOP] = chunk(length, held_by, position)
-            rows[:, 1, Held.START], rows[:, 1, Held.STOP] = chunk(length, held_by, 2 * held_by - 1 - position)
+            rows[:, 0, Held.START], rows[:, 0, Held.STOP] = zigzag.chunk(length, held_by, position)
+            rows[:, 1, Held.START], rows[:, 1, Held.STOP] = zigzag.chunk(length, held_by, 2 * held_by - 1 - position)
             if self.merges_remap:
                 # The last chunk of a sequence is needed elsewhere only if the mask is not causal.
                 shared = held_by > 1
@@ -310,7 +277,7 @@ class HeadRing(CommPattern[Zone]):
             tables.append(rows[(position < held_by)[:, None] & (rows[:, :, Held.START] < rows[:, :, Held.STOP])])
         return np.concatenate(tables)
 
-    def tokens(self, zones: Sequence[Zone], context: Context) -> Ints:
+    def tokens(self, zones: Sequence[Zone], context: base.Context) -> Ints:
         listed: list[Zone] = []
         others: list[Zone] = []
         for zone in zones:
@@ -319,13 +286,13 @@ class HeadRing(CommPattern[Zone]):
         held = super().tokens(listed, context)
         for zone in others:
             size, own = self.size(zone), context.lengths[list(zone.seqs)]
-            of_group = tokens(own, len(zone.ranks) // size)
+            of_group = zigzag.tokens(own, len(zone.ranks) // size)
             held[list(zone.ranks)] += _runs(of_group, size).ravel()
         return held
 
     # Plan statistics and traffic between nodes
 
-    def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
+    def attended(self, zones: Sequence[Zone], context: base.Context) -> Ints:
         local = [zone for zone in zones if len(zone.ranks) == 1]  # together: a plan may have one for each rank
         ranks = np.repeat([zone.ranks[0] for zone in local], [len(zone.seqs) for zone in local])
         seqs = np.fromiter(chain.from_iterable(zone.seqs for zone in local), np.int64, len(ranks))
@@ -333,20 +300,22 @@ class HeadRing(CommPattern[Zone]):
         for zone in zones:
             if len(zone.ranks) > 1:
                 shape = _Shape.of(zone, self.size(zone), context)
-                pairs[np.array(shape.ranks)] += shared_by_heads(pairs_per_rank(shape.placed), shape.slices, context)
+                pairs[np.array(shape.ranks)] += head_exchange.shared_by_heads(
+                    zigzag.pairs_per_rank(shape.placed), shape.slices, context
+                )
         return pairs
 
     # Closed forms of what the table of sends says, which planning asks for often
 
-    def receive(self, load: Load, zone: Zone, context: Context) -> None:
+    def receive(self, load: base.Load, zone: Zone, context: base.Context) -> None:
         # Add what the all-to-alls and all hops bring.
         shape = _Shape.of(zone, self.size(zone), context)
         ranks, (queries, keys) = np.array(shape.ranks), shape.heads()
         if shape.size > 1:
-            receive_trade(load, ranks, shape.run_tokens(), shape.slices)
+            head_exchange.receive_trade(load, ranks, shape.run_tokens(), shape.slices)
         load.bring(Kind.KV, ranks, _arriving(shape.placed).sum(axis=1)[:, None] * (queries > 0), keys)
 
-    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+    def largest_exchange(self, zone: Zone, context: base.Context) -> Ints:
         # Keys and values of the others of the group, or the largest block that comes round, with
         # the heads of a rank.
         shape = _Shape.of(zone, self.size(zone), context)
@@ -363,9 +332,9 @@ class HeadRing(CommPattern[Zone]):
         before = [zone.ranks[zone.ranks.index(rank) - 1]] if self.merges_remap else []
         return np.array(before, dtype=np.int64)
 
-    def first_hops(self, zones: Sequence[ZoneAt[Zone]], context: Context, remote: Ints) -> FirstHops:
+    def first_hops(self, zones: Sequence[base.ZoneAt[Zone]], context: base.Context, remote: Ints) -> base.FirstHops:
         # First hops to the rank after the holder, whole fragments divided by owner.
-        own = remote_of(zones, remote)
+        own = remote[np.isin(remote[:, RemoteHeld.ZONE], [index for index, _ in zones])]
         sent_on = own[:, RemoteHeld.SENT_ON]
         own = own[(sent_on == 1) | ((sent_on == 2) & (context.mask != CAUSAL))]
         after: dict[tuple[int, int], int] = {}
@@ -378,21 +347,21 @@ class HeadRing(CommPattern[Zone]):
         targets = np.array([after[place] for place in places], dtype=np.int64)
         rows = transfers_of(Kind.KV, own, (0, context.num_kv_heads), own[:, RemoteHeld.OWNER], targets)
         sent = rows[:, Transfer.SRC] != rows[:, Transfer.DST]
-        return FirstHops(rows[sent], own[sent, RemoteHeld.HOLDER], own[sent, RemoteHeld.ZONE])
+        return base.FirstHops(rows[sent], own[sent, RemoteHeld.HOLDER], own[sent, RemoteHeld.ZONE])
 
     # Starting early, routing
 
-    def startable(self, zone: Zone) -> Startable:
+    def startable(self, zone: Zone) -> base.Startable:
         # The first all-to-all, the gradients of what the last one brings, and the replay of the
         # first in its place. Of a ring the first hop, and that of the replay, which brings what the
         # last exchange brought.
         size = self.size(zone)
         groups = len(zone.ranks) // size
         if size == 1:
-            return Startable(forward=(0,), replays=(groups - 2,))
+            return base.Startable(forward=(0,), replays=(groups - 2,))
         first = tuple(range(groups))
         last = tuple(2 * groups - 1 + group for group in first)
-        return Startable(forward=first, gradients=last, replays=last)
+        return base.Startable(forward=first, gradients=last, replays=last)
 
     def reaches_out(self, zone: Zone, rank: int, ranks_per_node: int) -> bool:
         # Whether its group, or a neighbour in another group, is on another node.
@@ -403,19 +372,19 @@ class HeadRing(CommPattern[Zone]):
 
     # Simulation
 
-    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
+    def rounds(self, zone: Zone, context: base.Context) -> base.ZoneRounds:
         # Launches of all rounds; the all-to-alls of each group, and the blocks that walk round
         # between them.
         shape = _Shape.of(zone, self.size(zone), context)
-        inside = traded(shape.run_tokens(), shape.slices) if shape.size > 1 else []
+        inside = head_exchange.traded(shape.run_tokens(), shape.slices) if shape.size > 1 else []
         hops = None
         if shape.num_groups > 1:
             # A block of some of the heads counts as that part of its tokens.
             part = np.tile(shape.heads()[1] / context.num_kv_heads, shape.num_groups)[:, None]
             forward, backward = (np.repeat(walk, shape.size, axis=0) * part for walk in walks(shape.placed))
-            hops = HopByHop(forward, backward)
-        traffic = HeadsThenHops(tuple(inside), hops) if len(zone.ranks) > 1 else None
-        return ZoneRounds(np.array(zone.ranks), _launches(shape), traffic)
+            hops = base.HopByHop(forward, backward)
+        traffic = base.HeadsThenHops(tuple(inside), hops) if len(zone.ranks) > 1 else None
+        return base.ZoneRounds(np.array(zone.ranks), _launches(shape), traffic)
 
 
 def _runs(of_group: Ints, size: int) -> Ints:
@@ -424,18 +393,18 @@ def _runs(of_group: Ints, size: int) -> Ints:
     return edges[:, 1:] - edges[:, :-1]
 
 
-def _placed(zone: Zone, size: int, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag:
+def _placed(zone: Zone, size: int, lengths: Ints, mask: Mask = CAUSAL) -> zigzag.Zigzag:
     # The zigzag of a zone over its groups of `size` ranks.
-    return zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks) // size, mask)
+    return zigzag.zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks) // size, mask)
 
 
-def _launches(shape: _Shape) -> Launches:
+def _launches(shape: _Shape) -> base.Launches:
     # Launches of all groups, rounds and places; those of places with as many heads are alike.
     queries, keys = shape.heads()
     alike, place = np.unique(np.stack([queries, keys], 1), axis=0, return_inverse=True)
     pairs: list[Ints] = []
     launch: list[Ints] = []
-    merging: list[Floats] = []
+    merging: list[base.Floats] = []
     of_round: list[Ints] = []
     first = 0
     for heads in alike.tolist():
@@ -446,7 +415,7 @@ def _launches(shape: _Shape) -> Launches:
         of_round.append(own.of_round + first)
         first += len(own.merging)
     rounds = np.stack(of_round)[place.reshape(-1)]  # [group size, groups, rounds]
-    return Launches(
+    return base.Launches(
         np.concatenate(pairs),
         np.concatenate(launch),
         np.concatenate(merging),
@@ -465,12 +434,11 @@ def _launches(shape: _Shape) -> Launches:
 # launch.
 _EXACT = 1 << 18
 
-
 # About so many rows are made at once, which keeps them in the cache.
 _ROWS = 1 << 14
 
 
-def hops_of(placed: Zigzag, *, back: bool = False) -> Blocks:
+def hops_of(placed: zigzag.Zigzag, *, back: bool = False) -> Blocks:
     """The block of each group index, with the hops that its rows make, turning forward or `back`."""
     position = placed.position(np.arange(placed.size)[:, None])
     lo, hi = placed.lo(position), placed.hi(position)
@@ -483,8 +451,8 @@ def hops_of(placed: Zigzag, *, back: bool = False) -> Blocks:
     return Blocks(rows.reshape(-1, 3), begin, reach.ravel())
 
 
-def _reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
-    """Hops [..., S] that the low and the high chunk of a position make, turning forward."""
+def _reach_forward(placed: zigzag.Zigzag, position: Ints) -> tuple[Ints, Ints]:
+    # Hops [..., S] that the low and the high chunk of a position make, turning forward.
     # The low chunk at position j is needed by all other positions, the high one by those below j;
     # turning forward, the last position before j again is j - 1. Position 0 has none behind it: its
     # low chunk ends at the last position and its high chunk stays. Under a full mask both are
@@ -494,8 +462,8 @@ def _reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
     return low, np.where(first, 0, placed.size - 1) if placed.causal else low
 
 
-def _reach_backward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
-    """Hops [..., S] that both chunks make, turning the other way."""
+def _reach_backward(placed: zigzag.Zigzag, position: Ints) -> tuple[Ints, Ints]:
+    # Hops [..., S] that both chunks make, turning the other way.
     # High chunks end at position 0; low ones, and under a full mask both, go on to position j + 1
     # if there is one.
     last = position >= placed.parts - 1
@@ -515,13 +483,14 @@ def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
 
 _CAUSAL = np.array([(0, 0), (1, 0), (1, 1)])
 
-
 # (query chunk, key chunk) that may be visible; chunk 0 is the low one.
 _FULL = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
 
 
-def _attention(placed: Zigzag, index: int, slices: Sequence[HeadSlice]) -> tuple[list[bytes], list[bytes]]:
-    """By round: pairs of a rank of group `index` with `slices` of the heads, and queries to merge."""
+def _attention(
+    placed: zigzag.Zigzag, index: int, slices: Sequence[head_exchange.HeadSlice]
+) -> tuple[list[bytes], list[bytes]]:
+    # By round: pairs of a rank of group `index` with `slices` of the heads, and queries to merge.
     mine, source = placed.position(np.array(index)), (index - np.arange(placed.size)) % placed.size
     own = mine < placed.parts
     (lo0, lo1), (hi0, hi1) = placed.lo(mine), placed.hi(mine)
@@ -565,7 +534,7 @@ def _attention(placed: Zigzag, index: int, slices: Sequence[HeadSlice]) -> tuple
     return pairs, merges
 
 
-def _of_each(pairs: bytes, slices: Sequence[HeadSlice]) -> bytes:
+def _of_each(pairs: bytes, slices: Sequence[head_exchange.HeadSlice]) -> bytes:
     if len(slices) == 1:
         return pairs
     rows = np.repeat(as_array(Rows(Pair.WIDTH, pairs))[None], len(slices), axis=0)
@@ -577,8 +546,8 @@ def _of_each(pairs: bytes, slices: Sequence[HeadSlice]) -> bytes:
 # All ranks at once: blocks that walk
 
 
-def _forward_hops(placed: Zigzag) -> Ints:
-    """Tokens [G, G] of each group index's block in its n-th hop, turning forward; hop 0 is none."""
+def _forward_hops(placed: zigzag.Zigzag) -> Ints:
+    # Tokens [G, G] of each group index's block in its n-th hop, turning forward; hop 0 is none.
     # All that several ranks hold goes all the way round, but for the chunks of position 0
     # (`_reach_forward`).
     size, several = placed.size, placed.parts > 1
@@ -588,18 +557,18 @@ def _forward_hops(placed: Zigzag) -> Ints:
     stays = sums(placed.first[several], high[several] * placed.causal, size)
     gone = np.zeros((size, size + 1), dtype=np.int64)
     np.add.at(gone, (placed.first[several], placed.parts[several]), (lo1 - lo0 + high * (not placed.causal))[several])
-    tokens = (shared_tokens(placed) - stays)[:, None] - np.cumsum(gone[:, :size], axis=1)
+    tokens = (zigzag.shared_tokens(placed) - stays)[:, None] - np.cumsum(gone[:, :size], axis=1)
     tokens[:, 0] = 0
     return tokens
 
 
-def _arriving(placed: Zigzag) -> Ints:
-    """Tokens [G, G] that each hop brings each group index, turning forward; hop 0 is none."""
+def _arriving(placed: zigzag.Zigzag) -> Ints:
+    # Tokens [G, G] that each hop brings each group index, turning forward; hop 0 is none.
     hops = np.arange(placed.size)
     return _forward_hops(placed)[(hops[:, None] - hops) % placed.size, hops]
 
 
-def walks(placed: Zigzag) -> tuple[Ints, Ints]:
+def walks(placed: zigzag.Zigzag) -> tuple[Ints, Ints]:
     """Tokens [G, G] of each group index's block in its n-th hop, turning forward and the other way."""
     position = placed.position(np.arange(placed.size)[:, None])
     there = position < placed.parts
@@ -621,13 +590,13 @@ def _walked(tokens: Ints, reach: Ints) -> Ints:
 # All ranks at once: launches
 
 
-def ring_launches(placed: Zigzag, heads: tuple[int, int]) -> Launches:
+def ring_launches(placed: zigzag.Zigzag, heads: tuple[int, int]) -> base.Launches:
     """The launches of every (group index, round); `heads`: of queries and of keys."""
     exact = placed.size**2 * max(1, len(placed.seqs)) <= _EXACT
     return _each_launch(placed, heads) if exact else launches_by_kind(placed, heads)
 
 
-def _each_launch(placed: Zigzag, heads: tuple[int, int]) -> Launches:
+def _each_launch(placed: zigzag.Zigzag, heads: tuple[int, int]) -> base.Launches:
     size = placed.size
     index = np.arange(size)
     position = placed.position(index[:, None])
@@ -653,16 +622,16 @@ def _each_launch(placed: Zigzag, heads: tuple[int, int]) -> Launches:
         pairs.append(rows[keep])
         launch.append((i * size + t)[keep])
     merging = np.tile(index > 0, size).astype(np.float64)
-    return Launches(np.concatenate(pairs), np.concatenate(launch), merging, np.arange(size * size).reshape(size, size))
+    return base.Launches(
+        np.concatenate(pairs), np.concatenate(launch), merging, np.arange(size * size).reshape(size, size)
+    )
 
 
 _LO, _HI, _KEYS, _KEYS_HI = 4, 6, 0, 2  # where chunks of a kind begin, in chunks
 
 
-def launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> Launches:
-    """As `ring_launches`, one launch of each kind: by whose keys come first, and how many short
-    sequences both ranks hold.
-    """
+def launches_by_kind(placed: zigzag.Zigzag, heads: tuple[int, int]) -> base.Launches:
+    """As `ring_launches`, one of each kind: whose keys come first, short sequences in common."""
     # A ring over 1,024 ranks has a million launches, but few kinds: sequences that every rank
     # shares are alike on all of them, up to a token a chunk, and those too short for that are
     # chunks of a token or two. A pair that occurs n times in a launch is one row with n times the
@@ -699,5 +668,5 @@ def launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> Launches:
                 rows[-1] = (-1, query, query + 1, 0, heads[0] * count, key, key + 1, 0, heads[1] * count)
             pairs.append(rows)
             launch.append(np.full(len(rows), number))
-    merging: Floats = (order > 0).astype(np.float64)
-    return Launches(np.concatenate(pairs), np.concatenate(launch), merging, which.reshape(size, size))
+    merging: base.Floats = (order > 0).astype(np.float64)
+    return base.Launches(np.concatenate(pairs), np.concatenate(launch), merging, which.reshape(size, size))

@@ -60,7 +60,9 @@ class _OncePerNode(CommPattern[Z]):
             start, stop = np.zeros_like(start), np.where(needs[:, _Wanted.KIND] == Kind.KV, heads[1], heads[0])
         ends = needs[:, _Wanted.SRC], needs[:, _Wanted.DST]
         there = table_of(number, *ends, needs[:, _Wanted.KIND], start, stop, block, 0)
-        later = plain.rows[plain.rows[:, Send.EXCHANGE] > 0] + _one_later(len(made))
+        later = plain.rows[plain.rows[:, Send.EXCHANGE] > 0]  # a copy
+        later[:, Send.EXCHANGE] += 1
+        later[:, Send.BLOCK] += len(made)
 
         def blocks() -> Blocks:
             rows, begin, _ = plain.blocks()
@@ -128,13 +130,6 @@ class _Wanted:
     WIDTH = 6
     KIND, OF, START, STOP, SRC, DST = range(6)
     PIECE, ENDS = slice(1, 4), slice(4, 6)
-
-
-def _one_later(num_blocks: int) -> Ints:
-    # To be added to `Send` rows: the next exchange, and blocks behind `num_blocks` others.
-    more = np.zeros(Send.WIDTH, dtype=np.int64)
-    more[Send.EXCHANGE], more[Send.BLOCK] = 1, num_blocks
-    return more
 
 
 _Source: TypeAlias = tuple[int, int, int]  # (kind, of, src) as in `_Wanted`

@@ -120,6 +120,7 @@ class Sends:
 
 
 def table_of(*columns: Ints | int) -> Ints:
+    """Columns broadcast against one another, as rows: of `Send` or of `ir.columns.Message`."""
     return np.stack([column.ravel() for column in np.broadcast_arrays(*columns)], axis=1).astype(np.int64)
 
 
@@ -139,19 +140,8 @@ def intersections(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def messages_of(step: int, transfers: Ints) -> Ints:
-    kinds, (src, dst), heads = (
-        transfers[:, Transfer.KIND],
-        transfers[:, Transfer.ENDS].T,
-        transfers[:, Transfer.HEADS].T,
-    )
-    return table_of(step, src, dst, kinds, *heads, transfers[:, Transfer.STOP] - transfers[:, Transfer.START])
-
-
-def messages_from(
-    step: Ints | int, src: Ints | int, dst: Ints | int, kind: Kind, heads: tuple[int, int], tokens: Ints
-) -> Ints:
-    """Rows of messages; the columns are broadcast against one another."""
-    return table_of(step, src, dst, kind, *heads, tokens)
+    kinds, ends, heads = transfers[:, Transfer.KIND], transfers[:, Transfer.ENDS].T, transfers[:, Transfer.HEADS].T
+    return table_of(step, *ends, kinds, *heads, transfers[:, Transfer.STOP] - transfers[:, Transfer.START])
 
 
 def transfers_of(kind: Kind, fragments: Ints, heads: tuple[int, int], src: Ints | int, dst: Ints | int) -> Ints:

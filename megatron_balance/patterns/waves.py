@@ -15,28 +15,8 @@ from megatron_balance.ir.columns import Message, Pair, Placed, Value
 from megatron_balance.ir.mask import CAUSAL, MASKS, Mask
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns.base import (
-    Context,
-    GroupTraffic,
-    Launches,
-    Load,
-    Startable,
-    WaveTraffic,
-    ZoneRounds,
-    ZoneWork,
-    pairs_of,
-)
+from megatron_balance.patterns import base, head_exchange
 from megatron_balance.patterns.dispatch import ListedPattern
-from megatron_balance.patterns.head_exchange import (
-    HeadShares,
-    HeadSlice,
-    Trade,
-    head_counts,
-    head_slices,
-    receive_trade,
-    shared_by_heads,
-    traded,
-)
 from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
 # Keys are divided between waves at multiples of a kernel's tile.
@@ -159,10 +139,8 @@ class Schedule:
 @lru_cache(maxsize=64)
 def schedule(zone: SharedZone, mask: Mask = CAUSAL) -> Schedule:
     """The schedule of a zone, which follows from its fragments and the mask; how many exchanges it
-    has, from the fragments alone.
-
-    Raises:
-        InvalidProgramError: groups of no rank, or no wave; a lead under a mask that is not causal.
+    has, from the fragments alone. Raises InvalidProgramError: groups of no rank, or no wave; a lead
+    under a mask that is not causal.
     """
     size = zone.group_size
     if size < 1 or zone.waves < 1 or zone.lead < 0:
@@ -330,7 +308,7 @@ class WavesPattern(ListedPattern[SharedZone]):
 
     routing = "never"
     merges_remap = False
-    traffic = WaveTraffic
+    traffic = base.WaveTraffic
 
     def ranks(self, zone: SharedZone, num_ranks: int) -> Sequence[int]:
         # All ranks of the groups that hold anything.
@@ -344,7 +322,7 @@ class WavesPattern(ListedPattern[SharedZone]):
         own = schedule(zone)
         return own.last + (own.num_groups if own.size > 1 else 0)
 
-    def sends(self, zone: SharedZone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+    def sends(self, zone: SharedZone, context: base.Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # The all-to-alls of each group, inputs in one part or two, and between them the waves.
         made, among = schedule(zone, context.mask), context.crosses if across else None
         place, slices = None if rank is None else made.place_of(rank), _slices(made, context)
@@ -353,7 +331,7 @@ class WavesPattern(ListedPattern[SharedZone]):
         first, last = [np.empty((0, Send.WIDTH), dtype=np.int64)], list[Ints]()
         calls: dict[int, Call] = {}
         if made.size > 1:
-            trade = Trade(made.all_ranks(), HeadShares.of(slices), place, among)
+            trade = head_exchange.Trade(made.all_ranks(), head_exchange.HeadShares.of(slices), place, among)
             for at, tokens in enumerate(made.tokens):
                 first.append(trade.inputs(at * made.num_groups, at * num_runs))
                 calls |= trade.calls(at * made.num_groups, tokens)
@@ -369,14 +347,16 @@ class WavesPattern(ListedPattern[SharedZone]):
         rows = np.concatenate([*first, waves, *last])
         return Sends(rows, made.block_tokens, blocks, calls, again, range(made.trades))
 
-    def _waves(self, made: Schedule, slices: Sequence[Sequence[HeadSlice]], place: tuple[int, int] | None) -> Ints:
+    def _waves(
+        self, made: Schedule, slices: Sequence[Sequence[head_exchange.HeadSlice]], place: tuple[int, int] | None
+    ) -> Ints:
         # Keys from rank to rank, wave by wave; `place`: of the rank that is asked for.
         block, needs = np.arange(len(made.needs)) + made.num_runs, made.needs
         if place is not None:
             own = (needs[:, [Need.FROM, Need.TO]] == place[0]).any(axis=1)
             block, needs = block[own], needs[own]
         tables = [np.empty((0, Send.WIDTH), dtype=np.int64)]
-        heads = HeadShares.of(slices)
+        heads = head_exchange.HeadShares.of(slices)
         for at in np.flatnonzero(heads.attends).tolist():
             if place is None or place[1] == at:
                 first = np.array(made.groups, dtype=np.int64) * made.size + at
@@ -385,7 +365,7 @@ class WavesPattern(ListedPattern[SharedZone]):
                 tables.append(table_of(number, *ends, Kind.KV, heads.kv_start[at], heads.kv_stop[at], block, 0))
         return np.concatenate(tables)
 
-    def work(self, zone: SharedZone, context: Context, rank: int) -> Iterable[ZoneWork]:
+    def work(self, zone: SharedZone, context: base.Context, rank: int) -> Iterable[base.ZoneWork]:
         # Own work, then a launch and a merge behind each wave.
         if context.mask.name not in MASKS:
             raise InvalidProgramError(
@@ -395,41 +375,43 @@ class WavesPattern(ListedPattern[SharedZone]):
         index, place = made.place_of(rank)
         own, num_parts = _slices(made, context)[place], len(made.parts)
         for launch, tasks in enumerate(made.tasks[index] if own else ()):
-            wave, pairs = launch - num_parts, as_rows(pairs_of(tasks[:, :3], tasks[:, 3:], own))
+            wave, pairs = launch - num_parts, as_rows(base.pairs_of(tasks[:, :3], tasks[:, 3:], own))
             if wave < 0:
-                yield ZoneWork((launch + 1) * made.trades // num_parts, pairs)
+                yield base.ZoneWork((launch + 1) * made.trades // num_parts, pairs)
                 continue
             queries = np.unique(tasks[:, :3], axis=0)
             values = np.empty((len(queries), Value.WIDTH), dtype=np.int64)
             values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
             values[:, Value.HEAD_START], values[:, Value.HEAD_STOP] = own[0].head_start, own[-1].head_stop
-            yield ZoneWork(made.trades + wave + 1, pairs, as_rows(values))
+            yield base.ZoneWork(made.trades + wave + 1, pairs, as_rows(values))
 
     # Plan statistics and traffic between nodes
 
-    def attended(self, zones: Sequence[SharedZone], context: Context) -> Ints:
+    def attended(self, zones: Sequence[SharedZone], context: base.Context) -> Ints:
         # Each rank attends all pairs of its group with its share of the heads.
         attended = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             made = schedule(zone, context.mask)
             tasks = [np.concatenate(own) for own in made.tasks]
             pairs = [int(num_pairs(Rectangles(*rows.T[1:]), context.mask).sum()) for rows in tasks]
-            attended[made.all_ranks()] += shared_by_heads(np.array(pairs), _slices(made, context), context)
+            attended[made.all_ranks()] += head_exchange.shared_by_heads(
+                np.array(pairs), _slices(made, context), context
+            )
         return attended
 
     # Closed forms of what the table of sends says, which planning asks for often
 
-    def receive(self, load: Load, zone: SharedZone, context: Context) -> None:
+    def receive(self, load: base.Load, zone: SharedZone, context: base.Context) -> None:
         # Add what the all-to-alls and all waves bring.
         made = schedule(zone, context.mask)
         slices, needs, ranks = _slices(made, context), made.needs, made.all_ranks()
         if made.size > 1:
-            receive_trade(load, ranks, made.run_tokens(), slices)
-        queries, keys = head_counts(slices)
+            head_exchange.receive_trade(load, ranks, made.run_tokens(), slices)
+        queries, keys = head_exchange.head_counts(slices)
         come = sums(needs[:, Need.TO], needs[:, Need.STOP] - needs[:, Need.START], made.num_groups)
         load.bring(Kind.KV, ranks, come[:, None] * (queries > 0), keys)
 
-    def largest_exchange(self, zone: SharedZone, context: Context) -> Ints:
+    def largest_exchange(self, zone: SharedZone, context: base.Context) -> Ints:
         # Keys and values of the others of a group, in the larger part, or those of the largest
         # wave, with the heads of a rank.
         made = schedule(zone, context.mask)
@@ -437,44 +419,46 @@ class WavesPattern(ListedPattern[SharedZone]):
         others = (made.tokens.sum(axis=2, keepdims=True) - made.tokens).max(axis=0)
         place = needs[:, Need.WAVE] * made.num_groups + needs[:, Need.TO]
         come = sums(place, needs[:, Need.STOP] - needs[:, Need.START], shape[0] * shape[1]).reshape(shape)
-        return (np.maximum(others, come.max(axis=0)[:, None]) * head_counts(_slices(made, context))[1]).ravel()
+        return (
+            np.maximum(others, come.max(axis=0)[:, None]) * head_exchange.head_counts(_slices(made, context))[1]
+        ).ravel()
 
     # Starting early
 
-    def startable(self, zone: SharedZone) -> Startable:
+    def startable(self, zone: SharedZone) -> base.Startable:
         # The first all-to-alls, the gradients of what the last ones bring, and the replay of the
         # first in their place.
         made = schedule(zone)
         last = tuple(made.last + group for group in range(made.num_groups if made.size > 1 else 0))
         first = tuple(range(made.num_groups if made.size > 1 else 0))  # a launch may come before others
-        return Startable(forward=first, gradients=last, replays=last)
+        return base.Startable(forward=first, gradients=last, replays=last)
 
     # Simulation
 
-    def rounds(self, zone: SharedZone, context: Context) -> ZoneRounds:
+    def rounds(self, zone: SharedZone, context: base.Context) -> base.ZoneRounds:
         # Own launches and those of the waves; the all-to-alls of each group, and the messages of
         # each wave.
         made = schedule(zone, context.mask)
         slices = _slices(made, context)
         rows = Sends(self._waves(made, slices, None), made.block_tokens, made.blocks).messages()
         waves = tuple(rows[rows[:, Message.EXCHANGE] == made.trades + wave] for wave in range(made.num_waves))
-        inside = traded(made.run_tokens(), slices) if made.size > 1 else []
-        late: list[GroupTraffic] = []
+        inside = head_exchange.traded(made.run_tokens(), slices) if made.size > 1 else []
+        late: list[base.GroupTraffic] = []
         if inside and len(made.parts) > 1:  # outputs of all tokens, inputs in two parts
-            first, late = (traded(tokens, slices) for tokens in made.tokens)
+            first, late = (head_exchange.traded(tokens, slices) for tokens in made.tokens)
             inside = [replace(each, inputs=part.inputs) for each, part in zip(inside, first, strict=True)]
             late = [replace(each, outputs={}) for each in late]
         ranks = made.all_ranks().ravel()
-        return ZoneRounds(ranks, _launches(made, slices), WaveTraffic(tuple(inside), waves, tuple(late)))
+        return base.ZoneRounds(ranks, _launches(made, slices), base.WaveTraffic(tuple(inside), waves, tuple(late)))
 
 
-def _slices(made: Schedule, context: Context) -> list[list[HeadSlice]]:
-    return head_slices(context.num_heads, context.num_kv_heads, made.size)
+def _slices(made: Schedule, context: base.Context) -> list[list[head_exchange.HeadSlice]]:
+    return head_exchange.head_slices(context.num_heads, context.num_kv_heads, made.size)
 
 
-def _launches(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> Launches:
+def _launches(made: Schedule, slices: Sequence[Sequence[head_exchange.HeadSlice]]) -> base.Launches:
     # Launches of all groups, own and by wave; those of places with as many heads are alike.
-    alike, place = np.unique(np.stack(head_counts(slices), axis=1), axis=0, return_inverse=True)
+    alike, place = np.unique(np.stack(head_exchange.head_counts(slices), axis=1), axis=0, return_inverse=True)
     rounds = len(made.parts) + made.num_waves
     pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
     launch: list[Ints] = [np.empty(0, dtype=np.int64)]
@@ -482,11 +466,11 @@ def _launches(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> Launches
     for index, tasks in enumerate(made.tasks):
         for kind, (queries, keys) in enumerate(alike.tolist()):
             for at, rows in enumerate(tasks if queries else ()):
-                pairs.append(pairs_of(rows[:, :3], rows[:, 3:], [(0, queries, 0, keys)]))
+                pairs.append(base.pairs_of(rows[:, :3], rows[:, 3:], [(0, queries, 0, keys)]))
                 number = int(np.ravel_multi_index((index, kind, at), shape))
                 launch.append(np.full(len(rows), number, dtype=np.int64))
     numbers = np.arange(np.prod(shape)).reshape(shape)
     merging = np.zeros(shape)
     merging[:, :, len(made.parts) :] = 1.0
     of_round = numbers[:, place.reshape(-1)].reshape(-1, rounds)
-    return Launches(np.concatenate(pairs), np.concatenate(launch), merging.ravel(), of_round)
+    return base.Launches(np.concatenate(pairs), np.concatenate(launch), merging.ravel(), of_round)

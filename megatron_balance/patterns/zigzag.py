@@ -1,6 +1,4 @@
-"""Zigzag placement: each of G ranks holds chunks i and 2G-1-i of every sequence (Zeppelin, section
-3.2; TE CP).
-"""
+"""Zigzag placement: rank i of G holds chunks i and 2G-1-i (Zeppelin, section 3.2; TE CP)."""
 
 from __future__ import annotations
 
@@ -14,10 +12,8 @@ from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 # Cells of (rank, sequence) worked on at once, which bounds memory.
 _BLOCK = 1 << 20
 
-
 # Fields of `Zigzag` with an entry a sequence.
 _BY_SEQUENCE = ("seqs", "lengths", "parts", "first")
-
 
 # With fewer ranks, 2 G^2 fits 32 bits.
 _NARROW = 1 << 15
@@ -45,9 +41,7 @@ class Zigzag:
     causal: bool = True
 
     def position(self, index: Ints) -> Ints:
-        """Place of group index `index` [..., 1] in each sequence's own order: [..., S]; >= parts:
-        it holds nothing.
-        """
+        """Place of group index [..., 1] in each sequence's order [..., S]; >= parts: none."""
         return (index - self.first) % self.size
 
     def lo(self, position: Ints) -> tuple[Ints, Ints]:
@@ -110,9 +104,7 @@ def tokens(lengths: Ints, size: int) -> Ints:
 
 
 def fragments(placed: Zigzag, index: int) -> Ints:
-    """Rows (seq, start, stop) that group index `index` holds, sequence by sequence, low chunk
-    first.
-    """
+    """Rows (seq, start, stop) of group index `index`, by sequence, low chunk first."""
     position = placed.position(np.array(index))
     lo0, lo1 = placed.lo(position)
     hi0, hi1 = placed.hi(position)
@@ -175,12 +167,11 @@ INDEX, PLACE, START, STOP = range(4)
 
 
 def _mirrored_edges(lengths: Ints, dealt: Ints, size: int) -> Ints:
-    """Where the 2G chunks of each length begin and end: int64 [S, 2G + 1].
-
-    `dealt` [S]: tokens left over that were dealt before. The n-th one goes to group index n mod G:
-    to its high chunk in even turns (n // G), to its low chunk in odd ones. So a round of 2G of them
-    goes to chunks 2G - 1, ..., G, 0, ..., G - 1.
-    """
+    # Where the 2G chunks of each length begin and end: int64 [S, 2G + 1].
+    #
+    # `dealt` [S]: tokens left over that were dealt before. The n-th one goes to group index n mod
+    # G: to its high chunk in even turns (n // G), to its low chunk in odd ones. So a round of 2G of
+    # them goes to chunks 2G - 1, ..., G, 0, ..., G - 1.
     width = 2 * size
     whole, over = np.divmod(lengths, width)
     first = (dealt % width)[:, None]

@@ -24,15 +24,9 @@ def simulate(
     """Simulate a step for each plan: step_s, tokens_per_s, phases_s, peak_bytes_per_rank,
     utilisation.
 
-    Args:
-        plan: of a microbatch or a step; several: a step each.
-        cluster: that runs it.
-        model: that is trained.
-        cost: prices of kernels and links; not given: `cost.analytic.AnalyticCost`.
-        options: those of `simulator.setup.Setup`.
-
-    Raises:
-        ConfigError: no such option; a plan for other ranks than the cluster's.
+    `plan`: of a microbatch or a step; several: a step each; `cost`: prices of kernels and links; not
+    given: `cost.analytic.AnalyticCost`; `options`: those of `simulator.setup.Setup`. Raises
+    ConfigError: no such option; a plan for other ranks than the cluster's.
     """
     from megatron_balance.analysis.machine import Machine
     from megatron_balance.cost.analytic import AnalyticCost

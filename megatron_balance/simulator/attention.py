@@ -28,8 +28,8 @@ EngineName: TypeAlias = Literal["auto", "events", "rounds"]
 ENGINES: tuple[EngineName, ...] = ("auto", "events", "rounds")
 Transport: TypeAlias = Literal["streams", "sockets"]
 
+# Ranks up to which "auto" takes the event engine (docs/adr/0017).
 SMALL = 16
-"""Ranks up to which "auto" takes the event engine (docs/adr/0017)."""
 
 
 class BothPhases(NamedTuple):
@@ -49,12 +49,9 @@ def attention_call(
 ) -> BothPhases:
     """Run one attention call of a plan.
 
-    `enter_s`: when each rank [num_ranks] enters the forward and the backward; not given: all at
-    once.
-
-    Raises:
-        ConfigError: the round engine is asked for sockets, or for transfers that wait for SMs,
-            which it does not know.
+    `enter_s`: when each rank [num_ranks] enters the forward and the backward; not given: all at once.
+    Raises ConfigError: the round engine is asked for sockets, or for transfers that wait for SMs,
+    which it does not know.
     """
     check_engine(name, machine)
     if name == "rounds" and transport == "sockets":
@@ -82,10 +79,8 @@ def mean_call(calls: Sequence[tuple[BothPhases, float]]) -> BothPhases:
 
 
 def check_engine(name: EngineName, machine: Machine) -> None:
-    """Reject an engine that does not know what the machine does.
-
-    Raises:
-        ConfigError: transfers wait for SMs, and the engine is `rounds`.
+    """Reject an engine that does not know what the machine does. Raises ConfigError: transfers wait
+    for SMs, and the engine is `rounds`.
     """
     if name == "rounds" and machine.cost.contention.waits:
         raise ConfigError(

@@ -9,9 +9,8 @@ runs it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,19 +37,16 @@ from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 # send, the bytes go at once, and the other one's own word behind them: the two take turns, unless
 # they begin at the same moment.
 
+# Exchanges whose receives are posted before they are due (`runtime.transport.gloo.Gloo.ahead`).
 AHEAD = 2
-"""Exchanges whose receives are posted before they are due (`runtime.transport.gloo.Gloo.ahead`)."""
 
-
+# Parts of a block of an all-gather, and how many of them are under way at once.
 _HALVES = 2
-"""Parts of a block of an all-gather, and how many of them are under way at once."""
 
 
 @dataclass(slots=True)
 class _RingSender:
-    """A rank in an all-gather: its messages in order, and how many have been posted, have left and
-    have come.
-    """
+    """A rank in an all-gather: its messages in order, how many were posted, left and came."""
 
     sends: list[int]
     receives: list[int]
@@ -70,9 +66,7 @@ class Sockets(Events):
             groups.append((each, range(groups[-1][1].stop if groups else len(phase.flows), len(flows))))
         super().__init__(phase, flows, machine, enter_s, trace=trace)
         longest = max((flow.num_bytes for flow in flows), default=0)
-        self.network = Network(
-            machine, lambda: self.now, lambda seconds, number: self.push(seconds, "other", number), self, longest
-        )
+        self.network = Network(machine, self, longest)
         self.given = [False] * len(flows)  # to its connection
         self.awaited = [False] * len(flows)  # its receiver's word has come
         self.begun_s = [0.0] * len(flows)
@@ -113,7 +107,7 @@ class Sockets(Events):
                 self.relayed[flow.b].append(index)
 
     def _add(self, each: GroupExchange, messages: range) -> None:
-        """Note what each rank of a collective sends and receives, in gloo's order."""
+        # Note what each rank of a collective sends and receives, in gloo's order.
         sent: defaultdict[int, list[int]] = defaultdict(list)
         brought: defaultdict[int, list[int]] = defaultdict(list)
         for index in messages:
@@ -156,9 +150,7 @@ class Sockets(Events):
             self._send(flow)
 
     def waits(self, rank: int, exchange: int) -> bool:
-        """Whether something that the exchange brings has not come, or something sent before has not
-        left.
-        """
+        """Whether something of the exchange has not come, or sent before has not left."""
         return self.arriving[rank, exchange] > 0 or any(
             left and at < exchange for at, left in self.leaving[rank].items()
         )
@@ -239,20 +231,20 @@ class Sockets(Events):
     # All-gathers
 
     def _turn(self, ring: _RingSender) -> None:
-        """Post what may be under way."""
+        # Post what may be under way.
         while ring.posted < min(len(ring.sends), _HALVES + min(ring.left, ring.came)):
             self._send(ring.sends[ring.posted])
             self._receive(ring.receives[ring.posted])
             ring.posted += 1
 
     def _turned(self, rank: int, exchange: int) -> None:
-        """Count a half block that has left a rank, or has come to it."""
+        # Count a half block that has left a rank, or has come to it.
         self.arriving[rank, exchange] -= 1
         self._turn(self.rings[rank, exchange])
 
 
 def _messages(each: GroupExchange) -> list[Flow]:
-    """The messages of a collective; `piece`: when, of those between the same ranks."""
+    # The messages of a collective; `piece`: when, of those between the same ranks.
     size = len(each.ranks)
     if each.collective == "all_gather":
         block = int(each.num_bytes.max(initial=0))
@@ -290,63 +282,37 @@ def _message(each: GroupExchange, src: int, dst: int, num_bytes: int, at: int) -
 # small queues), and its sockets take turns; a NIC that ranks share is behind a bridge, where the
 # kernel has lost count of them.
 
+# Bytes that a socket holds at most (net.ipv4.tcp_wmem).
 SOCKET_BYTES = 1 << 18
-"""Bytes that a socket holds at most (net.ipv4.tcp_wmem)."""
 
-
+# A socket that was full is written to again when one part in so many is free
+# (sk_stream_is_writeable).
 _WRITABLE = 3
-"""A socket that was full is written to again when one part in so many is free
-(sk_stream_is_writeable).
-"""
 
-
+# Segments that a socket has in a queue of its own namespace (net/ipv4/tcp_output.c,
+# tcp_small_queue_check).
 SMALL_QUEUE = 2
-"""Segments that a socket has in a queue of its own namespace (net/ipv4/tcp_output.c,
-tcp_small_queue_check).
-"""
 
-
+# Bytes given to an interface at once, inside a node and between nodes: whole packets of 8,948 bytes
+# (gso_max_size).
 SEGMENT_BYTES = 26844, 17896
-"""Bytes given to an interface at once, inside a node and between nodes: whole packets of 8,948
-bytes (gso_max_size).
-"""
 
-
+# Bytes that an idle token bucket lets through at once, inside a node and between nodes
+# (tools/emulated_cluster/wiring.py).
 BURST_BYTES = 40960, 20480
-"""Bytes that an idle token bucket lets through at once, inside a node and between nodes
-(tools/emulated_cluster/wiring.py).
-"""
-
 
 WORD_BYTES = 64
 
-
+# Segments of the longest message at most: of a longer one, sockets, segments and bursts are scaled
+# up alike.
 MOST_SEGMENTS = 512
-"""Segments of the longest message at most: of a longer one, sockets, segments and bursts are scaled
-up alike.
-"""
-
 
 _LEFT = 4
 
 
-class _Listener(Protocol):
-    """Receives what becomes of messages."""
-
-    def left(self, message: int) -> None:
-        """Take note: the socket has all of the message."""
-        ...
-
-    def came(self, message: int) -> None:
-        """Take note: the receiver has all of the message."""
-        ...
-
-
 @dataclass(slots=True)
 class _Queue:
-    """One direction of a link or NIC. `full_s`: when its bucket is full again; `last_s`: when the
-    segment that came last has left.
-    """
+    """One direction of a link or NIC. `full_s`: its bucket is full; `last_s`: its last one left."""
 
     bytes_per_s: float
     burst: int
@@ -354,7 +320,7 @@ class _Queue:
     last_s: float = 0.0
 
     def leaves_s(self, now: float, num_bytes: int) -> float:
-        """Seconds at which a segment that comes now has left."""
+        # Seconds at which a segment that comes now has left.
         self.full_s = max(now, self.full_s) + num_bytes / self.bytes_per_s
         self.last_s = max(now, self.last_s, self.full_s - self.burst / self.bytes_per_s)
         return self.last_s
@@ -399,21 +365,10 @@ class _TcpSegment(NamedTuple):
 
 
 class Network:
-    """All connections of a machine.
+    """All connections of a machine. `longest`: bytes of the longest message."""
 
-    `at(seconds, number)`: asks for a call of `event(number)` then. `longest`: bytes of the longest
-    message.
-    """
-
-    def __init__(
-        self,
-        machine: Machine,
-        now: Callable[[], float],
-        at: Callable[[float, int], None],
-        listener: _Listener,
-        longest: int,
-    ) -> None:
-        self._machine, self._now, self._at, self._listener = machine, now, at, listener
+    def __init__(self, machine: Machine, sockets: Sockets, longest: int) -> None:
+        self._machine, self._sockets = machine, sockets
         self._scale = scale = max(1, -(-longest // (MOST_SEGMENTS * min(SEGMENT_BYTES))))
         rates, num_links = machine.capacity().tolist(), 2 * machine.num_ranks
         self._queues = [_Queue(rate, scale * BURST_BYTES[at >= num_links]) for at, rate in enumerate(rates)]
@@ -422,13 +377,13 @@ class Network:
         self._count = 0
 
     def give(self, src: int, dst: int, message: int, num_bytes: int) -> None:
-        """Write a message to the connection of two ranks, after all that it was given before."""
+        # Write a message to the connection of two ranks, after all that it was given before.
         connection = self._connections.get((src, dst)) or self._connect(src, dst)
         connection.waiting.append(_Given(message, num_bytes))
         self._fill(connection)
 
     def event(self, number: int) -> None:
-        """Move a segment on that has left a queue."""
+        # Move a segment on that has left a queue.
         place, connection, part = self._coming.pop(number)
         if place == 0:
             connection.queued -= 1
@@ -437,11 +392,11 @@ class Network:
         elif place == 1:
             self._pass(2, connection, part)
             if part.whole:
-                self._listener.came(part.message)
+                self._sockets.came(part.message)
         elif place == 2:
             self._pass(3, connection, part)
         elif place == _LEFT:
-            self._listener.left(part.message)
+            self._sockets.left(part.message)
         else:
             connection.free_bytes += part.num_bytes
             self._fill(connection)
@@ -458,7 +413,7 @@ class Network:
         return connection
 
     def _fill(self, connection: _Connection) -> None:
-        """Put what waits into the socket, as far as it has free bytes."""
+        # Put what waits into the socket, as far as it has free bytes.
         if connection.full and connection.free_bytes * _WRITABLE < self._scale * SOCKET_BYTES:
             return
         while connection.waiting and connection.free_bytes:
@@ -469,12 +424,12 @@ class Network:
             connection.unsent.append(_Given(given.message, taken, not given.num_bytes))
             if not given.num_bytes:
                 connection.waiting.popleft()
-                self._happens(_LEFT, connection, given, self._now())
+                self._happens(_LEFT, connection, given, self._sockets.now)
         connection.full = bool(connection.waiting)
         self._send(connection)
 
     def _send(self, connection: _Connection) -> None:
-        """Hand segments to the first queue."""
+        # Hand segments to the first queue.
         while connection.unsent and not (connection.small and connection.queued >= SMALL_QUEUE):
             first = connection.unsent[0]
             taken = min(first.num_bytes, connection.segment)
@@ -485,13 +440,12 @@ class Network:
             self._pass(0, connection, _Given(first.message, taken, first.whole and not first.num_bytes))
 
     def _pass(self, place: int, connection: _Connection, part: _Given) -> None:
-        """Through a queue; an acknowledgement takes no time of its own."""
+        # Through a queue; an acknowledgement takes no time of its own.
         queue = (*connection.there, *connection.back)[place]
-        self._happens(
-            place, connection, part, queue.leaves_s(self._now(), part.num_bytes if place < len(connection.there) else 0)
-        )
+        num_bytes = part.num_bytes if place < len(connection.there) else 0
+        self._happens(place, connection, part, queue.leaves_s(self._sockets.now, num_bytes))
 
     def _happens(self, place: int, connection: _Connection, part: _Given, at_s: float) -> None:
         self._count += 1
         self._coming[self._count] = _TcpSegment(place, connection, part)
-        self._at(at_s, self._count)
+        self._sockets.push(at_s, "other", self._count)

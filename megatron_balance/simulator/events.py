@@ -1,7 +1,7 @@
 """The clocks of the event engine: every rank's compute stream.
 
 A rank's compute stream takes its steps in order. What a step waits for, and how bytes travel, is
-the transport's (`simulator.streams`, `simulator.emulated.sockets`). Transfers under way slow their
+the transport's (`StreamsPhase`, `simulator.emulated`). Transfers under way slow their
 ranks' kernels by the SMs that they hold.
 """
 
@@ -16,15 +16,15 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from megatron_balance.analysis.clocks import Outcome
-from megatron_balance.analysis.launches import Taken
 from megatron_balance.analysis.machine import Machine, fair_rates
+from megatron_balance.analysis.tables import Taken
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT, TrackSpan
 from megatron_balance.compile.order import LEGS, Finish, RunLaunches, Start
 from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.phase import Flow, GroupExchange, Place, SimulatedPhase
 
+# Events this close, relative to their time, happen at once.
 _SAME_TIME = 1e-12
-"""Events this close, relative to their time, happen at once."""
 
 
 @dataclass(slots=True)
@@ -49,16 +49,13 @@ class _Computing:
 
 
 _What: TypeAlias = Literal["enter", "issue", "step", "flow", "other"]
+# Seconds, number (events of one time keep their order), kind, the rank, flow or other thing it is
+# of, version.
 _Event: TypeAlias = tuple[float, int, _What, int, int]
-"""Seconds, number (events of one time keep their order), kind, the rank, flow or other thing it is
-of, version.
-"""
 
 
 class Events:
-    """One phase on clocks. A transport is a subclass that implements what raises
-    NotImplementedError here.
-    """
+    """One phase on clocks. Transports are subclasses, with what raises NotImplementedError here."""
 
     def __init__(
         self, phase: SimulatedPhase, flows: Sequence[Flow], machine: Machine, enter_s: Floats, *, trace: bool
@@ -130,9 +127,7 @@ class Events:
         self.end_s[rank] = max(self.end_s[rank], self.now)
 
     def sm_wait_s(self, rank: int, *, prioritised: bool) -> float:
-        """Seconds until a communication kernel that is launched now gets SMs from the attention
-        kernel at work on a rank.
-        """
+        """Seconds until a communication kernel gets SMs from the attention kernel at work."""
         computing = self.ranks[rank]
         if not (self.contention.waits and computing.working):
             return 0.0
@@ -172,9 +167,7 @@ class Events:
     # The compute stream
 
     def advance(self, rank: int) -> None:
-        """Begin the next step, if there is one and what it waits for is there; steps that take no
-        time are passed.
-        """
+        """Begin the next step if what it waits for is there; pass steps that take no time."""
         computing, steps = self.ranks[rank], self.phase.steps[rank]
         while computing.at < len(steps) and not computing.working:
             step, issued_s = steps[computing.at], self.issued_s[rank]
@@ -204,7 +197,7 @@ class Events:
             self.advance(rank)
 
     def _pace(self, rank: int) -> None:
-        """Set the speed of the step at work by the SMs that transfers hold now."""
+        # Set the speed of the step at work by the SMs that transfers hold now.
         computing = self.ranks[rank]
         if not computing.working:
             return
@@ -226,7 +219,7 @@ class Events:
         self.advance(rank)
 
     def _note(self, rank: int, name: str, start_s: float | None = None) -> None:
-        """Add what the compute stream did until now to the trace, if there is one."""
+        # Add what the compute stream did until now to the trace, if there is one.
         if self.trace:
             computing = self.ranks[rank]
             exchange, zone = self.phase.exchanges[rank][computing.at], self.phase.zone(rank, computing.at)
@@ -273,6 +266,9 @@ class _ExchangeLeg:
     together: int = -1
 
 
+_LEG_ORDER = {leg: number for number, leg in enumerate(("direct", *LEGS))}
+
+
 @dataclass(slots=True)
 class _JointCall:
     """A collective: the calls of its ranks, and for how many of them it waits."""
@@ -303,7 +299,7 @@ class StreamsPhase(Events):
         self.waiting: list[_ExchangeLeg] = []  # calls that were launched and wait for SMs
         for index, flow in enumerate(phase.flows):
             for rank, place in zip((flow.a, flow.b), flow.places, strict=True):
-                call = self._call(place)
+                call = self.calls.setdefault(place, _ExchangeLeg(place))
                 call.flows.append(index)
                 call.left += 1
                 call.brings |= rank == flow.b == flow.dst
@@ -316,25 +312,23 @@ class StreamsPhase(Events):
         for rank, (steps, exchanges) in enumerate(zip(phase.steps, phase.exchanges, strict=True)):
             self._line_up(rank, [at for step, at in zip(steps, exchanges, strict=True) if isinstance(step, Start)])
 
-    def _call(self, place: Place) -> _ExchangeLeg:
-        if place not in self.calls:
-            self.calls[place] = _ExchangeLeg(place)
-        return self.calls[place]
-
     def _add_together(self, each: GroupExchange) -> None:
         calls: list[_ExchangeLeg] = []
         for rank in each.ranks:
-            call = self._call((rank, each.exchange, "direct", each.stream))
+            place: Place = (rank, each.exchange, "direct", each.stream)
+            call = self.calls.setdefault(place, _ExchangeLeg(place))
             call.left, call.brings, call.owned, call.together = 1, True, True, len(self.together)
             calls.append(call)
         self.together.append(_JointCall(each.taken(self.machine), calls, len(calls)))
 
     def _line_up(self, rank: int, started: Sequence[int]) -> None:
-        """Line up a rank's calls, stream by stream and leg by leg, and behind the compute stream."""
+        # Line up a rank's calls, stream by stream and leg by leg, and behind the compute stream.
         last: dict[str, _ExchangeLeg] = {}
         for exchange in started:
             before: dict[str, _ExchangeLeg] = {}
-            for call in sorted(self.of_exchange[rank, exchange], key=_leg_order):
+            for call in sorted(
+                self.of_exchange[rank, exchange], key=lambda call: (_LEG_ORDER[call.place[2]], call.place[3])
+            ):
                 _, _, leg, stream = call.place
                 of = stream.partition(" ")[2]
                 for earlier in (last.get(stream), before.get(of) if leg != "direct" else None):
@@ -390,12 +384,10 @@ class StreamsPhase(Events):
                 uses = self.uses[flows]
                 resources, place = np.unique(uses, return_inverse=True)
                 self.changed.difference_update(resources.tolist())
-                alone = len(flows) == 1
-                rates = (
-                    [float(self.capacity[uses].min())]
-                    if alone
-                    else fair_rates(place.reshape(uses.shape), self.capacity[resources]).tolist()
-                )
+                if len(flows) == 1:
+                    rates = [float(self.capacity[uses].min())]
+                else:
+                    rates = fair_rates(place.reshape(uses.shape), self.capacity[resources]).tolist()
                 for flow, rate in zip(flows, rates, strict=True):
                     self._set_rate(flow, rate)
 
@@ -408,7 +400,7 @@ class StreamsPhase(Events):
         self.push(self.now + max(0.0, self.left[flow]) / rate, "flow", flow, self.version[flow])
 
     def _reached(self, resource: int) -> list[int]:
-        """Running flows that share a resource with those of `resource`, directly or through others."""
+        # Running flows that share a resource with those of `resource`, directly or through others.
         reached: set[int] = set()
         seen, waiting = {resource}, [resource]
         while waiting:
@@ -430,7 +422,7 @@ class StreamsPhase(Events):
             self._end_of_part(call)
 
     def _release(self, call: _ExchangeLeg) -> None:
-        """Take away one thing that a call waits for, and begin it after the last."""
+        # Take away one thing that a call waits for, and begin it after the last.
         call.waits -= 1
         if call.waits:
             return
@@ -455,7 +447,7 @@ class StreamsPhase(Events):
                 self.push(self.now + self.call_s + self.alpha_s[flow], "flow", flow)
 
     def _end_of_part(self, call: _ExchangeLeg) -> None:
-        """End one transfer of a call, or its collective."""
+        # End one transfer of a call, or its collective.
         call.left -= 1
         if call.left:
             return
@@ -468,8 +460,3 @@ class StreamsPhase(Events):
         if call.brings:
             self.arriving[rank, exchange] -= 1
             self.retry(rank)
-
-
-def _leg_order(call: _ExchangeLeg) -> tuple[int, str]:
-    _, _, leg, stream = call.place
-    return ("direct", *LEGS).index(leg), stream

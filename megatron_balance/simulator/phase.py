@@ -14,20 +14,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.launches import ADDED, STORED, Taken, all_to_all, launches, ring_collective
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.tables import ADDED, STORED, Taken, all_to_all, launches, ring_collective
 from megatron_balance.analysis.wire import is_collective, piece_bounds
-from megatron_balance.compile.order import (
-    Finish,
-    Leg,
-    RunLaunches,
-    Start,
-    Step,
-    TrafficClass,
-    collective_stream,
-    hops,
-    stream_name,
-)
+from megatron_balance.compile import order
 from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.compile.transpose import places
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Host, Ints
@@ -38,18 +28,16 @@ from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.patterns.sends import messages_of
 
-Place: TypeAlias = tuple[int, int, Leg, str]
-"""A leg of an exchange on a rank: (rank, exchange id, leg, stream)."""
+# A leg of an exchange on a rank: (rank, exchange id, leg, stream).
+Place: TypeAlias = tuple[int, int, order.Leg, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """One hop of what an exchange moves from `src` to `dst`, or of one piece of it: from rank `a`
-    to rank `b`.
-    """
+    """One hop of what an exchange moves from `src` to `dst`, or of a piece of it: from `a` to `b`."""
 
     exchange: int
-    leg: Leg
+    leg: order.Leg
     stream: str
     a: int
     b: int
@@ -65,9 +53,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class GroupExchange:
-    """A collective of a group's ranks. `num_bytes` [G, G]: from the rank of a row to that of a
-    column.
-    """
+    """A collective of a group. `num_bytes` [G, G]: from the rank of a row to that of a column."""
 
     exchange: int
     collective: Collective
@@ -91,7 +77,7 @@ class SimulatedPhase:
     its name, where anybody traces.
     """
 
-    steps: list[tuple[Step, ...]]
+    steps: list[tuple[order.Step, ...]]
     seconds: list[list[float]]
     exchanges: list[list[int]]
     blocks_s: list[list[float]]
@@ -134,21 +120,19 @@ def phase_of(
     pack_s, unpack_s = exchanges.handling(machine, sums=sums)
     for rank, (program, ordered, own) in enumerate(zip(programs, orders, ops, strict=True)):
         steps = ordered.steps
-        seconds = {RunLaunches: run_s[rank], Start: pack_s[rank], Finish: unpack_s[rank]}
+        seconds = {order.RunLaunches: run_s[rank], order.Start: pack_s[rank], order.Finish: unpack_s[rank]}
         phase.steps.append(steps)
         phase.seconds.append([seconds[type(step)][step.op] for step in steps])
-        phase.exchanges.append([_id_of(own[step.op]) for step in steps])
+        phase.exchanges.append([op.id if isinstance(op := own[step.op], Exchange) else -1 for step in steps])
         zones = places(program, backward=backward).zones
         phase.zones.append([zones[step.op] for step in steps])
         of_rank = blocks_s[rank]
-        phase.blocks_s.append([of_rank.get(step.op, 0.0) if isinstance(step, RunLaunches) else 0.0 for step in steps])
+        phase.blocks_s.append(
+            [of_rank.get(step.op, 0.0) if isinstance(step, order.RunLaunches) else 0.0 for step in steps]
+        )
     phase.flows = exchanges.flows(machine)
     phase.collectives = exchanges.collectives(machine)
     return phase
-
-
-def _id_of(op: Op) -> int:
-    return op.id if isinstance(op, Exchange) else -1
 
 
 def ring_names(plan: MicrobatchPlan) -> frozenset[str]:
@@ -158,7 +142,7 @@ def ring_names(plan: MicrobatchPlan) -> frozenset[str]:
 
 
 def _walked(program: RankProgram, rings: Collection[str]) -> dict[int, bool]:
-    """Of each backward launch, by op: whether a hop of a ring brought all of its keys."""
+    # Of each backward launch, by op: whether a hop of a ring brought all of its keys.
     names = [name for name, count in program.queues for _ in range(count)] or [""] * len(program.forward)
     of_launch = [name for op, name in zip(program.forward, names, strict=True) if isinstance(op, Attend)][::-1]
     indices = [index for index, op in enumerate(program.backward) if isinstance(op, AttendGrad)]
@@ -172,7 +156,7 @@ def _walked(program: RankProgram, rings: Collection[str]) -> dict[int, bool]:
 
 
 def _meet(spans: Ints, owned: Ints) -> bool:
-    """Whether spans [n, 3] (seq, start, stop) name tokens of owned fragments."""
+    # Whether spans [n, 3] (seq, start, stop) name tokens of owned fragments.
     seq, start, stop = (spans[:, at, None] for at in range(3))
     of = owned[:, Fragment.SEQ], owned[:, Fragment.START], owned[:, Fragment.STOP]
     return bool(((seq == of[0]) & (start < of[2]) & (of[1] < stop)).any())
@@ -181,7 +165,7 @@ def _meet(spans: Ints, owned: Ints) -> bool:
 def _launch_seconds(
     ops: Sequence[Sequence[Op]], walked: Sequence[dict[int, bool]], machine: Machine, *, backward: bool
 ) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
-    """By rank and op: seconds of a launch with its merging, and of one of its thread blocks."""
+    # By rank and op: seconds of a launch with its merging, and of one of its thread blocks.
     attends = [
         (rank, index, op)
         for rank, own in enumerate(ops)
@@ -190,7 +174,8 @@ def _launch_seconds(
     ]
     pairs = concat([op.pairs for _, _, op in attends], Pair.WIDTH)
     launch = np.repeat(np.arange(len(attends)), [len(op.pairs) for _, _, op in attends])
-    merging = np.array([_merges_after(ops[rank], index) for rank, index, _ in attends], dtype=np.float64)
+    behind = (ops[rank][index + 1 : index + 2] for rank, index, _ in attends)
+    merging = np.array([any(isinstance(op, Merge) for op in after) for after in behind], dtype=np.float64)
     came = np.array([walked[rank].get(index, False) for rank, index, _ in attends], dtype=bool)
     costs = launches(pairs, launch, merging, machine, backward=backward, walked=came)
     slow = machine.slow()
@@ -208,10 +193,6 @@ def _launch_seconds(
         for (rank, index, _), kernel_s, count in zip(attends, costs.kernel.tolist(), blocks.tolist(), strict=True):
             blocks_s[rank][index] = contention.block_s(kernel_s * float(slow[rank]), count)
     return seconds, blocks_s
-
-
-def _merges_after(ops: Sequence[Op], index: int) -> bool:
-    return index + 1 < len(ops) and isinstance(ops[index + 1], Merge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +215,7 @@ class _Exchanges:
 
     @classmethod
     def of(cls, ops: Sequence[Sequence[Op]], numbers: Sequence[int], machine: Machine) -> _Exchanges:
-        """`numbers`: of the ranks whose `ops` they are."""
+        # `numbers`: of the ranks whose `ops` they are.
         listed = [
             (rank, place, op)
             for rank, own in enumerate(ops)
@@ -254,10 +235,10 @@ class _Exchanges:
         return cls(exchanges, ranks, [place for _, place, _ in listed], rows, at, sent, brought, together)
 
     def handling(self, machine: Machine, *, sums: bool) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
-        """By rank and op: seconds of packing what an exchange sends, and of unpacking what it brings.
-
-        `sums`: as in `phase_of`.
-        """
+        # By rank and op: seconds of packing what an exchange sends, and of unpacking what it
+        # brings.
+        #
+        # `sums`: as in `phase_of`.
         gathers, scatters = (
             np.array([op.collective == name for op in self.ops], dtype=bool)
             for name in ("all_gather", "reduce_scatter")
@@ -284,16 +265,15 @@ class _Exchanges:
         return pack_s, unpack_s
 
     def _is_first(self, chosen: Bools, end: int, only: Bools) -> Bools:
-        """Of exchanges that are among `only`, the `chosen` transfers with the other `end` of the first
-        one; all transfers of the others.
-        """
+        # Of exchanges that are among `only`, the `chosen` transfers with the other `end` of the
+        # first one; all transfers of the others.
         found, first = np.unique(self.at[chosen], return_index=True)
         ends = np.full(len(self.ops), -1, dtype=np.int64)
         ends[found] = self.rows[chosen][first, end]
         return ~only[self.at] | (self.rows[:, end] == ends[self.at])
 
     def _passed_on(self, own: Ints, brought: Ints) -> Bools:
-        """Whether a sent block of keys, or of their gradients, came in an earlier exchange."""
+        # Whether a sent block of keys, or of their gradients, came in an earlier exchange.
         both = np.concatenate([own, brought])
         key = self.ranks[self.at[both]]  # one number for a rank, a kind, a sequence and where the block begins
         for column in (Transfer.KIND, Transfer.SEQ, Transfer.START):
@@ -305,7 +285,7 @@ class _Exchanges:
         return np.isin(self.rows[own, Transfer.KIND], (Kind.KV, Kind.KV_GRAD)) & (came[key[: len(own)]] < self.at[own])
 
     def flows(self, machine: Machine) -> list[Flow]:
-        """All hops of what is sent from rank to rank, by source, then by exchange."""
+        # All hops of what is sent from rank to rank, by source, then by exchange.
         ids = np.array([op.id for op in self.ops], dtype=np.int64)
         chosen = self.sent & ~self.together[self.at]
         rows, at = self.rows[chosen], self.at[chosen]
@@ -323,7 +303,7 @@ class _Exchanges:
         for exchange, src, dst, direct, packed, moving, crossing in zip(
             *(each.tolist() for each in columns), strict=True
         ):
-            of: TrafficClass = "moved" if moving else "copied"
+            of: order.TrafficClass = "moved" if moving else "copied"
             if exchange not in routes:
                 routes[exchange] = {}
                 op = self.ops[int(exchange)]
@@ -332,26 +312,28 @@ class _Exchanges:
                     routes[exchange].setdefault((row[0], row[1]), []).append(row)
             by_proxies, number = routes[exchange].get((src, dst)), int(ids[exchange])
             if by_proxies is None:
-                flows.append(Flow(number, "direct", stream_name("direct", crossing, of), src, dst, src, dst, direct))
+                flows.append(
+                    Flow(number, "direct", order.stream_name("direct", crossing, of), src, dst, src, dst, direct)
+                )
                 continue
             sizes = [stop - start for start, stop in piece_bounds(packed, len(by_proxies))]
             flows += [
-                Flow(number, leg, stream_name(leg, True, of), a, b, src, dst, sizes[piece], piece)
+                Flow(number, leg, order.stream_name(leg, True, of), a, b, src, dst, sizes[piece], piece)
                 for _, _, piece, send_proxy, receive_proxy in by_proxies
-                for leg, a, b in hops((src, send_proxy, receive_proxy, dst))
+                for leg, a, b in order.hops((src, send_proxy, receive_proxy, dst))
                 if sizes[piece]
             ]
         return flows
 
     def collectives(self, machine: Machine) -> list[GroupExchange]:
-        """The collective calls, in the order in which ranks come to them."""
+        # The collective calls, in the order in which ranks come to them.
         groups = {self.ops[at].id: self.ops[at] for at in np.flatnonzero(self.together).tolist()}
         ids = np.array([op.id for op in self.ops], dtype=np.int64)[self.at]
         chosen = np.flatnonzero(self.sent & np.isin(ids, list(groups)))
-        order = chosen[np.argsort(ids[chosen], kind="stable")]
-        bounds = np.searchsorted(ids[order], [list(groups), [number + 1 for number in groups]])
+        by_id = chosen[np.argsort(ids[chosen], kind="stable")]
+        bounds = np.searchsorted(ids[by_id], [list(groups), [number + 1 for number in groups]])
         return [
-            _collective(op, self.rows[order[begin:end]], machine)
+            _collective(op, self.rows[by_id[begin:end]], machine)
             for op, begin, end in zip(groups.values(), *bounds.tolist(), strict=True)
         ]
 
@@ -363,7 +345,7 @@ def _collective(op: Exchange, rows: Ints, machine: Machine) -> GroupExchange:
     num_bytes: Floats = np.zeros((len(op.group), len(op.group)))
     num_bytes[place[parcels.src], place[parcels.dst]] = parcels.padded
     return GroupExchange(
-        op.id, op.collective, op.group, collective_stream(op.group, machine.cluster.node_size), num_bytes
+        op.id, op.collective, op.group, order.collective_stream(op.group, machine.cluster.node_size), num_bytes
     )
 
 
@@ -379,13 +361,13 @@ def issued_s(phase: SimulatedPhase, host: Host) -> list[list[float]]:
     for group in phase.collectives:
         calls.update((rank, group.exchange) for rank in group.ranks)
 
-    def step_s(rank: int, step: Step, exchange: int, seconds: float) -> float:
+    def step_s(rank: int, step: order.Step, exchange: int, seconds: float) -> float:
         match step:
-            case RunLaunches():
+            case order.RunLaunches():
                 return host.issue_s(0, LAUNCHES_OF_RUN)
-            case Start():
+            case order.Start():
                 return host.issue_s(calls[rank, exchange], seconds > 0, messages[rank, exchange])
-            case Finish():
+            case order.Finish():
                 return host.issue_s(0, seconds > 0)
 
     return [

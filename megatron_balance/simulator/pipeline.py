@@ -26,17 +26,13 @@ class ChunkPass:
 
 
 def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 1) -> list[ChunkPass]:
-    """The passes of a stage, in order.
-
-    Raises:
-        ConfigError: an interleaved schedule of microbatches that do not come in whole groups of
-            `num_stages`.
+    """The passes of a stage, in order. Raises ConfigError: an interleaved schedule of microbatches
+    that do not come in whole groups of `num_stages`.
     """
     if num_chunks > 1 and num_microbatches % num_stages:
         raise ConfigError(
             f"interleave {num_chunks}: {num_microbatches} microbatches are not a multiple of {num_stages} pipeline "
-            "stages; "
-            f"use a multiple, or interleave 1"
+            "stages; use a multiple, or interleave 1"
         )
     total = num_microbatches * num_chunks
     if num_chunks == 1:
@@ -52,20 +48,17 @@ def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 
 
 
 def _pass(index: int, num_stages: int, num_chunks: int, *, backward: bool) -> ChunkPass:
-    """The n-th forward, or backward, of a stage.
-
-    Groups of `num_stages` microbatches go through all chunks, backwards through the last chunk
-    first.
-    """
-    if num_chunks == 1:
-        return ChunkPass(backward, index)
+    # The n-th forward, or backward, of a stage.
+    #
+    # Groups of `num_stages` microbatches go through all chunks, backwards through the last chunk
+    # first.
     group, place = divmod(index, num_stages * num_chunks)
     chunk, member = divmod(place, num_stages)
     return ChunkPass(backward, group * num_stages + member, num_chunks - 1 - chunk if backward else chunk)
 
 
+# (stage, pass, when its input is there and the stage free [num_ranks]) -> when it is done.
 Run = Callable[[int, ChunkPass, Floats], Floats]
-"""(stage, pass, when its input is there and the stage free [num_ranks]) -> when it is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +110,8 @@ def run(
         for stage in range(num_stages):
             while at[stage] < len(orders[stage]):
                 step = orders[stage][at[stage]]
-                ready = _ready(
-                    step,
-                    step.chunk * num_stages + stage,
-                    last,
-                    done,
-                    transfer(step.microbatch) if num_stages > 1 else clock[stage] * 0,
-                )
+                transfer_s = transfer(step.microbatch) if num_stages > 1 else np.zeros(num_ranks)
+                ready = _ready(step, step.chunk * num_stages + stage, last, done, transfer_s)
                 if ready is None:
                     break
                 begin = np.maximum(clock[stage], ready)
@@ -132,19 +120,16 @@ def run(
                 done[step.backward, step.chunk * num_stages + stage, step.microbatch] = clock[stage]
                 at[stage] += 1
                 moved = True
-    assert all(place == len(own) for place, own in zip(at, orders, strict=True)), (
-        "a pipeline schedule that waits for itself"
-    )
+    assert at == [len(own) for own in orders], "a pipeline schedule that waits for itself"
     return PipelineClocks(tuple(clock), tuple(busy))
 
 
 def _ready(
     step: ChunkPass, place: int, last: int, done: dict[tuple[bool, int, int], Floats], transfer_s: Floats
 ) -> Floats | float | None:
-    """Seconds at which the input of a pass is there; None: not known yet.
-
-    `place`: of its chunk among all chunks of the model.
-    """
+    # Seconds at which the input of a pass is there; None: not known yet.
+    #
+    # `place`: of its chunk among all chunks of the model.
     if not step.backward and place == 0:
         return 0.0
     if step.backward and place == last:

@@ -1,6 +1,4 @@
-"""The surroundings of a simulated step's attention calls: options, gradient synchronisation, the
-optimizer, experts, memory.
-"""
+"""Surroundings of a step's attention calls: options, synchronisation, optimizer, experts, memory."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Backward, Policy
 from megatron_balance.simulator.attention import EngineName, Transport
 
+# The plan of a microbatch, or of each of its nano-batches.
 Microbatch: TypeAlias = MicrobatchPlan | tuple[MicrobatchPlan, ...]
-"""The plan of a microbatch, or of each of its nano-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +84,8 @@ class StageSetup:
     setup: Setup
 
     def layers_per_chunk(self) -> int:
-        """Layers of each model chunk of the pipeline.
-
-        Raises:
-            ConfigError: the chunks cannot be given as many each.
+        """Layers of each model chunk of the pipeline. Raises ConfigError: the chunks cannot be
+        given as many each.
         """
         model, chunks = self.machine.model, self.setup.pipeline * self.setup.interleave
         layers, rest = divmod(model.num_layers, chunks)
@@ -142,7 +138,7 @@ class StageSetup:
         return [step_bytes([found[id(plan)] for plan in plans], model, stage) for stage in self.stages()]
 
     def _held(self) -> Parameters:
-        """Parameters of a rank of the stage with the most."""
+        # Parameters of a rank of the stage with the most.
         setup, machine = self.setup, self.machine
         ends = [
             Sharding(pipeline=setup.pipeline, stage=at, optimizer=machine.num_ranks, experts=setup.experts)
@@ -151,7 +147,7 @@ class StageSetup:
         return max((parameters_of_rank(machine.model, sharding) for sharding in ends), key=sum)
 
     def _group_of_experts(self) -> CollectiveGroup:
-        """The ranks that have the same experts, one of `experts`, with that part of a node's NICs."""
+        # The ranks that have the same experts, one of `experts`, with that part of a node's NICs.
         every, whole = self.setup.experts, self._group()
         here = max(1, whole.ranks_per_node // every)
         inter = Link(whole.inter.alpha_s, whole.inter.bytes_per_s * here / whole.ranks_per_node)
@@ -189,12 +185,8 @@ def added_s(plan: MicrobatchPlan, stage: StageSetup, pool: int | None = None) ->
 
     With a load, the ranks that share the experts (consecutive ones) share their visits, and wait for
     the busiest of them, whose part of the layer's products grows with its visits. Without, each rank
-    computes for as many as its own tokens make.
-
-    Args:
-        plan: of a microbatch.
-        stage: the machine and the setup.
-        pool: ranks of one pipeline stage, the first `pool` ranks being the first stage's; None: all.
+    computes for as many as its own tokens make. `pool`: ranks of one pipeline stage, the first `pool`
+    ranks being the first stage's; None: all.
     """
     size, model, load = pool or plan.num_ranks, stage.machine.model, stage.setup.expert_load
     if not model.num_experts or stage.setup.experts == 1:
@@ -218,7 +210,7 @@ def added_s(plan: MicrobatchPlan, stage: StageSetup, pool: int | None = None) ->
 
 
 def _visits(plan: MicrobatchPlan, load: ExpertLoad, stage: StageSetup) -> Floats:
-    """Of the busiest rank of each rank's group, as tokens [R]."""
+    # Of the busiest rank of each rank's group, as tokens [R].
     ranks, model = stage.setup.experts, stage.machine.model
     rows = layouts(plan)
     tokens = np.zeros((plan.num_ranks // ranks, len(plan.lengths)))  # [groups, sequences]

@@ -72,15 +72,13 @@ class Step:
 
 @dataclass(slots=True)
 class _LayerSeconds:
-    """One layer of one microbatch, [num_ranks] each: seconds of the modules outside attention, and
-    of the layer in all.
+    """One layer of one microbatch, [num_ranks] each; forward and backward seconds of the modules
+    outside attention, of the layer in all, and of the head.
     """
 
     tokens: Ints
-    forward_linear_s: Floats
-    backward_linear_s: Floats
-    forward_s: Floats
-    backward_s: Floats
+    linear_s: tuple[Floats, Floats]
+    seconds: tuple[Floats, Floats]
     head_s: tuple[Floats, Floats]
     group: Ints
     call: BothPhases
@@ -92,11 +90,8 @@ def simulate_step(
     """Simulate the step whose microbatches have these plans, in order.
 
     `sharing`: all ranks that hold the parameters of a stage, and so sum gradients and share the
-    optimizer; None: those of `machine`.
-
-    Raises:
-        ConfigError: no microbatches, or one planned for other ranks; layers or microbatches that
-            the pipeline cannot be given evenly.
+    optimizer; None: those of `machine`. Raises ConfigError: no microbatches, or one planned for other
+    ranks; layers or microbatches that the pipeline cannot be given evenly.
     """
     if not plans:
         raise ConfigError("a step needs at least one microbatch")
@@ -132,7 +127,7 @@ def play_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = PLAI
     passes: list[Played] = []
     done_s = run.clocks(passes).total_s
     num_layers = run.layers_per_chunk * setup.interleave
-    sync_s = run.stage.sync_s(num_layers, float(run.layers[-1].backward_s.max()))
+    sync_s = run.stage.sync_s(num_layers, float(run.layers[-1].seconds[1].max()))
     return PlayedStep(passes, run.layers_per_chunk, done_s, sync_s, run.stage.optimizer_s())
 
 
@@ -156,9 +151,8 @@ class _StepRun:
             self.layers.append(known[name])
 
     def _layer(self, microbatch: Microbatch) -> _LayerSeconds:
-        """A layer of a microbatch; in nano-batches the mean one of a pipeline chunk, filling and
-        draining included.
-        """
+        # A layer of a microbatch; in nano-batches the mean one of a pipeline chunk, filling and
+        # draining included.
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
         plans, in_turns = parts_of(microbatch), isinstance(microbatch, tuple)
         experts = [added_s(plan, self.stage) for plan in plans]
@@ -193,11 +187,12 @@ class _StepRun:
                     for own, outcome in zip(linear, call, strict=True)
                 )
             )
-        heads = tuple(
+        head, head_back = (
             np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow()
             for b in (False, True)
         )
-        return _LayerSeconds(tokens, linear[0], linear[1], forward_s, backward_s, (heads[0], heads[1]), group, call)
+        linear_both = linear[0], linear[1]
+        return _LayerSeconds(tokens, linear_both, (forward_s, backward_s), (head, head_back), group, call)
 
     def step(self) -> Step:
         clocks = self.clocks()
@@ -207,7 +202,7 @@ class _StepRun:
         phases = self._phases(last, rank)
         phases["waiting"] = max(0.0, float(stages[last][rank]) - sum(phases.values()))
         num_layers = self.layers_per_chunk * self.setup.interleave
-        phases["gradient_sync"] = self.stage.sync_s(num_layers, float(self.layers[-1].backward_s.max()))
+        phases["gradient_sync"] = self.stage.sync_s(num_layers, float(self.layers[-1].seconds[1].max()))
         phases["optimizer"] = self.stage.optimizer_s()
         step_s = sum(phases.values())
         return Step(
@@ -218,81 +213,69 @@ class _StepRun:
             self._utilisation(step_s),
             self.decision,
             clocks.bubble_share,
-            (float(self.layers[0].forward_s.max()), float(self.layers[-1].backward_s.max())),
+            (float(self.layers[0].seconds[0].max()), float(self.layers[-1].seconds[1].max())),
         )
 
     def clocks(self, passes: list[Played] | None = None) -> PipelineClocks:
-        """Run the pipeline; note every pass in `passes`, if it is given."""
+        # Run the pipeline; note every pass in `passes`, if it is given.
         setup, model = self.setup, self.machine.model
         last_stage, last_chunk = setup.pipeline - 1, setup.interleave - 1
 
         def each(stage: int, step: ChunkPass, ready: Floats) -> Floats:
             layer = self.layers[step.microbatch]
-            layer_s = layer.backward_s if step.backward else layer.forward_s
+            layer_s = layer.seconds[step.backward]
             has_head = (stage, step.chunk) == (last_stage, last_chunk)
             head_s = layer.head_s[step.backward] * has_head
             begin_s = in_step(ready, layer.group)
             if passes is not None:
-                again_s = layer.forward_s * (step.backward and setup.recompute == "full")
+                again_s = layer.seconds[0] * (step.backward and setup.recompute == "full")
                 passes.append(Played(stage, step, begin_s, layer_s, again_s, head_s))
             return begin_s + self.layers_per_chunk * layer_s + head_s
 
         def transfer(microbatch: int) -> Floats:
-            link = (
-                self.machine.inter if self.machine.cluster.num_nodes > 1 or setup.pipeline > 1 else self.machine.intra
-            )
-            return np.array(
-                [parallel.stage_transfer_s(model, n, link) for n in self.layers[microbatch].tokens.tolist()]
-            )
+            far = self.machine.cluster.num_nodes > 1 or setup.pipeline > 1
+            link, tokens = self.machine.inter if far else self.machine.intra, self.layers[microbatch].tokens.tolist()
+            return np.array([parallel.stage_transfer_s(model, n, link) for n in tokens])
 
         return pipeline.run(setup.pipeline, len(self.plans), setup.interleave, self.machine.num_ranks, each, transfer)
 
     def _phases(self, stage: int, rank: int) -> dict[str, float]:
-        """Seconds of one rank's step by phase, without waiting."""
+        # Seconds of one rank's step by phase, without waiting.
         times, again = self.layers_per_chunk * self.setup.interleave, self.setup.recompute == "full"
         phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         for layer in self.layers:
-            linear, backward_linear = float(layer.forward_linear_s[rank]), float(layer.backward_linear_s[rank])
+            linear, backward_linear = (float(each[rank]) for each in layer.linear_s)
+            forward_s, backward_s = (float(each[rank]) for each in layer.seconds)
             phases["forward_linear"] += times * linear
-            phases["forward_attention"] += times * (float(layer.forward_s[rank]) - linear)
+            phases["forward_attention"] += times * (forward_s - linear)
             phases["backward_linear"] += times * (backward_linear + again * linear)
-            phases["backward_attention"] += times * (float(layer.backward_s[rank]) - backward_linear - again * linear)
+            phases["backward_attention"] += times * (backward_s - backward_linear - again * linear)
             if stage == self.setup.pipeline - 1:
                 phases["head"] += float(layer.head_s[0][rank] + layer.head_s[1][rank])
         return phases
 
     def _utilisation(self, step_s: float) -> dict[str, float]:
-        """Mean share of the step that ranks compute, and that links and NICs are full; synchronisation
-        left out.
-        """
+        # Mean share of the step that ranks compute, and that links and NICs are full;
+        # synchronisation left out.
         machine = self.machine
         ranks, times = machine.num_ranks, self.machine.model.num_layers / self.setup.pipeline
-        busy, full = np.zeros(ranks), np.zeros(len(machine.capacity()))
+        busy, moved = np.zeros(ranks), np.zeros(len(machine.capacity()))
         for layer in self.layers:
             again = 2 if self.setup.recompute == "full" else 1
-            parts: list[tuple[Outcome, Floats, int]] = [
-                (layer.call.forward, layer.forward_linear_s, again),
-                (layer.call.backward, layer.backward_linear_s, 1),
-            ]
-            for outcome, linear, repeats in parts:
+            for outcome, linear, repeats in zip(layer.call, layer.linear_s, (again, 1), strict=True):
                 busy += repeats * times * (outcome.compute_s + linear)
-                full += repeats * times * outcome.bytes_moved / machine.capacity()
+                moved += repeats * times * outcome.bytes_moved
             busy += (layer.head_s[0] + layer.head_s[1]) / self.setup.pipeline
-        return {
-            "compute": float(busy.mean() / step_s),
-            "link": float(full[: 2 * ranks].mean() / step_s),
-            "nic": float(full[2 * ranks :].mean() / step_s),
-        }
+        return machine.utilisation(busy, moved, step_s)
 
 
 def bound_s(lengths: Lengths, machine: Machine, setup: Setup = PLAIN) -> float:
-    """Seconds of a step's forward and backward: even computation over all ranks and pipeline stages.
+    """Seconds of a step's forward and backward: even computation over all ranks and pipeline
+    stages.
 
-    Args:
-        lengths: of the step's documents in tokens, microbatch by microbatch.
-        machine: of one pipeline stage's ranks.
-        setup: `pipeline` and `recompute` count; what surrounds layers and head (optimizer,
-            synchronisation, experts' exchange, bubbles) does not.
+    `lengths`: of the step's documents in tokens, microbatch by microbatch; `machine`: of one pipeline
+    stage's ranks; `setup`: `pipeline` and `recompute` count; what surrounds layers and head
+    (optimizer, synchronisation, experts' exchange, bubbles) does not.
     """
     return sum(_bound_of_microbatch(each, machine, setup) for each in lengths) / setup.pipeline
 
@@ -348,40 +331,32 @@ def simulate_plans(
 ) -> list[Step]:
     """Simulate every plan, each a step, on every machine."""
     machines = list(perturbation.machines(machine))
-    return [simulate_step(_microbatches(plan), each, setup) for plan in plans for each in machines]
-
-
-def _microbatches(plan: StepPlan | MicrobatchPlan) -> tuple[MicrobatchPlan, ...]:
-    """Every plan as a microbatch of its own; `simulator.training` runs nano-batches interleaved."""
-    return plan.plans if isinstance(plan, StepPlan) else (plan,)
-
-
-def _changes(steps: Sequence[Step]) -> dict[str, Any]:
-    """Means of what steps pulled and pushed, of those that did; none where weights stay."""
-    moved = [step.change for step in steps if step.change]
-    if not moved:
-        return {}
-    means = {name: float(np.mean([each[name] for each in moved])) for name in moved[0]}
-    return {"changes": {"steps": len(moved), **means}}
+    # Every plan is a microbatch of its own.
+    steps = [plan.plans if isinstance(plan, StepPlan) else (plan,) for plan in plans]
+    return [simulate_step(step, each, setup) for step in steps for each in machines]
 
 
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
     """The keys of `simulate` for several steps.
 
-    Median, p5 and p95 of their seconds; means of phases and utilisation; each rank's largest peak.
+    Median, p5 and p95 of their seconds; means of phases and utilisation, and of what steps pulled and
+    pushed, of those that did; each rank's largest peak.
     """
+
+    def means(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {name: float(np.mean([each[name] for each in of])) for name in of[0]}
+
+    moved = [step.change for step in steps if step.change]
     seconds = np.array([step.step_s for step in steps])
     median, low, high = (float(np.percentile(seconds, at)) for at in (50, 5, 95))
     return {
         "step_s": {"median": median, "p5": low, "p95": high},
         "mean_step_s": float(seconds.mean()),
         "tokens_per_s": sum(step.num_tokens for step in steps) / float(seconds.sum()),
-        "phases_s": {name: float(np.mean([step.phases_s[name] for step in steps])) for name in steps[0].phases_s},
+        "phases_s": means([step.phases_s for step in steps]),
         "peak_bytes_per_rank": np.max([step.peak_bytes for step in steps], axis=0).tolist(),
-        "utilisation": {
-            name: float(np.mean([step.utilisation[name] for step in steps])) for name in steps[0].utilisation
-        },
-        **_changes(steps),
+        "utilisation": means([step.utilisation for step in steps]),
+        **({"changes": {"steps": len(moved), **means(moved)}} if moved else {}),
         "backward": max((step.backward for step in steps), key=lambda each: each.peak_bytes).described(),
         "kind": "simulated",
     }

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.analysis.backward import (
     MicrobatchBytes,
-    ReceivedBytes,
     StepBytes,
     decide,
     microbatch_bytes,
@@ -73,16 +73,10 @@ def simulate_ticks(
 ) -> _TickTimes:
     """Simulate the ticks of a step.
 
-    Args:
-        ticks: with their plans.
-        machine: of all stages' ranks.
-        setup: `interleave`, `recompute`, `interleaved`, `engine` and `transport` count; the policy
-            is `replay`.
-        second: the same ticks of the microbatches' second nano-batches, if they run as two.
-
-    Raises:
-        ConfigError: no ticks, layers that stages do not share evenly, or nano-batches of other
-            ticks.
+    `machine`: of all stages' ranks; `setup`: `interleave`, `recompute`, `interleaved`, `engine` and
+    `transport` count; the policy is `replay`; `second`: the same ticks of the microbatches' second
+    nano-batches, if they run as two. Raises ConfigError: no ticks, layers that stages do not share
+    evenly, or nano-batches of other ticks.
     """
     if not ticks:
         raise ConfigError("a step needs at least one tick")
@@ -94,11 +88,8 @@ def simulate_ticks(
 _PHASES = {False: ("forward_linear", "forward_attention"), True: ("backward_linear", "backward_attention")}
 
 
-@dataclass(frozen=True, slots=True)
-class _TickPass:
-    """A tick's layers, by rank: seconds in all, of the modules, and of all computation; bytes by
-    resource.
-    """
+class _TickPass(NamedTuple):
+    """A tick's layers, by rank: seconds in all, of modules, of computation; bytes by resource."""
 
     seconds: Floats
     linear_s: Floats
@@ -110,13 +101,8 @@ class _TickPass:
         return self.seconds - self.linear_s
 
     def after(self, other: _TickPass) -> _TickPass:
-        """`other`, then this pass."""
-        return _TickPass(
-            self.seconds + other.seconds,
-            self.linear_s + other.linear_s,
-            self.compute_s + other.compute_s,
-            self.bytes_moved + other.bytes_moved,
-        )
+        # `other`, then this pass.
+        return _TickPass(*(own + first for own, first in zip(self, other, strict=True)))
 
 
 class _TicksRun:
@@ -130,8 +116,7 @@ class _TicksRun:
         if rest or spare:
             raise ConfigError(
                 f"{machine.model.num_layers} layers of {machine.model.name} on {machine.num_ranks} ranks cannot be "
-                f"cut into {chunks} "
-                f"chunks on {num_stages} pipeline stages"
+                f"cut into {chunks} chunks on {num_stages} pipeline stages"
             )
         self.known: dict[tuple[tuple[int | None, ...], bool], _TickPass] = {}
 
@@ -157,7 +142,7 @@ class _TicksRun:
         return _TickTimes(np.array(ends), busy, done, phases, bytes_moved)
 
     def _layers(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> _TickPass:
-        """The layers of a tick, simulated once for the same microbatches."""
+        # The layers of a tick, simulated once for the same microbatches.
         key = (tick.microbatches, tick.backward)
         if key not in self.known:
             forward, backward = self._both(plans)
@@ -168,7 +153,7 @@ class _TicksRun:
         return self.known[key]
 
     def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_TickPass]:
-        """Forward and backward."""
+        # Forward and backward.
         setup, groups = self.setup, [coupled(plan) for plan in plans]
         # those that share experts are ranks of one stage
         experts = [added_s(plan, StageSetup(self.machine, self.setup), self.size) for plan in plans]
@@ -183,24 +168,22 @@ class _TicksRun:
         call = attention_call(plans[0], self.machine, "replay", (linear[0], linear[1]), setup.engine, setup.transport)
         return [
             _TickPass(
-                *(self.layers * each for each in (_in_step(o.end_s, groups), own, o.compute_s + own, o.bytes_moved)),
+                *(self.layers * each for each in (_in_step(o.end_s, groups), own, o.compute_s + own, o.bytes_moved))
             )
             for o, own in zip(call, linear, strict=True)
         ]
 
     def _head(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> Floats:
-        """Seconds of the loss, on the ranks of the last stage's last chunk."""
+        # Seconds of the loss, on the ranks of the last stage's last chunk.
         seconds = np.zeros(self.machine.num_ranks)
         cell = tick.cells[-1]
         if cell is not None and cell.chunk == self.setup.interleave - 1:
-            tokens = sum(linear_tokens(plan)[-self.size :] for plan in plans)
-            seconds[-self.size :] = [
-                self.machine.cost.head_s(n, backward=tick.backward) for n in np.asarray(tokens).tolist()
-            ]
+            tokens = np.sum([linear_tokens(plan)[-self.size :] for plan in plans], axis=0).tolist()
+            seconds[-self.size :] = [self.machine.cost.head_s(n, backward=tick.backward) for n in tokens]
         return seconds * self.machine.slow()
 
     def _passed_on(self, tick: Tick, plans: Sequence[MicrobatchPlan], clock: Floats) -> Floats:
-        """Clocks [ranks] once every stage has what it waits for."""
+        # Clocks [ranks] once every stage has what it waits for.
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0).reshape(self.num_stages, self.size)
         before = clock.reshape(self.num_stages, self.size)
         after = before.copy()
@@ -214,7 +197,7 @@ class _TicksRun:
 
 
 def _in_step(seconds: Floats, groups: Sequence[Ints]) -> Floats:
-    """The largest seconds of all that a rank exchanges anything with in any nano-batch."""
+    # The largest seconds of all that a rank exchanges anything with in any nano-batch.
     for group in groups:
         seconds = in_step(seconds, group)
     return seconds
@@ -229,15 +212,10 @@ def simulate_joint(
 ) -> Step:
     """Simulate the step of these ticks.
 
-    Args:
-        ticks: of the step; of each nano-batch, if microbatches run as two.
-        microbatches: where their tokens are owned, over the ranks of a stage.
-        stage: the machine of one stage's ranks.
-        machine: that of all stages' ranks.
-        setup: as for `simulate_ticks`; the policy is `replay`.
-
-    Raises:
-        ConfigError: what `simulate_ticks` refuses.
+    `ticks`: of the step; of each nano-batch, if microbatches run as two; `microbatches`: where their
+    tokens are owned, over the ranks of a stage; `stage`: the machine of one stage's ranks; `machine`:
+    that of all stages' ranks; `setup`: as for `simulate_ticks`; the policy is `replay`. Raises
+    ConfigError: what `simulate_ticks` refuses.
     """
     first, *second = ticks
     times = simulate_ticks(first, machine, setup, *second)
@@ -247,10 +225,8 @@ def simulate_joint(
     stage_setup = StageSetup(stage, setup)
     chunk = stage_setup.layers_per_chunk()
     last_s = float(np.diff(times.end_s, prepend=0.0)[-1]) / chunk
-    phases["gradient_sync"], phases["optimizer"] = (
-        stage_setup.sync_s(chunk * setup.interleave, last_s),
-        stage_setup.optimizer_s(),
-    )
+    phases["gradient_sync"] = stage_setup.sync_s(chunk * setup.interleave, last_s)
+    phases["optimizer"] = stage_setup.optimizer_s()
     step_s = sum(phases.values())
     held = _step_bytes(ticks, microbatches, stage_setup)
     return Step(
@@ -258,7 +234,7 @@ def simulate_joint(
         sum(plan.num_tokens for each in microbatches for plan in parts_of(each)),
         phases,
         peaks(held, 0),
-        _ticks_utilisation(times, machine, step_s),
+        machine.utilisation(times.compute_s, times.bytes_moved, step_s),
         decide(held, "replay", machine.cluster.memory_bytes),
     )
 
@@ -276,11 +252,11 @@ def most_held(ticks: Sequence[TickPlan], stage: int) -> int:
 def _step_bytes(
     ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Microbatch], stage_setup: StageSetup
 ) -> list[StepBytes]:
-    """Predicted bytes of each stage's ranks, with what ticks bring and what is in flight."""
+    # Predicted bytes of each stage's ranks, with what ticks bring and what is in flight.
     setup, model = stage_setup.setup, stage_setup.machine.model
     tokens = np.max([np.sum([linear_tokens(plan) for plan in parts_of(each)], axis=0) for each in microbatches], axis=0)
     brought = {
-        each[0].tick.microbatches: microbatch_bytes([part.plan for part in each], model).received
+        each[0].tick.microbatches: microbatch_bytes([part.plan for part in each], model)
         for each in zip(*ticks, strict=True)
     }
     replayed, working = (
@@ -289,20 +265,10 @@ def _step_bytes(
     )
     found: list[StepBytes] = []
     for at, stage in enumerate(stage_setup.stages()):
-        received = ReceivedBytes(replayed[at], replayed[at], working[at])  # a tick's plan is replayed, none kept
-        held = replace(stage, in_flight=most_held(ticks[0], at))
-        found.append(step_bytes([MicrobatchBytes(tokens, received)], model, held))
+        # A tick's plan is replayed, none kept.
+        microbatch = MicrobatchBytes(tokens, replayed[at], replayed[at], working[at])
+        found.append(step_bytes([microbatch], model, replace(stage, in_flight=most_held(ticks[0], at))))
     return found
-
-
-def _ticks_utilisation(times: _TickTimes, machine: Machine, step_s: float) -> dict[str, float]:
-    full = times.bytes_moved / machine.capacity()
-    links = 2 * machine.num_ranks
-    return {
-        "compute": float(times.compute_s.mean() / step_s),
-        "link": float(full[:links].mean() / step_s),
-        "nic": float(full[links:].mean() / step_s),
-    }
 
 
 # A planned step as training would run it, on clocks: microbatches whole or as two nano-batches
@@ -312,9 +278,7 @@ def _ticks_utilisation(times: _TickTimes, machine: Machine, step_s: float) -> di
 
 def simulate_planned(plan: StepPlan, stage: Machine, pool: Machine, setup: Setup) -> Step:
     """The step on the machine of one stage's ranks and of all stages' (equal where there is one).
-
-    Raises:
-        ConfigError: layers or microbatches that the pipeline cannot be given evenly.
+    Raises ConfigError: layers or microbatches that the pipeline cannot be given evenly.
     """
     if plan.strategy is not None:
         return _simulate_strategy(plan, plan.strategy, stage, setup)
@@ -324,25 +288,23 @@ def simulate_planned(plan: StepPlan, stage: Machine, pool: Machine, setup: Setup
     return simulate_step(microbatches, stage, setup)
 
 
+# Phases in which all pipelines take part.
 _MEETING = ("gradient_sync", "optimizer")
-"""Phases in which all pipelines take part."""
 
-
+# Phases of a step whose weights came from another layout: what nothing covers of them.
 _CHANGE = ("pull", "push")
-"""Phases of a step whose weights came from another layout: what nothing covers of them."""
 
 
 def _simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: Setup) -> Step:
-    """The step of a strategy's pipelines on a machine whose ranks are GPUs.
-
-    Phases are those of the slowest pipeline, and of the slowest one where all meet. `peak_bytes` is
-    by GPU, 0 where the strategy leaves one over; with `setup.layouts` a GPU holds the weights and
-    gradients of its largest role.
-
-    Raises:
-        ConfigError: degrees beside those of the strategy; slow ranks; layers that a pipeline cannot
-            be given evenly.
-    """
+    # The step of a strategy's pipelines on a machine whose ranks are GPUs.
+    #
+    # Phases are those of the slowest pipeline, and of the slowest one where all meet. `peak_bytes`
+    # is by GPU, 0 where the strategy leaves one over; with `setup.layouts` a GPU holds the weights
+    # and gradients of its largest role.
+    #
+    # Raises:
+    # ConfigError: degrees beside those of the strategy; slow ranks; layers that a pipeline cannot
+    # be given evenly.
     if (setup.pipeline, setup.interleave, setup.experts) != (1, 1, 1) or gpus.slowdown:
         raise ConfigError(
             f"strategy {strategy} says the degrees of its pipelines, whose ranks are alike; leave out --pipeline, "
@@ -393,12 +355,11 @@ def _simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup:
 
 
 def _with_roles(peaks: Floats, strategy: Strategy, layouts: Layouts, model: Model) -> Floats:
-    """Peak bytes of GPUs [num_ranks] where all roles share the memory of the largest. Weights (bf16)
-    and gradients of the base layout's own model give their memory back meanwhile.
-
-    `peaks`: with weights and gradients of `strategy` alone, without the optimizer where a GPU is
-    left over.
-    """
+    # Peak bytes of GPUs [num_ranks] where all roles share the memory of the largest. Weights (bf16)
+    # and gradients of the base layout's own model give their memory back meanwhile.
+    #
+    # `peaks`: with weights and gradients of `strategy` alone, without the optimizer where a GPU is
+    # left over.
     num_ranks = len(peaks)
     roles = role_bytes(layouts, model, num_ranks)
     if strategy == layouts.base:
@@ -409,7 +370,7 @@ def _with_roles(peaks: Floats, strategy: Strategy, layouts: Layouts, model: Mode
 
 
 def _simulate_pipeline(step: StepPlan, scheme: Scheme, gpus: Machine, setup: Setup) -> Step:
-    """One pipeline's step; all GPUs share what the pipeline holds of the parameters."""
+    # One pipeline's step; all GPUs share what the pipeline holds of the parameters.
     wide = wide_ranks(joined_nodes(gpus.cluster, scheme.tensor), scheme.tensor)
     size = wide.node_size
     alike = max(scheme.context, wide.num_ranks // scheme.pipeline)

@@ -10,18 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_balance.analysis import trace_format
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
-from megatron_balance.analysis.trace_format import (
-    COMPUTE,
-    GRADIENT_SYNC,
-    LINEAR,
-    OPTIMIZER,
-    STEP,
-    Trace,
-    TrackSpan,
-    rank_name,
-)
+from megatron_balance.analysis.trace_format import Trace, TrackSpan
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
@@ -31,21 +23,18 @@ from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_name
 from megatron_balance.simulator.setup import PLAIN, Setup, StageSetup, settled
 from megatron_balance.simulator.step import Played, PlayedStep, play_step
 
+# The event engine traces: it keeps every op of every rank.
 MOST_RANKS = 128
-"""The event engine traces: it keeps every op of every rank."""
+# Of a step; where its layers have more, the first ones of each pass are drawn, and the others as
+# one.
 _MOST_SPANS = 300_000
-"""Of a step; where its layers have more, the first ones of each pass are drawn, and the others as
-one."""
 
 HEAD, RECOMPUTE = "head", "recompute"
 
 
 def layer_trace(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep") -> Trace:
     """The trace of one layer: on every rank its modules, then the attention call; forward, then
-    backward.
-
-    Raises:
-        ConfigError: more ranks than can be traced.
+    backward. Raises ConfigError: more ranks than can be traced.
     """
     _check(machine.num_ranks)
     forward, backward = _layers(plan, machine, policy)
@@ -59,10 +48,8 @@ def step_trace(
 ) -> Trace:
     """The trace of a whole step of these microbatches. Rank r of stage s is process s * ranks + r.
 
-    Where some layers keep and some replay, all are drawn as most of them are.
-
-    Raises:
-        ConfigError: as `simulate_step`, or more ranks than can be traced.
+    Where some layers keep and some replay, all are drawn as most of them are. Raises ConfigError: as
+    `simulate_step`, or more ranks than can be traced.
     """
     _check(machine.num_ranks * setup.pipeline)
     setup = settled(plans, StageSetup(machine, setup))
@@ -100,7 +87,7 @@ def _check(num_ranks: int) -> None:
 
 
 def _names(machine: Machine) -> dict[int, str]:
-    return {rank: rank_name(rank, rank // machine.cluster.node_size) for rank in range(machine.num_ranks)}
+    return {rank: trace_format.rank_name(rank, rank // machine.cluster.node_size) for rank in range(machine.num_ranks)}
 
 
 # One pass of a microbatch through a model chunk
@@ -113,7 +100,7 @@ def _pass(
     drawn: int,
     num_ranks: int,
 ) -> Iterator[TrackSpan]:
-    """The spans of a pass: its layers one after the other, the head behind or before them."""
+    # The spans of a pass: its layers one after the other, the head behind or before them.
     backward, microbatch = each.step.backward, each.step.microbatch
     phase = "backward" if backward else "forward"
     first = each.stage * num_ranks
@@ -121,7 +108,7 @@ def _pass(
     at = np.array(each.begin_s)
     end = at + step.layers_per_chunk * each.layer_s + each.head_s
     for rank in range(num_ranks):
-        yield place.span(rank, STEP, f"{phase} {microbatch}", at[rank], end[rank])
+        yield place.span(rank, trace_format.STEP, f"{phase} {microbatch}", at[rank], end[rank])
     if backward:
         yield from place.block(HEAD, at, each.head_s)
         at = at + each.head_s
@@ -153,13 +140,13 @@ class _DrawnAt:
         return TrackSpan(self.first + rank, track, what, float(start_s), float(stop_s), self.phase, self.microbatch)
 
     def block(self, what: str, begin_s: Floats, seconds: Floats) -> Iterator[TrackSpan]:
-        """A span on every rank that it takes time on."""
+        # A span on every rank that it takes time on.
         for rank, (start, duration) in enumerate(zip(begin_s.tolist(), seconds.tolist(), strict=True)):
             if duration > 0:
-                yield self.span(rank, COMPUTE, what, start, start + duration)
+                yield self.span(rank, trace_format.COMPUTE, what, start, start + duration)
 
     def put(self, span: TrackSpan, offset_s: float, call: int) -> TrackSpan:
-        """A span of a layer."""
+        # A span of a layer.
         sent, received = (
             {self.first + peer: num_bytes for peer, num_bytes in each.items()} for each in (span.sent, span.received)
         )
@@ -175,10 +162,10 @@ class _DrawnAt:
 
 def _end(step: PlayedStep, num_ranks: int) -> Iterator[TrackSpan]:
     at = step.done_s
-    for what, seconds in ((GRADIENT_SYNC, step.sync_s), (OPTIMIZER, step.optimizer_s)):
+    for what, seconds in ((trace_format.GRADIENT_SYNC, step.sync_s), (trace_format.OPTIMIZER, step.optimizer_s)):
         if seconds:
             for rank in range(num_ranks):
-                yield TrackSpan(rank, STEP, what, at, at + seconds)
+                yield TrackSpan(rank, trace_format.STEP, what, at, at + seconds)
         at += seconds
 
 
@@ -186,14 +173,14 @@ def _end(step: PlayedStep, num_ranks: int) -> Iterator[TrackSpan]:
 
 
 def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[list[TrackSpan], list[TrackSpan]]:
-    """Spans of a layer's forward and of its backward, each from 0 on."""
+    # Spans of a layer's forward and of its backward, each from 0 on.
     linear = linear_s(plan, machine)
     call = events(plan, machine, policy, linear, trace=True)
     ranks = compile_ranks(plan, policy)
     made: list[list[TrackSpan]] = []
     for phase, backward, outcome in (("forward", False, call.forward), ("backward", True, call.backward)):
         modules = [
-            TrackSpan(rank, COMPUTE, LINEAR, 0.0, seconds, phase)
+            TrackSpan(rank, trace_format.COMPUTE, trace_format.LINEAR, 0.0, seconds, phase)
             for rank, seconds in enumerate(linear[backward].tolist())
             if seconds
         ]
@@ -203,7 +190,7 @@ def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[lis
 
 
 def _exchanging(occupied: Iterable[TrackSpan], played: SimulatedPhase, phase: str) -> list[TrackSpan]:
-    """Spans of an attention call; those of exchanges with their bytes."""
+    # Spans of an attention call; those of exchanges with their bytes.
     zones = played.zones_of_exchanges()
     sent: defaultdict[tuple[int, int, str, str], dict[int, int]] = defaultdict(dict)
     received: defaultdict[tuple[int, int, str, str], dict[int, int]] = defaultdict(dict)
@@ -224,10 +211,9 @@ def _exchanging(occupied: Iterable[TrackSpan], played: SimulatedPhase, phase: st
 
 
 def _hops(played: SimulatedPhase) -> Iterator[tuple[int, int, int, str, str, int]]:
-    """From, to, exchange, leg, stream and bytes of every hop.
-
-    A collective is as many hops as pairs of ranks that it moves something between.
-    """
+    # From, to, exchange, leg, stream and bytes of every hop.
+    #
+    # A collective is as many hops as pairs of ranks that it moves something between.
     for flow in played.flows:
         yield flow.a, flow.b, flow.exchange, flow.leg, flow.stream, flow.num_bytes
     for group in played.collectives:

@@ -28,7 +28,7 @@ from megatron_balance.analysis.link import (
     link,
     num_slots,
     places,
-    slots_of_pieces,
+    slots_of,
     through_nodes,
 )
 from megatron_balance.analysis.shards import Base, ParameterTable, Shard, held
@@ -127,7 +127,7 @@ class WeightExchange:
             tables = [getattr(part, name) for part in parts]
             # Of each transfer, the slot in which it moves: by the parameter that the role's rank
             # has.
-            slots = [slots_of_pieces(table, role, strategy, parameters) for table in tables]
+            slots = [slots_of(t[:, WeightPiece.PARAMETER], t[:, role], strategy, parameters) for t in tables]
             # Two ends where what ranks of a node have alike crosses its NICs once: then from role
             # to role.
             ends = [(sending, receiving), (mine, mine)]

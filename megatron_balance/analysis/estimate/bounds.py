@@ -1,6 +1,4 @@
-"""Seconds of a layer below which a system's plans cannot come, before one is planned: what tells
-which planners need not be asked.
-"""
+"""Seconds of a layer below which a system's plans cannot come: whether it need be asked at all."""
 
 from __future__ import annotations
 
@@ -18,16 +16,15 @@ from megatron_balance.ir.mask import FULL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Kind
 
+# Tokens beside whose seconds fixed costs are nothing.
 _MANY = 1e12
-"""Tokens beside whose seconds fixed costs are nothing."""
 
+# Beyond so many nodes no plan of whole sequences was found within 7 % of the bound where exchanges
+# make that a tenth more than even computation (24 batches on 512 and 1,024 ranks: 1.074 or more).
 _FEW_NODES, _FILLED, _TRADES = 32, 1.07, 1.1
-"""Beyond so many nodes no plan of whole sequences was found within 7 % of the bound where exchanges
-make that a tenth more than even computation (24 batches on 512 and 1,024 ranks: 1.074 or more).
-"""
 
+# Of the bisection for a bound.
 _STEPS = 12
-"""Of the bisection for a bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +56,14 @@ class Bounds:
 
     @property
     def _halos(self) -> bool:
-        """Whether plans move no more than the keys in a window before a rank's tokens
-        (`compile.halo`): bounds by what a comm pattern moves, and by a rank's heads, do not hold then.
-        """
+        # Whether plans move no more than the keys in a window before a rank's tokens
+        # (`compile.halo`): bounds by what a comm pattern moves, and by a rank's heads, do not hold
+        # then.
         mask = self.machine.model.mask
         return isinstance(mask, SlidingWindow) and max(self.lengths, default=0) > mask.size
 
     def _pairs_s(self, num_pairs: float) -> tuple[float, float]:
-        """Least seconds of pairs, forward and backward, in runs as long as can be."""
+        # Least seconds of pairs, forward and backward, in runs as long as can be.
         forward = self.machine.cost.attention_s(num_pairs)
         return forward, forward * self.attention_s[1] / max(self.attention_s[0], 1e-12)
 
@@ -115,9 +112,7 @@ class Bounds:
         return max(self.even(), seconds)
 
     def even_tokens(self) -> float:
-        """Of plans whose ranks hold even tokens in a row and attend to them: the end of the longest
-        sequence sees most keys.
-        """
+        """Of ranks with even tokens in a row: the end of the longest sequence sees most keys."""
         longest, mask = max(self.lengths, default=0), self.machine.model.mask
         # At least so much of its end lies on one rank.
         last = min(longest, sum(self.lengths) // (2 * self.machine.cluster.num_ranks))
@@ -147,9 +142,8 @@ class Bounds:
         return self.even() + max(0.0, tokens) * (1 - 1 / cluster.num_ranks) * token_bytes / rate
 
     def _zigzag_halos(self) -> float:
-        """Under a window, of plans that cut each sequence zigzag over all ranks: before it attends, a
-        rank in the middle of both halves receives the keys before its two chunks.
-        """
+        # Under a window, of plans that cut each sequence zigzag over all ranks: before it attends,
+        # a rank in the middle of both halves receives the keys before its two chunks.
         machine, ranks = self.machine, self.machine.cluster.num_ranks
         mask, place = machine.model.mask, ranks // 2
         assert isinstance(mask, SlidingWindow)
@@ -162,9 +156,7 @@ class Bounds:
         return max(self.even(), self.even() * sum(cut) / max(1, sum(self.lengths)) + moved / rate)
 
     def pool_heads(self) -> float:
-        """Of plans in which all ranks exchange heads: the rank with most heads attends to all
-        sequences.
-        """
+        """Of heads exchanged by all: the rank with most heads attends to all sequences."""
         model, num_ranks = self.machine.model, self.machine.cluster.num_ranks
         share = 1 / num_ranks if self._halos else most_heads(model, num_ranks)[0] / model.num_heads
         return max(self.even(), share * sum(self.attention_s) + self.linear_s)
@@ -191,7 +183,7 @@ class Bounds:
         shared = exchange * np.array(sizes)[:, None] * own / cluster.num_ranks
 
         def even(limit: float) -> float:
-            """Seconds of even ranks, each sequence on the cheapest group within a limit."""
+            # Seconds of even ranks, each sequence on the cheapest group within a limit.
             return self.even() + float(np.where(alone <= limit, shared, np.inf).min(axis=0).sum())
 
         low = max(self.even(), float(alone.min(axis=0).max()))
@@ -203,7 +195,7 @@ class Bounds:
         return _FILLED * low if many else low
 
     def _exchange_s(self, size: int) -> float:
-        """Seconds a token of a group of `size` ranks in its exchanges of heads, latency left out."""
+        # Seconds a token of a group of `size` ranks in its exchanges of heads, latency left out.
         if size == 1:
             return 0.0
         machine, made = self.machine, ZoneTimes(np.arange(size), 0.0, slice(0, size))

@@ -13,9 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.launches import launches
-from megatron_balance.analysis.machine import Machine, pairs_of
-from megatron_balance.analysis.tables import Tables, ZoneTable
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.tables import LaunchPrices, Tables, ZoneTable, launches
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.columns import Pair
@@ -23,7 +22,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import ONCE_PER_NODE
-from megatron_balance.patterns.base import Context, HopByHop
+from megatron_balance.patterns.base import Context, HopByHop, pairs_of
 from megatron_balance.patterns.head_exchange import head_counts, head_slices
 from megatron_balance.patterns.head_ring import launches_by_kind, ring_launches, walks
 from megatron_balance.patterns.waves import Need, Schedule, schedule
@@ -31,16 +30,15 @@ from megatron_balance.patterns.zigzag import zigzag
 
 _ONCE = tuple(ONCE_PER_NODE[name] for name in ("head_exchange", "chunk_exchange"))
 _EXCHANGES = ("head_exchange", "chunk_exchange", *_ONCE)
+# Patterns of zones whose ranks are alike, where each has as many heads and each node as many ranks
+# of a group.
 _EVEN = ("ring", "head_ring", *_EXCHANGES)
-"""Patterns of zones whose ranks are alike, where each has as many heads and each node as many ranks
-of a group.
-"""
 
+# Of one group that all are like, or of each.
 _Amount: TypeAlias = Floats | float
-"""Of one group that all are like, or of each."""
 
+# A kind, token-heads of it that come to a rank, and those that leave the owner of tokens.
 _Sides: TypeAlias = tuple[Kind, _Amount, _Amount]
-"""A kind, token-heads of it that come to a rank, and those that leave the owner of tokens."""
 
 
 @dataclass(slots=True)
@@ -110,42 +108,11 @@ class ZoneTimes:
         return np.repeat(clock, len(self.ranks) // self.num_groups)
 
 
-class _LaunchPrices:
-    """Launches to be priced, all at once."""
-
-    def __init__(self) -> None:
-        self.pairs: list[Ints] = []
-        self.launch: list[Ints] = []
-        self.later: list[Floats] = []
-        self.count = 0
-
-    def add(self, pairs: Ints, launch: Ints, later: Floats) -> int:
-        """Launches; the number of the first. `later`: 1 where a hop brings their keys."""
-        first = self.count
-        self.pairs.append(pairs)
-        self.launch.append(launch + first)
-        self.later.append(later)
-        self.count += len(later)
-        return first
-
-    def seconds(self, machine: Machine) -> tuple[Floats, Floats]:
-        """Of each launch, forward and backward."""
-        if not self.count:
-            return np.zeros(0), np.zeros(0)
-        pairs, launch, later = np.concatenate(self.pairs), np.concatenate(self.launch), np.concatenate(self.later)
-        forward, backward = (
-            launches(pairs, launch, later, machine, backward=b, walked=later > 0).seconds for b in (False, True)
-        )
-        return forward, backward
-
-
 def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[ZoneTimes | ZoneTable]]:
-    """The plan's zones, in issue order, and the tables of those that have no closed form.
-
-    Raises:
-        InvalidProgramError: an unknown comm pattern.
+    """The plan's zones, in issue order, and the tables of those that have no closed form. Raises
+    InvalidProgramError: an unknown comm pattern.
     """
-    prices, context, runs = _LaunchPrices(), Context.of(plan), list(_together(plan.zones, machine))
+    prices, context, runs = LaunchPrices(), Context.of(plan), list(_together(plan.zones, machine))
     tables = Tables(plan, machine, [at for at, own in runs if not _is_alike(own[0], machine)])
     by_index = {table.index: table for table in tables.zones}
     zones: list[ZoneTimes | ZoneTable] = []
@@ -175,7 +142,7 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[Zon
 
 
 def _is_alike(zone: AnyPlanZone, machine: Machine) -> bool:
-    """Whether a zone has a closed form."""
+    # Whether a zone has a closed form.
     if isinstance(zone, SharedZone):
         return machine.model.num_heads % zone.group_size == 0
     if not isinstance(zone, Zone) or zone.pattern not in _EVEN:
@@ -188,14 +155,13 @@ def _is_alike(zone: AnyPlanZone, machine: Machine) -> bool:
 
 
 def _group_size(zone: Zone) -> int:
-    """Ranks that exchange heads."""
+    # Ranks that exchange heads.
     return len(zone.ranks) if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
 
 
 def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
-    """Zones in order, with the number of the first: one, or several in a row that have no rank in
-    common and are groups alike.
-    """
+    # Zones in order, with the number of the first: one, or several in a row that have no rank in
+    # common and are groups alike.
     run: list[AnyPlanZone] = []
     taken: set[int] = set()
     kind, first = None, 0
@@ -214,10 +180,9 @@ def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[
 
 
 def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool, bool] | None:
-    """Size, place in the node, collective or not, once per node or not, and zigzag or not, of a zone
-    of one group: in these, zones that lie alike are equal; None: not one group, not ranks in a row, or
-    ranks not alike.
-    """
+    # Size, place in the node, collective or not, once per node or not, and zigzag or not, of a zone
+    # of one group: in these, zones that lie alike are equal; None: not one group, not ranks in a
+    # row, or ranks not alike.
     if not isinstance(zone, Zone) or not _is_alike(zone, machine):
         return None
     ranks, size = zone.ranks, len(zone.ranks)
@@ -231,19 +196,17 @@ def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool, bo
 
 
 def _whole(zone: Zone, seqs: Ints, context: Context, heads: tuple[int, int]) -> Ints:
-    """Pairs of sequences whole on a rank, in the chunks that the zone's pattern makes of them."""
+    # Pairs of sequences whole on a rank, in the chunks that the zone's pattern makes of them.
     if zone.pattern not in _EXCHANGES:
         return ring_launches(zigzag(context.lengths, seqs, 1, context.mask), heads).pairs
-    zero, stop = np.zeros_like(seqs), context.lengths[seqs]
-    rows = pairs_of((zero, stop), (zero, stop), heads)
-    rows[:, Pair.SEQ] = seqs
-    return rows
+    spans = np.column_stack([seqs, np.zeros_like(seqs), context.lengths[seqs]])
+    return pairs_of(spans, spans[:, 1:], [(0, heads[0], 0, heads[1])])
 
 
 def _groups_apart(
-    zones: Sequence[Zone], context: Context, machine: Machine, prices: _LaunchPrices
+    zones: Sequence[Zone], context: Context, machine: Machine, prices: LaunchPrices
 ) -> tuple[ZoneTimes, Ints]:
-    """Zones of one group each that lie alike as one zone of several; each rank's launch."""
+    # Zones of one group each that lie alike as one zone of several; each rank's launch.
     zones = sorted(zones, key=lambda zone: zone.ranks[0])
     size, count = len(zones[0].ranks), len(zones)
     ranks = np.array([zone.ranks for zone in zones]).ravel()
@@ -254,7 +217,7 @@ def _groups_apart(
     made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), _index_of(ranks.tolist()), num_groups=count)
     heads = most_heads(machine.model, size)
     pairs = _whole(zones[0], seqs, context, heads)
-    first = prices.add(pairs, of_group[pairs[:, Pair.SEQ]], np.zeros(count))
+    first = prices.add(pairs, of_group[pairs[:, Pair.SEQ]], np.zeros(count), np.zeros(count, dtype=bool))
     if size > 1:
         exchange_heads(made, zones[0].ranks, num_tokens, heads, machine, once=zones[0].pattern in _ONCE)
         made.query_heads, made.kv_heads, made.largest, made.sent = (
@@ -264,11 +227,10 @@ def _groups_apart(
 
 
 def _even_zone(
-    index: int, zone: Zone, context: Context, machine: Machine, prices: _LaunchPrices
+    index: int, zone: Zone, context: Context, machine: Machine, prices: LaunchPrices
 ) -> tuple[ZoneTimes, Ints]:
-    """A zone whose ranks are alike, groups of `size` ranks that exchange heads and a ring over them;
-    and the number of each rank's launch, by round in a ring.
-    """
+    # A zone whose ranks are alike, groups of `size` ranks that exchange heads and a ring over them;
+    # and the number of each rank's launch, by round in a ring.
     own, num_ranks = context.lengths[list(zone.seqs)], len(zone.ranks)
     size = _group_size(zone)
     groups, ranks, model = num_ranks // size, np.array(zone.ranks), machine.model
@@ -278,7 +240,7 @@ def _even_zone(
         exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine, once=zone.pattern in _ONCE)
     if groups == 1:
         pairs = _whole(zone, np.array(zone.seqs, dtype=np.int64), context, heads)
-        number = prices.add(pairs, np.zeros_like(pairs[:, Pair.SEQ]), np.zeros(1))
+        number = prices.add(pairs, np.zeros_like(pairs[:, Pair.SEQ]), np.zeros(1), np.zeros(1, dtype=bool))
         return made, np.full(num_ranks, number)
     made.kv_heads += (groups - 1) * num_tokens * heads[1]
     made.largest = max(made.largest, num_tokens * heads[1])
@@ -288,18 +250,17 @@ def _even_zone(
     part = heads[1] / model.num_kv_heads
     made.hops = HopByHop(*((np.repeat(walk, size, axis=0) * part).astype(np.float64) for walk in walks(placed)))
     of_kind = launches_by_kind(placed, heads)
-    first = prices.add(of_kind.pairs, of_kind.launch, of_kind.merging)
+    first = prices.add(of_kind.pairs, of_kind.launch, of_kind.merging, of_kind.merging > 0)
     which = np.repeat(first + of_kind.of_round, size, axis=0)
     made.ring = ZoneTable(index, ranks, which, None, *np.ones((2, num_ranks), dtype=bool))
     return made, which
 
 
 def _zone_in_waves(zone: SharedZone, context: Context, machine: Machine) -> ZoneTimes:
-    """A zone whose groups of ranks exchange heads and attend in waves.
-
-    Raises:
-        InvalidProgramError: groups of no rank, or no wave.
-    """
+    # A zone whose groups of ranks exchange heads and attend in waves.
+    #
+    # Raises:
+    # InvalidProgramError: groups of no rank, or no wave.
     made = schedule(zone, context.mask)
     size, groups = made.size, len(made.groups)
     ranks = (np.array(made.groups)[:, None] * size + np.arange(size)).ravel()
@@ -324,7 +285,7 @@ def _zone_in_waves(zone: SharedZone, context: Context, machine: Machine) -> Zone
 
 
 def _exchanges(times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[int, int], machine: Machine) -> None:
-    """The all-to-alls of groups of several ranks, inputs in one part or two."""
+    # The all-to-alls of groups of several ranks, inputs in one part or two.
     group = times.ranks[: made.size].tolist()
     by_part = made.tokens
     exchange_heads(times, group, by_part.sum(axis=(0, 2)).astype(np.float64), heads, machine)
@@ -343,7 +304,7 @@ def _exchanges(times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[
 
 
 def _pack_alike(times: ZoneTimes) -> None:
-    """Let all groups pack and place as much as the fullest one."""
+    # Let all groups pack and place as much as the fullest one.
     for bulk in (times.inputs, times.outputs, times.output_grads, times.input_grads):
         if bulk is not None:
             bulk.packed_bytes, bulk.placed_bytes = (float(np.max(n)) for n in (bulk.packed_bytes, bulk.placed_bytes))
@@ -355,7 +316,7 @@ def _by_wave(made: Schedule) -> list[Ints]:
 
 
 def _wave_launch_seconds(made: Schedule, heads: tuple[int, int], machine: Machine) -> tuple[Floats, Floats]:
-    """Of each group, own work and each wave [groups, own + waves]."""
+    # Of each group, own work and each wave [groups, own + waves].
     own = len(made.parts)
     shape = len(made.groups), own + made.num_waves
     counts = [len(rows) for tasks in made.tasks for rows in tasks]
@@ -372,7 +333,7 @@ def _wave_launch_seconds(made: Schedule, heads: tuple[int, int], machine: Machin
 
 
 def _waves(made: Schedule, kv_heads: int, machine: Machine) -> tuple[list[Bulk], list[Bulk]]:
-    """Keys of each wave, and their gradients."""
+    # Keys of each wave, and their gradients.
     nics, size = machine.nics, made.size
     first = np.array(made.groups, dtype=np.int64) * size
     node, nic = nics.node(first), nics.nic(first)
@@ -406,7 +367,7 @@ def by_rank(ranks: Ints, values: Ints | Floats, size: int) -> Floats:
 
 
 def _index_of(ranks: Sequence[int]) -> slice | Ints:
-    """An index of ranks in arrays by rank: ranks in a row are a slice, which is faster."""
+    # An index of ranks in arrays by rank: ranks in a row are a slice, which is faster.
     first, last = ranks[0], ranks[-1]
     in_a_row = list(ranks) == list(range(first, last + 1))
     return slice(first, last + 1) if in_a_row else np.array(ranks)
@@ -445,9 +406,8 @@ class _AllToAll(NamedTuple):
         return cls((inside, inside_byte_s), (between, between_byte_s), min(here, cluster.ranks_per_nic))
 
     def seconds(self, most: _Amount, far: tuple[_Amount, _Amount]) -> _Amount:
-        """Seconds until all ranks have what comes: `most` bytes for a rank; `far`: as if all of it
-        crossed, bytes for a rank and on average.
-        """
+        # Seconds until all ranks have what comes: `most` bytes for a rank; `far`: as if all of it
+        # crossed, bytes for a rank and on average.
         inside = self.inside[0] + most * self.inside[1]
         if self.between is None:
             return inside
@@ -480,9 +440,8 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
     passed_on = num_tokens * ((size - here) / size * heads[1] * (1 - 1 / sharing))
 
     def bulk(kinds: Sequence[_Sides], *, home: bool, placed: bool, adds: bool) -> Bulk:
-        """`kinds`: with the token-heads that come to the ranks with heads, and those that leave the
-        owners of tokens, keys last; `home`: the other way.
-        """
+        # `kinds`: with the token-heads that come to the ranks with heads, and those that leave the
+        # owners of tokens, keys last; `home`: the other way.
         into = sum(row_bytes[kind] * to for kind, to, _ in kinds)
         out = sum(row_bytes[kind] * leaves for kind, _, leaves in kinds)
         most = _larger(into, out)
@@ -510,9 +469,8 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
 
 
 def _sharing(group: Sequence[int], kv_heads: int, machine: Machine) -> tuple[int, float]:
-    """Ranks of a group on a node, and how many of them share a key-value head, of which a rank has
-    `kv_heads`.
-    """
+    # Ranks of a group on a node, and how many of them share a key-value head, of which a rank has
+    # `kv_heads`.
     model, size, nodes = machine.model, len(group), np.bincount(machine.nics.node(np.array(group)))
     here = int(nodes.max())
     trading = min(size, model.num_heads) * here / size

@@ -1,6 +1,4 @@
-"""Prove, without tensors, that a program computes attention under its mask, and the gradient,
-exactly once.
-"""
+"""Prove, without tensors, that a program computes attention and its gradient exactly once."""
 
 from __future__ import annotations
 
@@ -671,10 +669,8 @@ def verify_rank(
 ) -> None:
     """Prove the ops of one rank, with what the others bring taken as promised.
 
-    `shape`: lengths of the sequences, query heads, key-value heads.
-
-    Raises:
-        InvalidProgramError: names the op, its text and what is wrong.
+    `shape`: lengths of the sequences, query heads, key-value heads. Raises InvalidProgramError: names
+    the op, its text and what is wrong.
     """
     lengths, num_heads, num_kv_heads = shape
     nothing = Rows(Fragment.WIDTH)

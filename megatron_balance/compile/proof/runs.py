@@ -1,6 +1,4 @@
-"""Prove a plan as it will run: its structure, its program, and that what each rank runs is what was
-proved.
-"""
+"""Prove a plan as it will run: structure, program, and that ranks run what was proved."""
 
 from __future__ import annotations
 
@@ -54,10 +52,8 @@ from megatron_balance.ir.program import (
 # the executor needs of them.
 def prove(plan: MicrobatchPlan, policy: Policy | None, *, passing: bool = True) -> Program:
     """Prove a plan, forward and, with a policy, backward; its program. `passing`: as in
-    `compile.order`.
-
-    Raises:
-        InvalidProgramError: it does not hold; names the planner, the op or the ranks.
+    `compile.order`. Raises InvalidProgramError: it does not hold; names the planner, the op or the
+    ranks.
     """
     verify_plan(plan)
     program = expand(plan, policy)
@@ -68,10 +64,8 @@ def prove(plan: MicrobatchPlan, policy: Policy | None, *, passing: bool = True) 
 
 def verify_runs(plan: MicrobatchPlan, program: Program, *, passing: bool = True) -> None:
     """Check that the ranks of a plan run `program`: the same ops with the same exchange ids, groups
-    and proxies, in steps that no rank waits in for ever.
-
-    Raises:
-        InvalidProgramError: they do not; names the rank and the op.
+    and proxies, in steps that no rank waits in for ever. Raises InvalidProgramError: they do not;
+    names the rank and the op.
     """
     verify_routes(plan, program)
     ranks = compile_ranks(plan, cast("Policy | None", program.policy), passing=passing)
@@ -115,10 +109,8 @@ def _in_order(op: Op) -> Op:
 
 def verify_routes(plan: MicrobatchPlan, program: Program | RankProgram) -> None:
     """Check the proxies of a program, or of one rank's part in it, against the plan's routing
-    (Zeppelin, section 3.3), worked out here anew.
-
-    Raises:
-        InvalidProgramError: a transfer that goes another way than the plan says; names its ends.
+    (Zeppelin, section 3.3), worked out here anew. Raises InvalidProgramError: a transfer that goes
+    another way than the plan says; names its ends.
     """
     projector = Projector(plan)
     wanted = frozenset[int]() if plan.routing is None else projector.routed_ids()
@@ -188,9 +180,7 @@ def _ways(plan: MicrobatchPlan, src: int, dst: int) -> list[tuple[int, int]]:
 # In the order of their issue.
 _LEGS: tuple[Leg, ...] = ("direct", *LEGS)
 
-
 _BITS = 20  # more than a rank takes
-
 
 _MASK = (1 << _BITS) - 1
 
@@ -236,7 +226,6 @@ class IssuedCall(NamedTuple):
 
 # Whether a collective's ranks have a process group; its transfers go point to point if not.
 _OwnGroup: TypeAlias = Callable[[tuple[int, ...]], bool]
-
 
 # (leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call.
 Part: TypeAlias = tuple[Leg, str, frozenset[tuple[int, int]]]
@@ -343,10 +332,8 @@ def _phases_of(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[S
 
 def verify_issue_order(calls: Sequence[Sequence[IssuedCall]]) -> None:
     """Prove that there is one order in which every rank issues its group calls; `calls`: by rank.
-
-    Raises:
-        InvalidProgramError: names the ranks that wait for one another, and the exchanges; or a
-            transfer that only one of its ranks issues.
+    Raises InvalidProgramError: names the ranks that wait for one another, and the exchanges; or a
+    transfer that only one of its ranks issues.
     """
     # So any two ranks that share two calls issue them in one order, and if every call held its
     # ranks' hosts until all of them have come to it, all would go through.
@@ -453,11 +440,9 @@ class _PhaseTables(NamedTuple):
 
 
 def verify_steps(ops: Sequence[Op], steps: Sequence[Step], rank: int, mask: Mask) -> None:
-    """Check the steps of one phase of `rank`: every exchange starts and ends once, every launch runs
-    once, all after what they need and before what they must not see.
-
-    Raises:
-        InvalidProgramError: they do not; names the ops.
+    """Check the steps of one phase of `rank`: every exchange starts and ends once, every launch
+    runs once, all after what they need and before what they must not see. Raises
+    InvalidProgramError: they do not; names the ops.
     """
     begin, end = _times(ops, steps, rank)
     tables = _PhaseTables.of(ops, mask)
@@ -545,11 +530,8 @@ def provable(plan: MicrobatchPlan) -> bool:
 # or are sent the same, a rank cannot be proved alone.
 def prove_rank(plan: MicrobatchPlan, rank: int, policy: Policy | None, *, passing: bool = True) -> None:
     """Prove the part of `rank` in a plan that is `provable`; if this holds of every rank, the plan
-    holds. `passing`: as in `compile.order`.
-
-    Raises:
-        InvalidProgramError: it does not hold; names the planner, the op or the ranks.
-        NotAloneError: it uses a collective other than all_to_all.
+    holds. `passing`: as in `compile.order`. Raises InvalidProgramError: it does not hold; names the
+    planner, the op or the ranks; NotAloneError: it uses a collective other than all_to_all.
     """
     verify_plan(plan)
     (proved,) = compile_ranks(plan, policy, target="proof", ranks=(rank,))
@@ -567,10 +549,8 @@ def prove_rank(plan: MicrobatchPlan, rank: int, policy: Policy | None, *, passin
 
 
 def verify_owned(plan: MicrobatchPlan, program: RankProgram) -> None:
-    """Check that every token has one owner, and that the rank takes those that it owns.
-
-    Raises:
-        InvalidProgramError: it does not, or some token has none or several.
+    """Check that every token has one owner, and that the rank takes those that it owns. Raises
+    InvalidProgramError: it does not, or some token has none or several.
     """
     table = layouts(plan)
     if len(misplaced(table, plan.lengths)) or len(np.unique(table[:, Placed.SEQ])) != len(plan.lengths):
@@ -594,10 +574,8 @@ def verify_peers(own: RankProgram, others: Mapping[int, RankProgram]) -> None:
     """Check that a rank and each of those that it exchanges with list the same transfers between
     them, in one order, on the same ways, and the same collectives and traffic classes.
 
-    `others`: programs by rank, of all that `own` names.
-
-    Raises:
-        InvalidProgramError: they do not; names two ranks and an exchange.
+    `others`: programs by rank, of all that `own` names. Raises InvalidProgramError: they do not; names
+    two ranks and an exchange.
     """
     for phase in ("forward", "backward"):
         ours = _Listed.of(getattr(own, phase))
@@ -667,11 +645,8 @@ def _first_difference(mine: Ints, yours: Ints) -> int | None:
 
 
 def verify_own_steps(runs: CompiledRank, plan: MicrobatchPlan, *, backward: bool) -> None:
-    """Check the steps of a rank: nothing is read before it is there, and exchanges start in the order
-    that all ranks keep to.
-
-    Raises:
-        InvalidProgramError: they are not; names the ops.
+    """Check the steps of a rank: nothing is read before it is there, and exchanges start in the
+    order that all ranks keep to. Raises InvalidProgramError: they are not; names the ops.
     """
     program = runs.program
     for ops, order in ((program.forward, runs.forward), (program.backward, runs.backward))[: 1 + backward]:

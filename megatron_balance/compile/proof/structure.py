@@ -1,6 +1,4 @@
-"""Check the structure of a plan, in about the time of sorting it: what can be said before it is a
-program.
-"""
+"""Check the structure of a plan, before it is a program, in about the time of sorting it."""
 
 from __future__ import annotations
 
@@ -31,10 +29,7 @@ def verify_plans(step: StepPlan) -> None:
 
 def verify_plan(plan: MicrobatchPlan) -> None:
     """Check that a plan names ranks, sequences and patterns that are there, and every query, with
-    its keys, once.
-
-    Raises:
-        InvalidProgramError: it does not; names the planner and what is wrong.
+    its keys, once. Raises InvalidProgramError: it does not; names the planner and what is wrong.
     """
     wrong: list[str] = []
     for complaint in _complaints(plan):

@@ -28,7 +28,6 @@ from megatron_balance.cost.parallel import (
     CollectiveGroup,
     all_gather_s,
     group_of,
-    reduce_scatter_s,
     stage_transfer_s,
     wide_ranks,
 )
@@ -218,7 +217,7 @@ def layer_s(case: DistcaCase, queries: GroupQueries) -> tuple[float, float]:
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
     num_bytes = case.cost.kv_bytes(float(queries.tokens().max(initial=0)))
     passes_s: list[float] = []
-    for backward, collective_s in ((False, all_gather_s(num_bytes, group)), (True, reduce_scatter_s(num_bytes, group))):
+    for backward, collective_s in ((False, all_gather_s(num_bytes, group)), (True, all_gather_s(num_bytes, group))):
         attention = case.cost.attend_s(pairs, rows[:, RANK], queries.num_ranks, backward=backward)
         linear = np.array([case.cost.layer_s(n, backward=backward) for n in queries.tokens().tolist()])
         passes_s.append(float((attention + linear).max()) + collective_s)

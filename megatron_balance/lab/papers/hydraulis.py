@@ -31,7 +31,7 @@ from megatron_balance.analysis.change import base_for, base_sync_s, change
 from megatron_balance.config import load_cluster, load_model, load_scheme_table
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.modules import num_parameters
-from megatron_balance.cost.parallel import WEIGHT_BYTES, all_gather_s, all_to_all_s, group_of, reduce_scatter_s
+from megatron_balance.cost.parallel import WEIGHT_BYTES, all_gather_s, all_to_all_s, group_of
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -217,7 +217,7 @@ def _microbatch_s(job: TrainedCase, degree: int, lengths: Lengths, *, recompute:
     if recompute:
         backward_s += forward_s
     layer_s = max(forward_s, gather_s)
-    layer_s += max(backward_s, gather_s + reduce_scatter_s(WEIGHT_BYTES * shard, everyone))
+    layer_s += max(backward_s, gather_s + all_gather_s(WEIGHT_BYTES * shard, everyone))
     return model.num_layers * layer_s + cost.head_s(tokens) + cost.head_s(tokens, backward=True)
 
 

@@ -39,7 +39,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megatron_balance.analysis.backward import Decision, Loads, MicrobatchBytes, ReceivedBytes
+from megatron_balance.analysis.backward import Decision, Loads, MicrobatchBytes
 from megatron_balance.analysis.estimate import best_first
 from megatron_balance.analysis.estimate import estimate as plan_estimate
 from megatron_balance.analysis.machine import Machine
@@ -393,8 +393,8 @@ class Search:
         model, machine = self.context.model, self.machine
         tokens = np.full(1, -(-sum(self.lengths) // machine.cluster.num_ranks), dtype=np.int64)
         inputs = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.bytes_per_element
-        received = ReceivedBytes(inputs, np.zeros_like(tokens), np.zeros_like(tokens))
-        return _mostly_replays(_decide(MicrobatchBytes(tokens, received), machine))
+        microbatch = MicrobatchBytes(tokens, inputs, *np.zeros((2, 1), dtype=np.int64))
+        return _mostly_replays(_decide(microbatch, machine))
 
     def with_room(self, found: InWaves) -> InWaves:
         """`found`; or where most of its layers replay, the best of it, itself in more waves, and
@@ -452,7 +452,7 @@ def most_bytes(found: InWaves, machine: Machine) -> MicrobatchBytes:
         each * ceil(part / size) for each, part in zip((of_group, of_group + max(shared)), heads, strict=True)
     )
     loads = Loads(own, queries, keys, own * plan.num_heads * (size > 1), keys, none, none)
-    return MicrobatchBytes(own, loads.bytes(heads, machine.row_bytes))
+    return loads.bytes(heads, machine.row_bytes)
 
 
 def _decide(microbatch: MicrobatchBytes, machine: Machine) -> Decision:

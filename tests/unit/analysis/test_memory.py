@@ -256,8 +256,8 @@ def test_stages_that_are_left_out_change_no_decision(
         )
         for at in range(pipeline)
     )
-    received = backward.ReceivedBytes(*(np.array([kept, kept // part]) for part in (2, 3, 4)))
-    own = backward.MicrobatchBytes(np.array([900, 1100]), received)
+    received = (np.array([kept, kept // part]) for part in (2, 3, 4))
+    own = backward.MicrobatchBytes(np.array([900, 1100]), *received)
     memory = StepMemory(SMALL, stages)
     every = [backward.step_bytes([own] * number, SMALL, stage) for stage in stages]
     found = memory.of_microbatches(number)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megatron_balance.analysis.backward import (
     USABLE,
     MicrobatchBytes,
-    ReceivedBytes,
     Recomputed,
     Stage,
     StepBytes,
@@ -191,9 +190,7 @@ GB = 1e9
 
 
 def microbatch(tokens: int = 1000, kept: int = 1_000_000, replayed: int = 100_000, ranks: int = 2) -> MicrobatchBytes:
-    return MicrobatchBytes(
-        np.full(ranks, tokens), ReceivedBytes(np.full(ranks, kept), np.full(ranks, replayed), np.zeros(ranks, int))
-    )
+    return MicrobatchBytes(*(np.full(ranks, each) for each in (tokens, kept, replayed, 0)))
 
 
 def of(other: float, kept: list[float], replayed: float = 0.0, layers: int = 4) -> StepBytes:

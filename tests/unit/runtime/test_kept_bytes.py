@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_balance import runtime
-from megatron_balance.analysis.backward import ReceivedBytes, received_bytes
+from megatron_balance.analysis.backward import MicrobatchBytes, microbatch_bytes
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InvalidProgramError
@@ -60,7 +60,7 @@ LENGTHS = (900, 4000, 333, 70, 1200, 2500, 64, 1500)
 class Counted:
     """Counts of each rank's bound plan, by policy, beside the prediction."""
 
-    predicted: ReceivedBytes
+    predicted: MicrobatchBytes
     by_policy: dict[Policy, list[PeakBytes]]
 
 
@@ -86,7 +86,7 @@ def counted(request: pytest.FixtureRequest) -> Counted:
     except ConfigError as error:
         pytest.skip(str(error))
     return Counted(
-        received_bytes(plan, MODEL), {policy: [count(plan, r, policy) for r in range(RANKS)] for policy in POLICIES}
+        microbatch_bytes([plan], MODEL), {policy: [count(plan, r, policy) for r in range(RANKS)] for policy in POLICIES}
     )
 
 

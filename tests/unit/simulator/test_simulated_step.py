@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import make_planner, simulate
-from megatron_balance.analysis import launches
+from megatron_balance.analysis import tables
 from megatron_balance.analysis.backward import largest_exchange
 from megatron_balance.analysis.estimate.zones import ZoneTimes, zone_times
 from megatron_balance.analysis.machine import Machine
@@ -217,9 +217,9 @@ def test_even_collectives_take_what_the_cost_models_closed_forms_say(ranks_per_n
         machine.intra,
         replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s * machine.nics.per_node),
     )
-    assert launches.ring_collective(group, 1000.0, machine).seconds == pytest.approx(all_gather_s(1000.0, here))
+    assert tables.ring_collective(group, 1000.0, machine).seconds == pytest.approx(all_gather_s(1000.0, here))
     even = np.full((8, 8), 125.0)
-    assert launches.all_to_all(group, even, machine).seconds == pytest.approx(all_to_all_s(1000.0, here))
+    assert tables.all_to_all(group, even, machine).seconds == pytest.approx(all_to_all_s(1000.0, here))
 
 
 def test_perturbed_machines_spread_step_times_and_a_seed_repeats_them():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -216,9 +217,11 @@ class Wires:
         self.events: list[tuple[float, int]] = []
         self.left_s: dict[int, float] = {}
         self.came_s: dict[int, float] = {}
-        self.network = emulated.Network(
-            machine, lambda: self.now, lambda at, number: heapq.heappush(self.events, (at, number)), self, longest
-        )
+        self.network = emulated.Network(machine, cast("emulated.Sockets", self), longest)
+
+    def push(self, at: float, what: str, number: int) -> None:
+        del what
+        heapq.heappush(self.events, (at, number))
 
     def left(self, message: int) -> None:
         self.left_s[message] = self.now
