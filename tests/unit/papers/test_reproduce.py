@@ -332,7 +332,7 @@ def test_a_group_attends_every_query_once(
     share: Callable[[list[int], int], distca.GroupQueries], num_ranks: int
 ) -> None:
     rows = share(DOCUMENTS, num_ranks).rows
-    attended = sorted((int(seq), token) for seq, start, stop, _ in rows for token in range(start, stop))
+    attended = sorted((int(seq), token) for _, seq, start, stop in rows for token in range(start, stop))
     assert attended == [(seq, token) for seq, length in enumerate(DOCUMENTS) for token in range(length)]
 
 
@@ -343,8 +343,8 @@ def test_cutting_documents_evens_attention_out_and_cutting_the_sequence_does_not
         ("document", distca.per_document(documents, 4)),
         ("sequence", distca.per_sequence(documents, 4)),
     ):
-        start, stop = share.rows[:, 1], share.rows[:, 2]
-        loads = np.bincount(share.rows[:, 3], (stop * (stop + 1) - start * (start + 1)) / 2, 4)
+        rank, _, start, stop = share.rows.T
+        loads = np.bincount(rank, (stop * (stop + 1) - start * (start + 1)) / 2, 4)
         pairs[name] = loads.max() / loads.mean()
     assert pairs["document"] < 1.01
     assert pairs["sequence"] > 1.3
