@@ -33,8 +33,8 @@ from megatron_balance.cli import (
 from megatron_balance.errors import BalanceError, suggest
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# Exit code of an error that nobody foresaw: never the one of a plan that does not hold.
 FAULT = os.EX_SOFTWARE
-"""Exit code of an error that nobody foresaw: never the one of a plan that does not hold."""
 VERBS = (plan, verify, simulate, compare, tune, strategies, report, reproduce, profile, trace, corpus, doctor)
 
 

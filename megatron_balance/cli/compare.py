@@ -14,11 +14,9 @@ from megatron_balance.files import json_text
 from megatron_balance.lab.bench import Bench, best_of, named, saving, standing
 from megatron_balance.planners import PLANNERS
 
+# Planners that others are held against unless somebody says another: what most jobs run, and what
+# papers compare with.
 BASELINES = ("megatron", "te_ring")
-"""Planners that others are held against unless somebody says another: what most jobs run, and what
-papers compare with."""
-
-
 HELP = "planners side by side: step time, speedup, balance, memory"
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 # answers at once.
 
 BAR_WIDTH = 40
-
-
 HELP = "turn documents into a Megatron corpus (.bin/.idx), or describe one"
 
 

@@ -21,16 +21,15 @@ from megatron_balance.cli import inputs
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
+# The version that is installed with the extra `train`.
 MEGATRON_CORE = "0.19.2"
-"""The version that is installed with the extra `train`."""
+# The advice about training on a Python that Megatron does not run on.
 TRAIN_ELSEWHERE = (
     "python3.12 -m venv .venv && .venv/bin/pip install 'megatron-balance[train]' (before 3.12 pip leaves torch and "
     "megatron-core out of [train] without a word)"
 )
-"""The advice about training on a Python that Megatron does not run on."""
+# Versions, or their beginnings, whose sources the patches were reviewed against.
 MEGATRON_REVIEWED = ("0.18.2", "0.19.")
-"""Versions, or their beginnings, whose sources the patches were reviewed against."""
-
 Status = Literal["ok", "missing", "wrong"]
 
 # Run in a process of its own: importing torch takes seconds and gigabytes that `plan` never pays

@@ -400,8 +400,6 @@ def _positive(option: str, value: int | None) -> None:
 # The output of verbs: JSON, tables, files, progress; a file `-` is standard output.
 
 T = TypeVar("T")
-
-
 STDOUT = Path("-")
 
 

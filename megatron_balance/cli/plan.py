@@ -37,7 +37,6 @@ PER_RANK = (
     ("remapped tokens received", "remap_tokens_received_per_rank"),
 )
 
-
 HELP = "place sequences on ranks; print balance and comm pattern"
 
 

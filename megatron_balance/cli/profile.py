@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MODELS = {"cpu": "gpt-tiny", "cuda": "llama-7b"}
 AXES = ("q_tokens", "k_tokens", "before_tokens", "layer_tokens", "pack_bytes", "message_bytes")
-
-
 HELP = "measure this machine's attention kernel and links into a cost table"
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from megatron_balance.lab.report.run import RealBatches
 
 MOST_RUNS = 2
-
-
 HELP = "one HTML page: where the time goes, what limits it, what would help"
 
 

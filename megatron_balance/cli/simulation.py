@@ -21,16 +21,14 @@ if TYPE_CHECKING:
     from megatron_balance.planning.choice import PingPong, PlannerChoice, Stages
 
 PING_PONG: dict[str, PingPong] = {"auto": "auto", "true": True, "false": False}
+# Of a step.
 MOST_MICROBATCHES = 1 << 16
-"""Of a step."""
-
+# Capacity of a rank over its mean tokens in a microbatch of --global-tokens, so that planners have
+# a choice.
 ROOM = 1.25
-"""Capacity of a rank over its mean tokens in a microbatch of --global-tokens, so that planners have a
-choice."""
-
+# Microbatches of a pipeline stage in a step of --global-tokens, at least: stages then wait for a
+# quarter of what they work, at most.
 PER_STAGE = 4
-"""Microbatches of a pipeline stage in a step of --global-tokens, at least: stages then wait for a
-quarter of what they work, at most."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from megatron_balance.planning.strategies import SampledStrategy, SchemeCosts
 
 BATCHES, SAMPLE_BATCHES = 20, 50
+# GPUs of a proposal: more is a typing error.
 MOST_RANKS = 1 << 16
-"""GPUs of a proposal: more is a typing error."""
-
-
 HELP = "pipelines of unlike degrees that suit a data set"
 
 

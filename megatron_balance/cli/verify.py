@@ -70,9 +70,9 @@ def _prove(entry: _PlanEntry, policy: Policy) -> dict[str, Any]:
 
 LIST_FORMAT = "megatron-balance plans 1"
 MAX_PROGRAM_LINES = 20_000
+# Beyond this the program of nearly every plan is longer than the file may hold, and building it
+# only to count is slow.
 MAX_PROGRAM_RANKS = 64
-"""Beyond this the program of nearly every plan is longer than the file may hold, and building it
-only to count is slow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from megatron_balance.simulator.setup import Setup
     from megatron_balance.simulator.step import Perturbation, Step
 
+# A JSON object.
 Figures = dict[str, Any]
-"""A JSON object."""
-
+# Number of first steps on which limits and variants are simulated.
 MOST_STEPS = 4
-"""Number of first steps on which limits and variants are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,14 +384,12 @@ class PlayedCase:
 # The order of rows
 
 
+# Share by which the speedups of median steps and of all steps may differ without a word.
 APART = 0.03
-"""Share by which the speedups of median steps and of all steps may differ without a word."""
-
+# Tokens for which GPU-hours and their cost are told.
 BILLION = 1e9
-"""Tokens for which GPU-hours and their cost are told."""
-
+# Figures of a planner or variant: `step_s`; `fits`, in memory; `hides`, its planning in a step.
 Row = Mapping[str, Any]
-"""Figures of a planner or variant: `step_s`; `fits`, in memory; `hides`, its planning in a step."""
 
 
 def named(row: Row) -> str:

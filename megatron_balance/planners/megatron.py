@@ -347,8 +347,6 @@ def _everywhere(
 
 # Share by which the least loaded rank may have less than the most loaded one.
 EVEN = 0.05
-
-
 # Share by which a bucket's work may exceed the mean.
 BUCKET_SLACK = 1.1
 

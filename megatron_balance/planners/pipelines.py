@@ -37,9 +37,7 @@ from megatron_balance.solvers.dispatch import (
 
 # Tokens of a microbatch where nobody says what a rank holds.
 UNLIMITED = 1 << 40
-
 Microbatches = tuple[tuple[tuple[int, ...], ...], ...]
-
 # Sequences to pipelines: ours; the paper's Alg. 1; Eq. 3 as an integer program.
 Dispatching = Literal["search", "trials", "ilp"]
 # A pipeline's sequences into microbatches: ours; Eq. 1 as an integer program.
@@ -352,24 +350,16 @@ def stage_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
 # Hydraulis profiles each scheme <TP, PP, CP> on its cluster. Here the times to fit come from a cost
 # model of one rank, with the scheme's communication on top.
 
+# A ring's backward moves keys and values again, and their gradients.
 _RING_BACKWARD = 2
-"""A ring's backward moves keys and values again, and their gradients."""
-
-
+# Lengths in tokens through whose predicted times the quadratic of a scheme goes.
 _FITTED = tuple(1 << power for power in range(8, 18))
-"""Lengths in tokens through whose predicted times the quadratic of a scheme goes."""
-
-
+# Those longer than this many times the longest microbatch are left out, as long as three stay.
 _BEYOND = 4
-"""Those longer than this many times the longest microbatch are left out, as long as three stay."""
-
-
+# Megatron pads a vocabulary to it (--make-vocab-size-divisible-by), times its own TP.
 _VOCAB_MULTIPLE = 128
-"""Megatron pads a vocabulary to it (--make-vocab-size-divisible-by), times its own TP."""
-
-
+# (cluster of wide ranks, tensor parallelism) -> its cost.
 _CostOf = Callable[[Cluster, int], MachineCost]
-"""(cluster of wide ranks, tensor parallelism) -> its cost."""
 
 
 def lengths_to_fit(max_tokens: int) -> list[int]:

@@ -365,12 +365,8 @@ def release(
 
 
 OCTAVES, CANDIDATES_PER_OCTAVE = 4, 3
-
-
 # Sets of thresholds that are extended.
 BEAM = 6
-
-
 # Imbalance that one more queue must win to be worth it.
 ENOUGH = 0.005
 

@@ -130,16 +130,12 @@ def _frozen(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 # silent for too long is started again, once; then all is planned on the spot.
 
 log = logging.getLogger(__name__)
-
 # Of a frame: its number, and the bytes that follow.
 HEADER = struct.Struct("<QQ")
-
 # Requests that wait to be written to a process that does not read; others are not asked at all.
 MOST_UNSENT = 8
-
 # How long the first answer is waited for.
 PATIENCE_S = 60.0
-
 # Later ones: so many seconds, or so many times the longest planning so far, whichever is more.
 LEAST_PATIENCE_S, TIMES_LONGEST = 10.0, 20.0
 RESTARTS = 1

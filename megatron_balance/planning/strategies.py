@@ -38,7 +38,6 @@ from megatron_balance.solvers.dispatch import EFFICIENCY, PipelineCost, dispatch
 Floats = NDArray[np.float64]
 Lengths = Sequence[int]
 Counts = tuple[int, ...]
-
 # Intervals of lengths, besides the ends at every scheme's MaxLen.
 NUM_BINS = 32
 HALVINGS = 13

@@ -22,7 +22,6 @@ from megatron_balance.solvers.packing import PackingProblem, longest_first, pack
 
 # Of Alg. 1, as in the paper's experiments.
 TRIALS = 100
-
 # By pipeline, the numbers of its sequences, ascending.
 Assigned = tuple[tuple[int, ...], ...]
 
@@ -221,18 +220,10 @@ def _by_pipeline(pipeline_of: Sequence[int], count: int) -> Assigned:
 
 # Share of the best tokens per second from which a microbatch counts as full (Appendix D).
 EFFICIENCY = 0.85
-
-
 NEAR = 1.02
-
-
 MOST_TRIED = 24
-
-
 # Of a microbatch's seconds; the backward of a matrix product is two of them.
 FORWARD_SHARE = 1 / 3
-
-
 Microbatches = tuple[tuple[int, ...], ...]
 
 

@@ -61,8 +61,6 @@ def arrange(wanted: Sequence[int], num_ranks: int, node_size: int) -> list[tuple
 
 # The ranks that share each sequence: ascending, so that a ring crosses each node's border once.
 Placement: TypeAlias = Sequence[tuple[int, ...]]
-
-
 INTER_NODE, INTRA_NODE, LOCAL = "inter_node", "intra_node", "local"
 
 

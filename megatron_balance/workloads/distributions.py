@@ -152,17 +152,14 @@ PATCH_PIXELS = 16
 CLIP_FRAMES, CLIP_LATENTS = 17, 5
 TEXT_TOKENS = 392
 _ASPECT = (0.96, 1.04)
+# Of one drawing, in all batches.
 MOST_SAMPLES = 10**7
-"""Of one drawing, in all batches."""
-
 LOW_RESOLUTION = "g32b32i256f1s0"
 MIXED_RESOLUTION = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
-
+# Table 1's three workloads, for 32 GPUs.
 IMAGES_AND_VIDEOS = (
     "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"
 )
-"""Table 1's three workloads, for 32 GPUs."""
-
 _CODE = re.compile(r"g(\d+)b(\d+)i(\d+)f(\d+)s([01])")
 
 

@@ -36,19 +36,14 @@ from numpy.typing import NDArray
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.workloads.idx import CorpusIndex, bin_path, idx_path
 
+# `split`: what is left of a document longer than the context is a document of its own; `truncate`:
+# it is dropped.
 CutPolicy = Literal["split", "truncate"]
-"""`split`: what is left of a document longer than the context is a document of its own; `truncate`:
-it is dropped.
-"""
-
+# `next_fit`: a piece that no longer fits opens the next sample; `best_fit`: it goes into the
+# fullest sample that has room, of the `WINDOW` last ones that are not full.
 Filling = Literal["next_fit", "best_fit"]
-"""`next_fit`: a piece that no longer fits opens the next sample; `best_fit`: it goes into the fullest
-sample that has room, of the `WINDOW` last ones that are not full.
-"""
-
 DEFAULT_FILLING: Filling = "best_fit"
 WINDOW = 64
-
 # A global batch spans two epochs at most, unless an epoch is smaller than a batch.
 KEPT_EPOCHS = 2
 
@@ -317,8 +312,8 @@ def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[ran
     return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
+# Samples in which shares are exact, to one sample.
 PERIOD = 1 << 16
-"""Samples in which shares are exact, to one sample."""
 
 
 def shares(weights: Sequence[float], period: int = PERIOD) -> tuple[int, ...]:
@@ -370,11 +365,10 @@ class Blend:
 
 log = logging.getLogger(__name__)
 Array: TypeAlias = NDArray[Any]
+# Of what the files hold.
 VERSION = 2
-"""Of what the files hold."""
-
+# At a file's end: CRC-32 of all before it.
 CHECKSUM_BYTES = 4
-"""At a file's end: CRC-32 of all before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,7 +354,6 @@ def _umask() -> int:
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
 TOKEN_TYPE = "uint16"
-
 # Installed packages differ from machine to machine; the standard library proper does not.
 INSTALLED = ("site-packages", "dist-packages")
 T = TypeVar("T")
@@ -479,8 +478,8 @@ def _write(
     return _BuildReport(**counts)
 
 
+# Tokens that end a document, in the order in which they are looked for.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""Tokens that end a document, in the order in which they are looked for."""
 
 
 class TextTokenizer:

@@ -33,15 +33,13 @@ from megatron_balance.workloads.idx import read_index
 # tokens, a list of token ids, or text. Text is not tokenised here: its tokens are estimated from its
 # bytes.
 
+# Lengths in tokens of the sequences of one batch.
 Lengths = tuple[int, ...]
-"""Lengths in tokens of the sequences of one batch."""
-
+# Of one drawing: more is a typing mistake, which would take hours and the machine's memory.
 MOST_TOKENS, MOST_BATCHES = 10**11, 10**6
-"""Of one drawing: more is a typing mistake, which would take hours and the machine's memory."""
+# Names of the distributions (`workloads.distributions` has their sources); data codes and paths are
+# taken too.
 DATASETS = tuple(DISTRIBUTIONS)
-"""Names of the distributions (`workloads.distributions` has their sources); data codes and paths
-are taken too.
-"""
 
 
 def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int]) -> list[Lengths]:
@@ -240,20 +238,16 @@ def quantiles(lengths: NDArray[np.int64]) -> dict[str, int]:
 
 
 log = logging.getLogger(__name__)
+# Columns looked for, in this order.
 COLUMNS = ("length", "num_tokens", "token_count", "n_tokens", "input_ids", "tokens", "text", "content", "code")
-"""Columns looked for, in this order."""
-
+# Of text: the usual figure for byte-pair encodings on English (OpenAI's documentation: a token is
+# about four characters).
 BYTES_PER_TOKEN = 4.0
-"""Of text: the usual figure for byte-pair encodings on English (OpenAI's documentation: a token is
-about four characters).
-"""
-
 ARROW = (".arrow", ".parquet")
+# Characters, of what is read as lines: some ten million tokens; few compressed bytes may say more.
 LONGEST_LINE = 2**26
-"""Characters, of what is read as lines: some ten million tokens; few compressed bytes may say more."""
-
+# Characters of a JSONL file that are read before a whole line is.
 PEEK = 2**16
-"""Characters of a JSONL file that are read before a whole line is."""
 
 
 def is_path(name: str) -> bool:

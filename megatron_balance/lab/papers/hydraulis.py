@@ -77,8 +77,8 @@ class TrainedCase:
 
 B32 = TrainedCase("32b", 64)
 HOMOGENEOUS = Strategy.parse("4*tp16-pp1-cp1")
+# A mix that Figure 15a's kind of strategies is like: one pipeline for the longest sequences.
 HETEROGENEOUS = Strategy.parse("tp16-pp1-cp1+6*tp8-pp1-cp1")
-"""A mix that Figure 15a's kind of strategies is like: one pipeline for the longest sequences."""
 
 
 @lru_cache(maxsize=8)
@@ -230,6 +230,7 @@ def _microbatch_s(job: TrainedCase, degree: int, lengths: Lengths, *, recompute:
 # first one owns, and what Hydraulis' pull and push leave uncovered. The optimizer is left out,
 # alike for all.
 SHORT, LONG = 16 * K, 32 * K
+# Table 3's Megatron-LM: model, GPUs, context length (F1; F2 and F3), strategy.
 CELLS = (
     ("7b", 8, SHORT, "2*tp2-pp2-cp1"),
     ("7b", 8, LONG, "tp4-pp2-cp1"),
@@ -244,7 +245,8 @@ CELLS = (
     ("32b", 64, SHORT, "4*tp8-pp2-cp1"),
     ("32b", 64, LONG, "4*tp8-pp1-cp2"),
 )
-"""Table 3's Megatron-LM: model, GPUs, context length (F1; F2 and F3), strategy."""
+# Table 3's HotSPa, for the longest sequences first (Appendix G). For 7B on 8 GPUs with 32K it names
+# strategies of 16 GPUs; those of 16K stand in.
 HOTSPA = {
     ("7b", 8, SHORT): ("2*tp2-pp2-cp1", "8*tp1-pp1-cp1"),
     ("7b", 8, LONG): ("tp4-pp2-cp1", "2*tp2-pp2-cp1", "8*tp1-pp1-cp1"),
@@ -259,15 +261,13 @@ HOTSPA = {
     ("32b", 64, SHORT): ("4*tp8-pp2-cp1", "8*tp4-pp2-cp1"),
     ("32b", 64, LONG): ("4*tp16-pp1-cp1", "4*tp8-pp2-cp1", "8*tp4-pp2-cp1"),
 }
-"""Table 3's HotSPa, for the longest sequences first (Appendix G). For 7B on 8 GPUs with 32K it names
-strategies of 16 GPUs; those of 16K stand in."""
+# Table 3's DeepSpeed: GPUs of a replica, by context length; with recomputation for 32B.
 ULYSSES = {SHORT: 4, LONG: 8}
-"""Table 3's DeepSpeed: GPUs of a replica, by context length; with recomputation for 32B."""
+# Longest sequences of its strategies, from the last one on.
 RANGES = (4 * K, 16 * K, 32 * K)
-"""Longest sequences of its strategies, from the last one on."""
 TOKENS = 100_000
+# GPUs of Table 4, whose steps have the three strategies of Table 3 (assumed).
 SWITCHED = (32, 64)
-"""GPUs of Table 4, whose steps have the three strategies of Table 3 (assumed)."""
 
 
 def hotspa(source: str, job: TrainedCase, strategies: Sequence[str], batch: Lengths) -> float:
@@ -343,8 +343,8 @@ JOBS = {
     "400K tokens": replace(BASE, tokens=400_000),
 }
 
+# Of a search for Eq. 3.
 NODES = 20
-"""Of a search for Eq. 3."""
 
 
 def _fig14(effort: Effort) -> Ours:

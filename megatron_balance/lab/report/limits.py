@@ -35,8 +35,8 @@ from megatron_balance.simulator.attention import BothPhases, attention_call, by_
 from megatron_balance.simulator.setup import StageSetup, settled
 from megatron_balance.simulator.step import Perturbation, Setup, simulate_plans, summary
 
+# Factor on the time of transfers that are to cost nothing.
 _NO_TIME = 1e-9
-"""Factor on the time of transfers that are to cost nothing."""
 
 PARTS = {
     "linear": "computing outside attention",
@@ -317,25 +317,16 @@ def _why(part: str, played: PlayedCase, layer: _LayerLoads) -> str:
 # Variants to try next: of the planner's settings, of the step and of the machine, each simulated,
 # with its gain.
 
+# A variant that saves less than this share of the step is not recommended.
 WORTH = 0.01
-"""A variant that saves less than this share of the step is not recommended."""
-
-
+# Capacities of a rank that are tried, over the batch's mean tokens a rank and over the one in use.
 SCALES = (1.25, 1.5, 2.0)
-"""Capacities of a rank that are tried, over the batch's mean tokens a rank and over the one in use.
-"""
-
-
+# Factor by which parts of the machine are made faster.
 FASTER = 2.0
-"""Factor by which parts of the machine are made faster."""
-
-
+# Options that weigh one thing against another: halved and doubled.
 _SCALED_OPTIONS = ("tolerance",)
-"""Options that weigh one thing against another: halved and doubled."""
-
-
+# Kind of a variant: a setting of the planner, of the training step, or another machine.
 Where = Literal["planner", "step", "machine"]
-"""Kind of a variant: a setting of the planner, of the training step, or another machine."""
 
 
 class _Case(NamedTuple):

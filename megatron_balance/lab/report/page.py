@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
+# Origin of a number; `exact`: counted from lengths and plans.
 Kind = Literal["exact", "measured", "simulated", "published"]
-"""Origin of a number; `exact`: counted from lengths and plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +177,6 @@ def _part(name: str) -> str:
 # Numbers as people read them.
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-
-
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 

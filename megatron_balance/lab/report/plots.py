@@ -16,15 +16,14 @@ from megatron_balance.lab.report.limits import PARTS
 from megatron_balance.lab.report.study import ACTIVITIES
 
 Json = dict[str, Any]
+# Traces and layout.
 Figure = tuple[list[Json], Json]
-"""Traces and layout."""
-
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
 PINK, YELLOW, GREY, SLATE = "#CC79A7", "#D9C300", "#8C96A3", "#5A6570"
 PURPLE, BROWN, LIME = "#7A4B9A", "#A65628", "#B3DE69"
-
 WHERE = dict(zip(study.KINDS, (RED, SKY, GREEN), strict=True))
 
+# Phases of a step as they are drawn.
 PHASES = {
     "outside attention": (("forward_linear", "backward_linear"), GREY),
     "attention forward, with its transfers": (("forward_attention",), SKY),
@@ -34,7 +33,6 @@ PHASES = {
     "gradients": (("gradient_sync",), PINK),
     "optimizer": (("optimizer",), YELLOW),
 }
-"""Phases of a step as they are drawn."""
 
 _PART_COLOURS = {
     "linear": GREY,
@@ -51,8 +49,8 @@ _PART_COLOURS = {
     "gradient_sync": PINK,
 }
 
+# Nodes that are told apart by lines.
 _MOST_LINES = 32
-"""Nodes that are told apart by lines."""
 
 
 def _label(text: str) -> str:
@@ -331,8 +329,8 @@ def gains(rows: Sequence[Figures]) -> Figure:
 
 
 COLOURS = (RED, BLUE)
+# Number of points up to which a curve marks them.
 FEW = 40
-"""Number of points up to which a curve marks them."""
 
 
 def _curve(runs: Sequence[Figures], key: str, title: str, **axis: Any) -> Figure:

@@ -23,9 +23,10 @@ from megatron_balance.lab.bench import Figures
 from megatron_balance.lab.report import page
 
 STEPS_FILE = "steps.jsonl"
+# Of every record. A line that begins so and is no JSON was cut short, not damaged.
 BEGINNING = '{"step": '
-"""Of every record. A line that begins so and is no JSON was cut short, not damaged."""
 
+# Keys that a record may lack; a number, or null.
 NUMBERS = (
     *(
         "loss",
@@ -38,10 +39,9 @@ NUMBERS = (
     ),
     *("kernel_calls", "remapped_tokens", "routed_transfers", "plan_ms", "plan_wait_ms", "predicted_ms"),
 )
-"""Keys that a record may lack; a number, or null."""
 
+# Keys that a record may lack: largest over mean load, of `tokens` and of `attention`.
 LOADS = ("imbalance_before", "imbalance_after")
-"""Keys that a record may lack: largest over mean load, of `tokens` and of `attention`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +214,8 @@ def _unsound(steps: Sequence[Figures]) -> list[str]:
     return notes
 
 
+# Steps of a run that are simulated, evenly spread over it.
 MOST_STEPS = 8
-"""Steps of a run that are simulated, evenly spread over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +285,8 @@ def _is_lengths(given: Any) -> bool:
     return bool(every) and all(type(length) is int and length > 0 for length in every)
 
 
+# Points of a curve; longer runs are drawn as means of neighbouring steps.
 MOST_POINTS = 1500
-"""Points of a curve; longer runs are drawn as means of neighbouring steps."""
 
 CURVES = (
     "step_ms",
@@ -294,9 +294,8 @@ CURVES = (
     *(f"{when}.{what}" for when in ("imbalance_before", "imbalance_after") for what in ("tokens", "attention")),
 )
 
+# First steps of a run, which allocate and connect; left out of means if there are enough others.
 WARM_UP = 2
-"""First steps of a run, which allocate and connect; left out of means if there are enough others.
-"""
 
 
 def document(paths: Sequence[Path]) -> Figures:
@@ -395,8 +394,8 @@ FOLLOWED = (
     "plan_wait_ms",
 )
 
+# Steps below which nothing is said about what goes with what.
 FEWEST = 8
-"""Steps below which nothing is said about what goes with what."""
 
 
 def _follows(run: _LoggedRun) -> Figures:
@@ -466,21 +465,16 @@ def _versus(a: _LoggedRun, b: _LoggedRun, times: Sequence[float], ratio: float) 
     )
 
 
+# Share of a step that waiting for plans may take before it is worth a word.
 WAITS = 0.02
-"""Share of a step that waiting for plans may take before it is worth a word."""
-
+# Largest over mean load from which balance is worth a word.
 UNEVEN = 1.1
-"""Largest over mean load from which balance is worth a word."""
-
+# A prediction below this share of the step says little about it.
 OFF = 0.5
-"""A prediction below this share of the step says little about it."""
-
+# Rank correlation from which step time is said to follow something.
 FOLLOWS = 0.6
-"""Rank correlation from which step time is said to follow something."""
-
+# Share of received keys and values that come from other nodes, from which routing is worth a word.
 CROSSING = 0.25
-"""Share of received keys and values that come from other nodes, from which routing is worth a word.
-"""
 
 NAMES = {
     "kv_tokens_received_inter_node": "keys and values received from other nodes",

@@ -337,11 +337,10 @@ WORDS: tuple[Item, ...] = (
     ),
 )
 
+# Variants that are drawn.
 SHOWN_TRIES = 14
-"""Variants that are drawn."""
-
+# A share of the step that is no difference.
 SAME = 0.0005
-"""A share of the step that is no difference."""
 
 
 def _limits(study: Figures) -> Section:

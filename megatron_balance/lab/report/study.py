@@ -163,8 +163,8 @@ def _load(plan: MicrobatchPlan, model: Model, ranks_per_nic: int) -> Figures:
     }
 
 
+# Shorter sequences share a bin.
 SMALLEST = 256
-"""Shorter sequences share a bin."""
 
 
 def length_histogram(batches: Sequence[Batch], mask: Mask) -> Figures:
@@ -208,8 +208,8 @@ def _bins(lengths: np.ndarray, mask: Mask) -> list[Figures]:
 
 
 KINDS = ("across nodes", "inside one node", "one rank")
+# The longest sequences are listed one by one.
 LISTED = 40
-"""The longest sequences are listed one by one."""
 
 
 def placement(plan: MicrobatchPlan) -> Figures:
@@ -281,8 +281,8 @@ def _places(plan: MicrobatchPlan) -> Iterator[tuple[str, int, list[int]]]:
             yield zone.name, seq, ranks
 
 
+# Ranks of a timeline.
 SHOWN_RANKS = 8
-"""Ranks of a timeline."""
 
 ACTIVITIES = (
     "outside attention",
@@ -292,9 +292,8 @@ ACTIVITIES = (
     "transfers between nodes",
 )
 
+# Spans of one activity closer than this share of the whole are drawn as one.
 _FINEST = 1 / 3000
-"""Spans of one activity closer than this share of the whole are drawn as one."""
-
 Span = tuple[float, float]
 
 
@@ -366,8 +365,8 @@ def _merged(spans: list[Span], gap: float) -> list[list[float]]:
 
 
 FIRST = 3
+# Number of suggestions that become sentences: changes that cost nothing, and machines to buy.
 BOUGHT = 2
-"""Number of suggestions that become sentences: changes that cost nothing, and machines to buy."""
 
 
 def answer(

@@ -155,8 +155,6 @@ def _spread(num_chosen: int, num_ranks: int) -> list[int]:
 # Share of the tolerance with which the limit starts; first steps by which it gives way are in the
 # rest.
 _AIM = 0.95
-
-
 # Shares of the tolerance: the least that the limit leaves above the mean, and the mean padding up
 # to which pairs have a limit of their own.
 _LEAST, _MOST_PADDING = 0.25, 2.0

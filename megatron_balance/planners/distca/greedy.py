@@ -30,10 +30,8 @@ from megatron_balance.planners.distca.servers import (
 
 # Differences below this share of the mean load are none.
 _ROUNDING = 1e-9
-
 # Share by which the limit gives way where no cut at whole blocks fits; doubled up to the most.
 _RAISE, _MOST_RAISE = 0.001, 0.005
-
 # Share of the tolerance that a cut may leave unused, or take off a source in vain, for fewer
 # bytes.
 _SPARE = 0.25

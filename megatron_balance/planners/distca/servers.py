@@ -313,12 +313,8 @@ class TaskSizes:
 
 # A fragment, and the first and last of its edges (or pairs of blocks) that bound a part of it.
 Piece: TypeAlias = tuple[int, int, int]
-
-
 # Queries that move, and up to where they need keys.
 Part: TypeAlias = tuple[Floats, Floats]
-
-
 # Share that counts as all of an item, so that no rounding makes it more.
 _ALL = 1 - 1e-14
 
@@ -530,8 +526,6 @@ class HeadTail:
 
 
 Shards: TypeAlias = Plain | HeadTail
-
-
 # Columns of `owned`: rows of the tokens that each rank holds outside attention.
 RANK, SEQ, START, STOP = range(4)
 

@@ -80,21 +80,16 @@ from megatron_balance.solvers.packing import longest_first
 
 # Targets of rings of groups, over the mean seconds of a group; rings over all groups are tried, too.
 _TARGETS = (1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
-
 # Price over the cheapest up to which the next rings are estimated, too; of more than `_MANY`
 # groups none.
 _CLOSE = 1.05
-
 # Layer over even computation from which on rings of groups are asked for beside waves.
 _SHOWS = 1.08
-
 # By how much waves must be ahead of rings by closed forms, and of `_SHOWS`, to need no whole
 # estimates.
 _SURELY = 1.01
-
 # Groups from which on rings are not tried, and fewer starts are: the longest never fills them.
 _MANY = 32
-
 # Smaller shares of a sequence are left out; the second where cuts are to be fewer.
 _LEAST_SHARE = 0.03
 _LEAST_OF_FEW = 0.1
@@ -112,16 +107,12 @@ class _Starts(NamedTuple):
 
 _STARTS = _Starts((0.0, None), (0.15, 0.3, 0.5, 0.8), 0.03)
 _OF_MANY = _Starts((0.0,), (0.3, 0.8), 0.09)
-
 # Share of a layer's seconds up to which that is not so; then narrower groups may pay.
 _HIDDEN = 0.03
-
 # Narrower groups are tried where one of them holds this much of the longest sequence.
 _FITTING = 0.5
-
 # Share from which on wider groups may.
 _EXPOSED = 0.1
-
 # By how much another size must be cheaper to go on in its direction.
 _BETTER = 0.995
 

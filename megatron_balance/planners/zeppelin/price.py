@@ -31,22 +31,16 @@ from megatron_balance.solvers.groups import Placement
 
 # Numbers of waves that are priced.
 WAVES = (1, 2, 3, 4, 6, 8)
-
 # Leads that are tried, over the one whose work takes as long as the exchange of all else.
 _LEADS = (0.75, 1.0, 1.5)
-
 # Tokens of the sequence whose backward is compared with its forward.
 _TYPICAL = 8192
-
 # Keys that cost as much as the thread blocks of a piece of keys do beside them.
 _BLOCK_TOKENS = BLOCK_TILES * TILE_TOKENS
-
 # Bytes that a merge reads and writes, over those of the queries: three values in fp32 each.
 _MERGED = 6.0
-
 # Bytes of a gradient of keys and values over theirs: they travel in fp32.
 _GRADIENT = 2.0
-
 # Launches beside a group call: packing, in the backward also unpacking or adding.
 _MOVES_OF_EXCHANGE = (1, 2)
 
