@@ -17,7 +17,6 @@ import yaml
 
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.errors import ConfigError, suggest
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.lab import Progress
@@ -100,20 +99,6 @@ class Paper:
 
     title: str
     tables: Mapping[str, PaperTable]
-
-    def chosen(self, name: str, table: str | None) -> dict[str, PaperTable]:
-        """One table of the paper `name`, or all."""
-        if table is None:
-            return dict(self.tables)
-        return {table: of_name(self.tables, table, f"{name} has no table")}
-
-
-def of_name(known: Mapping[str, T], name: str, missing: str) -> T:
-    """The entry of a mapping by its name."""
-    if name not in known:
-        hint = suggest(name, known) or f"there are {', '.join(known)}"
-        raise ConfigError(f"{missing} {name!r}; {hint}")
-    return known[name]
 
 
 # What papers print

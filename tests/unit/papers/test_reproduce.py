@@ -14,8 +14,7 @@ import pytest
 
 import megatron_balance.lab.papers as package
 from megatron_balance.cost.fits import GAMMA_H100_FLUX, gamma_of
-from megatron_balance.errors import ConfigError
-from megatron_balance.lab.papers import PAPERS, distca, knapformer, paper_of, wlb_llm, zeppelin
+from megatron_balance.lab.papers import PAPERS, distca, knapformer, wlb_llm, zeppelin
 from megatron_balance.lab.papers.base import ITSELF, Effort, Paper, PaperTable, Published, Row
 from megatron_balance.lab.papers.distca import layer_s
 from megatron_balance.lab.papers.knapformer import MODEL, WITHOUT, batches, flops, machine, plan
@@ -147,18 +146,13 @@ def test_a_mistake_is_one_line_that_says_what_would_be_right(run, command, messa
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_papers_have_tables_with_titles_and_lower_case_names(name):
-    paper = paper_of(name)
+    paper = PAPERS[name]
     assert paper.title
     assert paper.tables
     for table_name, table in paper.tables.items():
         assert table_name == table_name.lower()
         assert table.title
         assert table.batches >= 1
-
-
-def test_a_paper_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="no paper"):
-        paper_of("")
 
 
 # `reproduce zeppelin`: closed forms, and small simulations that must come out in the order that the
