@@ -104,7 +104,7 @@ def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: Auto
     given = dict(candidate.tried.options)
     if options.tokens_per_rank is not None:
         given["tokens_per_rank"] = options.tokens_per_rank
-    if candidate.planner.room is not None:
+    if hasattr(candidate.planner.options, "slack"):
         given["slack"] = options.slack
     inside = replace(context, own_microbatches=False, may_carry=False, ping_pong=False)
     step, carried = context.planner(candidate.name, given, context.layers)((batch.lengths,), inside, EMPTY)

@@ -23,17 +23,8 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext, planner_within, renumbered
-from megatron_balance.solvers.dispatch import (
-    FORWARD_SHARE,
-    Assigned,
-    PipelineCost,
-    dispatch,
-    exact,
-    greedy,
-    least_s,
-    microbatch_s,
-    pack,
-)
+from megatron_balance.solvers import dispatch
+from megatron_balance.solvers.dispatch import Assigned, PipelineCost
 
 # Tokens of a microbatch where nobody says what a rank holds.
 UNLIMITED = 1 << 40
@@ -53,11 +44,11 @@ class Solvers:
     def dispatch(self, lengths: Sequence[int], costs: Sequence[PipelineCost]) -> Assigned:
         match self.dispatching:
             case "search":
-                return dispatch(lengths, costs, filled=True)
+                return dispatch.dispatch(lengths, costs, filled=True)
             case "trials":
-                return greedy(lengths, costs)
+                return dispatch.greedy(lengths, costs)
             case "ilp":
-                return exact(lengths, costs, self.node_limit)
+                return dispatch.exact(lengths, costs, self.node_limit)
 
     @property
     def pack_nodes(self) -> int:
@@ -85,14 +76,14 @@ class CandidateMovement:
         works: list[PipelineWork] = []
         for own, cost in zip(made, costs, strict=True):
             sizes = [[lengths[seq] for seq in each] for each in own]
-            first, last = (microbatch_s(sizes[at], cost) if sizes else cost.c for at in (0, -1))
+            first, last = (dispatch.microbatch_s(sizes[at], cost) if sizes else cost.c for at in (0, -1))
             layers = self.layers / cost.stages
             works.append(
                 PipelineWork(
                     cost.stages,
                     pipeline_s(sizes, cost),
-                    FORWARD_SHARE * first / layers,
-                    (1 - FORWARD_SHARE) * last / layers,
+                    dispatch.FORWARD_SHARE * first / layers,
+                    (1 - dispatch.FORWARD_SHARE) * last / layers,
                 )
             )
         return sum(self.change.uncovered_s(works, overlap=self.overlap))
@@ -150,7 +141,7 @@ def packed(
     made: list[tuple[tuple[int, ...], ...]] = []
     seconds: list[float] = []
     for own, cost in zip(assigned, costs, strict=True):
-        of_pipeline = pack([lengths[seq] for seq in own], cost, solvers.pack_nodes)
+        of_pipeline = dispatch.pack([lengths[seq] for seq in own], cost, solvers.pack_nodes)
         made.append(tuple(tuple(own[at] for at in microbatch) for microbatch in of_pipeline))
         seconds.append(pipeline_s([[lengths[seq] for seq in each] for each in made[-1]], cost))
     return tuple(made), tuple(seconds)
@@ -167,7 +158,7 @@ def fastest(
     """
     assigned = [solvers.dispatch(lengths, costs) for costs in candidates]
     least = [
-        least_s(lengths, costs, each) + (moving[at].least_s if moving else 0.0)
+        dispatch.least_s(lengths, costs, each) + (moving[at].least_s if moving else 0.0)
         for at, (costs, each) in enumerate(zip(candidates, assigned, strict=True))
     ]
     best: tuple[float, int, Microbatches, tuple[float, ...]] | None = None
@@ -184,7 +175,7 @@ def fastest(
 
 def pipeline_s(microbatches: Sequence[Sequence[int]], cost: PipelineCost) -> float:
     """Seconds of a pipeline: its stage times, and the fullest through the other stages (Eq. 2)."""
-    times = [microbatch_s(lengths, cost) for lengths in microbatches]
+    times = [dispatch.microbatch_s(lengths, cost) for lengths in microbatches]
     return sum(times) + (cost.stages - 1) * max(times, default=0.0)
 
 

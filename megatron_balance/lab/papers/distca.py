@@ -22,16 +22,9 @@ import numpy as np
 from megatron_balance.analysis.memory import Holding, Policy, Recompute, Sharding, rank_memory
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost import parallel
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.cost.parallel import (
-    CollectiveGroup,
-    all_gather_s,
-    group_of,
-    reduce_scatter_s,
-    stage_transfer_s,
-    wide_ranks,
-)
 from megatron_balance.ir.arrays import sums
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -78,7 +71,7 @@ class DistcaCase(SimulatedCase):
     @cached_property
     def cost(self) -> AnalyticCost:
         gpus = load_cluster("h200").build(num_ranks=TENSOR * self.num_nodes).with_kernel("flash_attn")  # as the paper
-        return AnalyticCost(wide_ranks(gpus, TENSOR), load_model(MODELS[self.model_name]), TENSOR)
+        return AnalyticCost(parallel.wide_ranks(gpus, TENSOR), load_model(MODELS[self.model_name]), TENSOR)
 
     def batches(self, dataset: str, count: int) -> list[Lengths]:
         """Batches of documents, sample after sample."""
@@ -191,9 +184,9 @@ def per_document(documents: Sequence[int], num_ranks: int) -> GroupQueries:
     return GroupQueries(rows[rows[:, Placed.STOP] > rows[:, Placed.START]], num_ranks)
 
 
-def _group_on(case: DistcaCase, num_ranks: int) -> CollectiveGroup:
+def _group_on(case: DistcaCase, num_ranks: int) -> parallel.CollectiveGroup:
     """A context-parallel group: ranks are whole nodes, and each has its NICs to itself."""
-    return group_of(case.cluster, num_ranks, 1)
+    return parallel.group_of(case.cluster, num_ranks, 1)
 
 
 def layer_s(case: DistcaCase, queries: GroupQueries) -> tuple[float, float]:
@@ -204,7 +197,10 @@ def layer_s(case: DistcaCase, queries: GroupQueries) -> tuple[float, float]:
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
     num_bytes = case.cost.kv_bytes(float(queries.tokens().max(initial=0)))
     passes_s: list[float] = []
-    for backward, collective_s in ((False, all_gather_s(num_bytes, group)), (True, reduce_scatter_s(num_bytes, group))):
+    for backward, collective_s in (
+        (False, parallel.all_gather_s(num_bytes, group)),
+        (True, parallel.reduce_scatter_s(num_bytes, group)),
+    ):
         attention = case.cost.attend_s(pairs, rows[:, Placed.RANK], queries.num_ranks, backward=backward)
         linear = np.array([case.cost.layer_s(n, backward=backward) for n in queries.tokens().tolist()])
         passes_s.append(float((attention + linear).max()) + collective_s)
@@ -267,7 +263,7 @@ def replica_s(case: DistcaCase, microbatches: Sequence[GroupQueries], config: Re
         return start + seconds[step.microbatch][step.backward] + head_s
 
     def transfer(microbatch: int) -> Floats:
-        return np.array([stage_transfer_s(case.model, tokens[microbatch], case.machine.inter)])
+        return np.array([parallel.stage_transfer_s(case.model, tokens[microbatch], case.machine.inter)])
 
     return pipeline.run(config.stages, len(microbatches), 1, 1, each, transfer).total_s
 
@@ -431,7 +427,7 @@ def _fig3(_: Effort) -> Ours:
     for degree in (2, 4, 8, 16, 32):
         case = DistcaCase("8B", degree, degree * TOKENS_PER_NODE, 32 * K)
         share = per_document([32 * K] * (case.num_tokens // (32 * K)), degree)
-        gather_s = all_gather_s(case.cost.kv_bytes(float(TOKENS_PER_NODE)), _group_on(case, degree))
+        gather_s = parallel.all_gather_s(case.cost.kv_bytes(float(TOKENS_PER_NODE)), _group_on(case, degree))
         yield f"{degree} nodes: all-gather", gather_s / layer_s(case, share)[0]
         sharding, others = Sharding(TENSOR, optimizer=degree), case.num_tokens - TOKENS_PER_NODE
         held = rank_memory(case.model, TOKENS_PER_NODE, others, sharding, Holding())

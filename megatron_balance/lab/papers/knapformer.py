@@ -32,14 +32,7 @@ from megatron_balance.planners.knapformer import KnapFormerOptions
 from megatron_balance.planners.knapformer import plan as balance
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
-from megatron_balance.workloads.distributions import (
-    IMAGES_AND_VIDEOS,
-    LOW_RESOLUTION,
-    MIXED_RESOLUTION,
-    TEXT_TOKENS,
-    draw_by_gpu,
-    parse_codes,
-)
+from megatron_balance.workloads import distributions
 
 NUM_GPUS, NODE = 32, 8
 PEAK_FLOPS_PER_S = 989.4e12
@@ -52,9 +45,9 @@ PASSES = 4
 WITHOUT = "w/o Balancer"
 TOPOLOGIES = ("g1n32", "g2n16", "g4n8", "g8n4")
 WORKLOADS = {
-    "low-resolution images": LOW_RESOLUTION,
-    "mixed-resolution images": MIXED_RESOLUTION,
-    "images and videos": IMAGES_AND_VIDEOS,
+    "low-resolution images": distributions.LOW_RESOLUTION,
+    "mixed-resolution images": distributions.MIXED_RESOLUTION,
+    "images and videos": distributions.IMAGES_AND_VIDEOS,
 }
 
 MODEL = load_model("flux-12b")
@@ -73,7 +66,7 @@ def machine() -> Machine:
 
 
 def batches(codes: str, count: int) -> list[ByGpu]:
-    return draw_by_gpu(codes, count, SEED)
+    return distributions.draw_by_gpu(codes, count, SEED)
 
 
 def plan(system: str, loaded: ByGpu) -> MicrobatchPlan:
@@ -124,8 +117,9 @@ AUTO = "auto"
 
 def _fig3(_: Effort) -> Ours:
     """A row a data code."""
-    for text, code in zip(IMAGES_AND_VIDEOS.split(","), parse_codes(IMAGES_AND_VIDEOS), strict=True):
-        yield f"{text}: tokens a GPU", code.samples * (code.visual_tokens + TEXT_TOKENS / 2)
+    codes = distributions.IMAGES_AND_VIDEOS
+    for text, code in zip(codes.split(","), distributions.parse_codes(codes), strict=True):
+        yield f"{text}: tokens a GPU", code.samples * (code.visual_tokens + distributions.TEXT_TOKENS / 2)
 
 
 def _table1(effort: Effort) -> Ours:
