@@ -128,10 +128,16 @@ class Bench:
         """A step's FLOPs over what its GPUs could compute by their data sheet meanwhile."""
         from megatron_balance.cost.modules import model_flops
 
-        flops = model_flops(self.given.model, (n for batch in self.given.batches for n in batch.lengths))
-        seconds = sum(batch.num_tokens for batch in self.given.batches) / found["tokens_per_s"]
-        pool = self.pool.cluster
+        batches, pool = self.given.batches, self.pool.cluster
+        flops = model_flops(self.given.model, (n for batch in batches for n in batch.lengths))
+        seconds = sum(batch.num_tokens for batch in batches) / found["tokens_per_s"]
         return flops / (seconds * pool.num_ranks * pool.flops_per_s)
+
+    @property
+    def lengths(self) -> list[tuple[tuple[int, ...], ...]]:
+        """By step and batch."""
+        each = [batch.lengths for batch in self.given.batches]
+        return [tuple(each[at : at + self.group]) for at in range(0, len(each), self.group)]
 
     def mode(self, choice: PlannerChoice) -> StepMode:
         """The mode in which a planner's steps run."""
@@ -189,32 +195,22 @@ class Bench:
             raise ConfigError(
                 f"--tensor-parallel {given.tensor_parallel}: a strategy says the degrees of its pipelines; leave it out"
             )
-        pool = self.pool.cluster
-        joint = JointStages(pool, self.setup.interleave) if mode.joint else None
-        context = StepContext(
-            given.cluster,
-            given.model,
-            given.planning_cost(),
-            joint=joint,
-            ping_pong=mode.ping_pong,
-            memory=self.memory(mode),
-        )
-        groups = [given.batches[at : at + self.group] for at in range(0, len(given.batches), self.group)]
-        lengths = [tuple(batch.lengths for batch in group) for group in groups]
-        choice = with_proposed(choice, lengths, context)
+        joint = JointStages(self.pool.cluster, self.setup.interleave) if mode.joint else None
+        on, memory = (given.cluster, given.model, given.planning_cost()), self.memory(mode)
+        context = StepContext(*on, joint=joint, ping_pong=mode.ping_pong, memory=memory)
+        choice = with_proposed(choice, self.lengths, context)
         begin = time.perf_counter()
         steps: list[StepPlan] = []
         carry = EMPTY
-        for group in self.progress(lengths, f"{choice.name}: plan"):
-            step, carry = choice.plan_step(group, context, carry)
+        for lengths in self.progress(self.lengths, f"{choice.name}: plan"):
+            step, carry = choice.plan_step(lengths, context, carry)
             steps.append(step)
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
         for step in steps:
             verify_plans(step)
         context_parallel = choice.options.context_parallel if choice.planner.replicas else None
-        layouts = None
-        if choice.planner.layouts is not None:
-            layouts = choice.planner.layouts(choice.options, given.cluster.num_ranks, None)
+        of = choice.planner.layouts
+        layouts = None if of is None else of(choice.options, given.cluster.num_ranks, None)
         return Planned(choice, mode, tuple(steps), plan_ms, context_parallel, layouts)
 
     def simulate(self, planned: Planned) -> dict[str, Any]:
@@ -264,8 +260,8 @@ class Bench:
             "step_with_host_s": None if found["step_with_host_s"] is None else found["step_with_host_s"]["median"],
             "tokens_per_s": found["tokens_per_s"],
             "mfu": self.mfu(found),
-            "gpu_hours": _gpu_hours(found["tokens_per_s"], self.num_gpus),
-            "over_bound": found["mean_step_s"] / self.bound_s(),
+            "gpu_hours": self.num_gpus * BILLION / found["tokens_per_s"] / 3600,
+            "over_bound": found["mean_step_s"] / fmean(self.bounds_s()),
             "imbalance": self.imbalance(planned),
             "plan_ms": planned.plan_ms,
             "peak_bytes": peak,
@@ -310,22 +306,17 @@ class Bench:
         """The bench with the batches of the first few steps only."""
         return replace(self, given=replace(self.given, batches=self.given.batches[: MOST_STEPS * self.group]))
 
-    def bound_s(self) -> float:
-        """Seconds of even computation of a step (`simulator.step`): the mean over the steps."""
-        return fmean(self.bound_s_per_step())
-
-    def bound_s_per_step(self) -> list[float]:
+    def bounds_s(self) -> list[float]:
+        """Seconds of even computation of each step (`simulator.step`)."""
         from megatron_balance.simulator.step import bound_s
 
-        batches = self.given.batches
-        groups = [batches[at : at + self.group] for at in range(0, len(batches), self.group)]
-        return [bound_s(tuple(b.lengths for b in group), self.machine, self.setup) for group in groups]
+        return [bound_s(lengths, self.machine, self.setup) for lengths in self.lengths]
 
     def described(self) -> dict[str, Any]:
-        given = self.given
+        given, bounds_s = self.given, self.bounds_s()
         return {
-            "bound_s": self.bound_s(),
-            "bound_s_per_step": self.bound_s_per_step(),
+            "bound_s": fmean(bounds_s),
+            "bound_s_per_step": bounds_s,
             "cluster": given.cluster.name,
             "model": given.model.name,
             "num_ranks": given.cluster.num_ranks,
@@ -337,18 +328,15 @@ class Bench:
         }
 
     def headline(self) -> str:
-        given = self.given
-        cluster = given.cluster
-        assumed = f" ({given.assumed})" if given.assumed else ""
-        count = len(given.batches) // self.group
-        tokens = fmean(batch.num_tokens for batch in given.batches)
+        given, cluster, count = self.given, self.given.cluster, len(self.lengths)
         ranks = "ranks" if given.tensor_parallel == 1 else f"ranks of {given.tensor_parallel} GPUs"
-        what = (
-            f"{cluster.num_ranks} {ranks} ({cluster.num_nodes} x {cluster.node_size}), {given.model.name} on "
-            f"{cluster.name}{assumed}"
+        nodes = f"{cluster.num_ranks} {ranks} ({cluster.num_nodes} x {cluster.node_size})"
+        assumed = f" ({given.assumed})" if given.assumed else ""
+        tokens = fmean(batch.num_tokens for batch in given.batches)
+        return (
+            f"{nodes}, {given.model.name} on {cluster.name}{assumed}; {count} step{'s' * (count > 1)} of {self.group} "
+            f"x {tokens:,.0f} tokens; bound {fmean(self.bounds_s()):.3f} s: even computation, nothing moves"
         )
-        steps = f"{count} step{'s' * (count > 1)} of {self.group} x {tokens:,.0f} tokens"
-        return f"{what}; {steps}; bound {self.bound_s():.3f} s: even computation, nothing moves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,11 +409,6 @@ def best_of(rows: Sequence[Row]) -> str | None:
     return best["planner"] if runs(best) else None
 
 
-def _gpu_hours(tokens_per_s: float, num_gpus: int) -> float:
-    """GPU-hours of a billion tokens."""
-    return num_gpus * BILLION / tokens_per_s / 3600
-
-
 def hold_against(rows: Sequence[MutableMapping[str, Any]], base: Row) -> None:
     """Add to each row its speedup over `base`, of median steps and of all, and saved GPU-hours."""
     for row in rows:
@@ -436,10 +419,8 @@ def hold_against(rows: Sequence[MutableMapping[str, Any]], base: Row) -> None:
 
 def in_the_mean(row: Row) -> str:
     """A note on the speedup over all steps, where that of median steps says otherwise; else empty."""
-    apart = abs(row["mean_speedup"] / row["speedup"] - 1)
-    return (
-        f"over all steps {row['mean_speedup']:.2f}x, over the median one {row['speedup']:.2f}x" if apart > APART else ""
-    )
+    mean, median = row["mean_speedup"], row["speedup"]
+    return f"over all steps {mean:.2f}x, over the median one {median:.2f}x" if abs(mean / median - 1) > APART else ""
 
 
 def saving(row: Row, base: Row, price: float | None) -> str:

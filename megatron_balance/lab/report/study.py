@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -94,11 +94,8 @@ def _timelines(shown: Sequence[PlayedCase], bench: Bench) -> tuple[Figures, str]
     if bench.setup.transport == "sockets":
         return {}, "With --transport sockets ranks have no streams, which is what a timeline shows."
     if bench.machine.num_ranks > MOST_RANKS:
-        return (
-            {},
-            f"A timeline plays every transfer of every rank, and is made for at most {MOST_RANKS} ranks; ask for "
-            "fewer with --ranks.",
-        )
+        most = f"is made for at most {MOST_RANKS} ranks; ask for fewer with --ranks."
+        return {}, f"A timeline plays every transfer of every rank, and {most}"
     made = bench.progress(shown, "timeline")
     return {each.name: timeline(each.first_plan, bench.machine, bench.setup.drawn) for each in made}, ""
 
@@ -156,11 +153,7 @@ LOADS = (
 
 def _load(plan: MicrobatchPlan, model: Model, ranks_per_nic: int) -> Figures:
     loads = plan_statistics(plan, model, ranks_per_nic)
-    return {
-        "kind": "exact",
-        "planner": plan.planner,
-        **{key: loads[key] for key in LOADS},
-    }
+    return {"kind": "exact", "planner": plan.planner, **{key: loads[key] for key in LOADS}}
 
 
 # Shorter sequences share a bin.
@@ -214,22 +207,27 @@ LISTED = 40
 
 def placement(plan: MicrobatchPlan) -> Figures:
     """By kind of place: how many sequences and tokens; and the longest sequences with their ranks."""
+    context = Context.of(plan)
+    # Ranks that hold or attend some of a sequence, in order.
     rows = [
-        (seq, plan.lengths[seq], _kind(ranks, plan.ranks_per_node), zone, ranks) for zone, seq, ranks in _places(plan)
+        (seq, plan.lengths[seq], _kind(ranks, plan.ranks_per_node), zone.name, ranks)
+        for zone in plan.zones
+        for seq, ranks in pattern_of(zone).sequences(zone, context)
     ]
     rows.sort(key=lambda row: (-row[1], row[0]))
     kinds: list[Figures] = []
     for kind in KINDS:
         held = [row for row in rows if row[2] == kind]
+        lengths, counts = [row[1] for row in held] or [0], [len(row[4]) for row in held] or [0]
         kinds.append(
             {
                 "where": kind,
                 "sequences": len(held),
-                "tokens": sum(row[1] for row in held),
-                "shortest": min((row[1] for row in held), default=0),
-                "longest": max((row[1] for row in held), default=0),
-                "fewest_ranks": min((len(row[4]) for row in held), default=0),
-                "most_ranks": max((len(row[4]) for row in held), default=0),
+                "tokens": sum(lengths),
+                "shortest": min(lengths),
+                "longest": max(lengths),
+                "fewest_ranks": min(counts),
+                "most_ranks": max(counts),
             }
         )
     longest = [
@@ -273,23 +271,12 @@ def _kind(ranks: list[int], ranks_per_node: int) -> str:
     return KINDS[1] if ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node else KINDS[0]
 
 
-def _places(plan: MicrobatchPlan) -> Iterator[tuple[str, int, list[int]]]:
-    """(zone, sequence, ranks that hold or attend some of it, in order)."""
-    context = Context.of(plan)
-    for zone in plan.zones:
-        for seq, ranks in pattern_of(zone).sequences(zone, context):
-            yield zone.name, seq, ranks
-
-
 # Ranks of a timeline.
 SHOWN_RANKS = 8
 
 ACTIVITIES = (
-    "outside attention",
-    "attention",
-    "packing and adding up",
-    "transfers inside the node",
-    "transfers between nodes",
+    *("outside attention", "attention", "packing and adding up"),
+    *("transfers inside the node", "transfers between nodes"),
 )
 
 # Spans of one activity closer than this share of the whole are drawn as one.
@@ -340,8 +327,7 @@ def timeline(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
 def _activity(span: trace_format.TrackSpan) -> str:
     """Transfers by the link they take; a routed one's legs in the node are inside it."""
     if span.track == COMPUTE:
-        kinds = {LINEAR: ACTIVITIES[0], ATTENTION: ACTIVITIES[1]}
-        return kinds.get(span.what, ACTIVITIES[2])
+        return {LINEAR: ACTIVITIES[0], ATTENTION: ACTIVITIES[1]}.get(span.what, ACTIVITIES[2])
     return ACTIVITIES[4] if span.track.startswith("inter_node") else ACTIVITIES[3]
 
 
@@ -418,15 +404,13 @@ def _suggestions(tried: Figures) -> list[str]:
     """Suggestions, best first, each with its gain: changes that cost nothing, then another machine."""
     own, bought = recommended(tried, ("planner", "step")), recommended(tried, ("machine",))
     sentences = [_suggestion(row, tried) for row in own[:FIRST]]
-    if not own and tried["fits"]:
+    if not own:
         rows = [row for row in tried["tries"] if row["where"] != "machine" and row["fits"]]
         sentences.append(
             f"None of the {len(rows)} other settings that were simulated and fit in memory makes a step of "
             f"{tried['planner']} more than 1 % faster."
-        )
-    if not own and not tried["fits"]:
-        sentences.append(
-            "None of the settings that were simulated fits in memory; use fewer tokens on a rank, or more ranks."
+            if tried["fits"]
+            else "None of the settings that were simulated fits in memory; use fewer tokens on a rank, or more ranks."
         )
     return [*sentences, *(_suggestion(row, tried) for row in bought[:BOUGHT])]
 

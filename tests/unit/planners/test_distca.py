@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
