@@ -23,7 +23,6 @@ HELP = "planners side by side: step time, speedup, balance, memory"
 def add_options(parser: argparse.ArgumentParser) -> None:
     inputs.add_options(parser)
     simulation.add_options(parser)
-    simulation.add_mode_options(parser)
     over = f"speedups are over this planner (default {', else '.join(BASELINES)}, else the first)"
     parser.add_argument("--baseline", metavar="NAME", help=over)
     inputs.add_json(parser)

@@ -72,7 +72,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("corpus build: no documents; name files or folders after PREFIX, or give --stdlib")
     files = idx.find_files(args.paths, args.suffix)
     if args.stdlib:
-        files += idx.find_files([idx.standard_library()], ".py", leave_out=idx.INSTALLED)
+        files += idx.find_files([idx.STANDARD_LIBRARY], ".py", leave_out=idx.INSTALLED)
     if not files:
         ending = f" ending in {args.suffix!r}" if args.suffix else ""
         raise ConfigError(f"corpus build: no files{ending} in {', '.join(map(str, args.paths))}")

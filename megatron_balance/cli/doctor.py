@@ -174,8 +174,8 @@ def _planning() -> list[Check]:
     version = platform.python_version()
     mend = "install Python 3.12 and make an environment with it: python3.12 -m venv .venv"
     python = _check("python", "plan", version if sys.version_info >= (3, 11) else None, ">= 3.11", mend, version)
-    packages = ("numpy", "pydantic", "pyyaml", "tqdm", "rich")
-    return [python, *(_package(name, name, "plan", f"pip install {name}") for name in packages)]
+    packages = ("numpy", "pydantic", "PyYAML", "tqdm", "rich")
+    return [python, *(_package(each.lower(), each, "plan", f"pip install {each.lower()}") for each in packages)]
 
 
 def _training() -> list[Check]:

@@ -161,13 +161,10 @@ def _show(reports: Iterable[dict[str, Any]], given: Inputs) -> None:
             each = [result[key] for result in results]
             if key != "attention_tokens_per_rank" or each != [result["tokens_per_rank"] for result in results]:
                 _add_row(table, label, each)
-        received = [result["bytes_received_per_rank"] for result in results]
-        for label, batches in (
-            ("MB received", [each["total"] for each in received]),
-            ("  of these, inter-node", [each["inter_node"] for each in received]),
-            ("MB sent by each NIC", [list(chain(*result["bytes_sent_per_nic"])) for result in results]),
-        ):
-            _add_row(table, label, [[num_bytes / 1e6 for num_bytes in each] for each in batches], decimals=1)
+        for label, key in (("MB received", "total"), ("  of these, inter-node", "inter_node")):
+            _add_row(table, label, [result["bytes_received_per_rank"][key] for result in results], mega=True)
+        sent = [list(chain(*result["bytes_sent_per_nic"])) for result in results]
+        _add_row(table, "MB sent by each NIC", sent, mega=True)
         console.print(table)
         for line in (*_layer_lines(report, results), *report["memory"]):
             console.print(line)
@@ -192,11 +189,13 @@ def _layer_lines(report: dict[str, Any], results: list[dict[str, Any]]) -> Itera
         yield f"routing {report['routing']}: {_plain(routed)} transfers between nodes go over all NICs"
 
 
-def _add_row(table: Any, label: str, batches: list[list[float]], decimals: int = 0) -> None:
-    """The mean over batches of each one's min, mean and max over ranks; rows of zeros are left out."""
+def _add_row(table: Any, label: str, batches: list[list[int]], *, mega: bool = False) -> None:
+    """The mean over batches of each one's min, mean and max over ranks; rows of zeros are left out.
+    `mega`: shown in millions.
+    """
     low, mean, high = (fmean(f(ranks) for ranks in batches) for f in (min, fmean, max))
     if high or label in ("tokens", "attention pairs"):
-        cells = [f"{value:,.{decimals}f}" for value in (low, mean, high)]
+        cells = [f"{value / 1e6:,.1f}" if mega else f"{value:,.0f}" for value in (low, mean, high)]
         table.add_row(label, *cells, f"{high / mean:.3f}" if mean else "-")
 
 

@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "cluster, model, microbatches and the baseline are the run's unless given",
     )
     inputs.add_options(parser)
-    simulation.add_options(parser)
+    simulation.add_options(parser, modes=False)
     over = f"the planner that others are held against (default {baseline_of(tuple(PLANNERS))})"
     add("--baseline", metavar="NAME", help=over)
     add("--json", action="store_true", help="also print the page's figures as one JSON document on stdout")

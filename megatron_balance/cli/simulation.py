@@ -31,7 +31,8 @@ ROOM = 1.25
 PER_STAGE = 4
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, *, modes: bool = True) -> None:
+    """`modes`: in which mode steps run may be asked, too."""
     add = parser.add_argument
     measured = "simulate with a cost table measured by 'profile' (default: data sheets)"
     add("--costs", type=Path, metavar="FILE", help=measured)
@@ -94,15 +95,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     engines = "events: every transfer on its own; rounds: for many ranks"
     add("--engine", choices=("auto", "events", "rounds"), default="auto", help=engines)
 
-
-def add_mode_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    if not modes:
+        return
+    add(
         "--ping-pong",
         choices=tuple(PING_PONG),
         help="microbatches as two nano-batches interleaved, as the key ping_pong of a configuration "
         "(default auto: with planners made for it)",
     )
-    parser.add_argument(
+    add(
         "--stages",
         choices=("joint", "stages"),
         help="with --pipeline: all stages attend together, or each for itself under Megatron's schedule, as the key "

@@ -386,13 +386,10 @@ def named(row: Row) -> str:
     return row["planner"] if size is None else f"{row['planner']} (CP {size})"
 
 
-def runs(row: Row) -> bool:
-    """Whether a job can run these steps: they fit in memory, and planning hides behind them."""
-    return row["fits"] and row["hides"]
-
-
 def why_not(row: Row) -> str:
-    """The reason why a job cannot run these steps; empty: it can."""
+    """Why a job cannot run these steps, which must fit in memory and hide their planning; empty: it
+    can.
+    """
     if not row["fits"]:
         return "does not fit in memory"
     return "" if row["hides"] else "takes longer to plan than a step"
@@ -400,13 +397,13 @@ def why_not(row: Row) -> str:
 
 def standing(row: Row) -> tuple[bool, bool, float]:
     """The order: what a job can run, then what fits, then the rest; the fastest first."""
-    return not runs(row), not row["fits"], row["step_s"]
+    return bool(why_not(row)), not row["fits"], row["step_s"]
 
 
 def best_of(rows: Sequence[Row]) -> str | None:
     """The planner with the fastest steps of those that a job can run; None: there is none."""
     best = min(rows, key=standing)
-    return best["planner"] if runs(best) else None
+    return None if why_not(best) else best["planner"]
 
 
 def hold_against(rows: Sequence[MutableMapping[str, Any]], base: Row) -> None:

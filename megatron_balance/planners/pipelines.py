@@ -158,7 +158,7 @@ def fastest(
     """
     assigned = [solvers.dispatch(lengths, costs) for costs in candidates]
     least = [
-        dispatch.least_s(lengths, costs, each) + (moving[at].least_s if moving else 0.0)
+        dispatch.slowest_s(lengths, costs, each, PipelineCost.least_s) + (moving[at].least_s if moving else 0.0)
         for at, (costs, each) in enumerate(zip(candidates, assigned, strict=True))
     ]
     best: tuple[float, int, Microbatches, tuple[float, ...]] | None = None
@@ -253,19 +253,15 @@ def pipelines_of(strategy: Strategy, context: StepContext) -> Pipelines:
     if context.of_ranks:
         strategy.check(context.cluster.num_ranks, context.cluster.node_size)
     elif context.strategy is None:
-        _check_strategy(strategy, context.cluster, context.model)
+        strategy.check(context.cluster.num_ranks, context.cluster.node_size)
+        for scheme in dict.fromkeys(strategy.pipelines):
+            check_scheme(scheme, context.model, f"strategy {strategy}: ")
     known: dict[Scheme, tuple[PipelineCost, StepContext]] = {}
     for scheme in strategy.pipelines:
         if scheme not in known:
             known[scheme] = _pipeline(scheme, context)
     costs, inside = zip(*(known[scheme] for scheme in strategy.pipelines), strict=True)
     return Pipelines(strategy, costs, inside)
-
-
-def _check_strategy(strategy: Strategy, cluster: Cluster, model: Model) -> None:
-    strategy.check(cluster.num_ranks, cluster.node_size)
-    for scheme in dict.fromkeys(strategy.pipelines):
-        check_scheme(scheme, model, f"strategy {strategy}: ")
 
 
 def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepContext]:

@@ -188,24 +188,18 @@ def is_data_code(name: str) -> bool:
 def parse_codes(text: str) -> tuple[DataCode, ...]:
     """The streams of codes joined by commas; ConfigError: they are none."""
     codes: list[DataCode] = []
-    for word in text.split(","):
-        match = _CODE.fullmatch(word.strip())
+    for word in map(str.strip, text.split(",")):
+        match = _CODE.fullmatch(word)
         if not match:
-            raise ConfigError(
-                f"data code {word.strip()!r}: expected g{{GPUs}}b{{samples}}i{{pixels}}f{{frames}}s{{0|1}}, such as "
-                "g8b4i256f1s0"
-            )
+            form = "g{GPUs}b{samples}i{pixels}f{frames}s{0|1}, such as g8b4i256f1s0"
+            raise ConfigError(f"data code {word!r}: expected {form}")
         gpus, samples, pixels, frames, clip = (int(number) for number in match.groups())
-        if not gpus or not samples or not frames or not pixels or pixels % PATCH_PIXELS:
-            raise ConfigError(
-                f"data code {word.strip()!r}: GPUs, samples and frames are at least 1, pixels a multiple of "
-                f"{PATCH_PIXELS}"
-            )
+        if not (gpus and samples and frames and pixels) or pixels % PATCH_PIXELS:
+            rule = f"GPUs, samples and frames are at least 1, pixels a multiple of {PATCH_PIXELS}"
+            raise ConfigError(f"data code {word!r}: {rule}")
         if clip and frames % CLIP_FRAMES:
-            raise ConfigError(
-                f"data code {word.strip()!r}: a clip's frames are a multiple of {CLIP_FRAMES}, which become "
-                f"{CLIP_LATENTS} each"
-            )
+            rule = f"a clip's frames are a multiple of {CLIP_FRAMES}, which become {CLIP_LATENTS} each"
+            raise ConfigError(f"data code {word!r}: {rule}")
         codes.append(DataCode(gpus, samples, pixels, frames, bool(clip)))
     return tuple(codes)
 

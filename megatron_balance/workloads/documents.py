@@ -155,15 +155,10 @@ class DocumentStream:
     ) -> None:
         """Cut and number the documents; nothing is packed before a sample is asked for.
 
-        Args:
-            corpus: opened, or the lengths [documents] of all its documents, in tokens. Where it has a
-                cache, pieces and orders are mapped from its files.
-            seq_length: context length and most tokens of a sample.
-            seed: of the shuffles, at least 0.
-            policy: `split` or `truncate`.
-            documents: the part of the corpus to draw from, one of a train/valid/test split; None:
-                all of it.
-            filling: of samples.
+        `corpus`: opened, or the lengths [documents] of all its documents, in tokens; where it has a
+        cache, pieces and orders are mapped from its files. `seq_length`: context length and most
+        tokens of a sample. `documents`: the part to draw from, one of a train/valid/test split; None:
+        all.
         """
         if seq_length < 1:
             raise ConfigError(f"seq_length {seq_length}: a sample needs room for at least 1 token")
@@ -261,16 +256,14 @@ class DocumentStream:
         epoch = len(self._first_sample) - 1
         self._first_sample.append(self._first_sample[-1] + self._epoch(epoch).num_samples)
 
-    def _filled(self, order: NDArray[np.int64]) -> _Epoch:
-        lengths = _lengths(self._pieces)[order]
-        if self.filling == "next_fit":
-            return _Epoch(order, pack(lengths, self.seq_length))
-        packed = pack_best_fit(lengths, self.seq_length)
-        return _Epoch(order[packed.order], packed.bounds)
-
     def _packed(self, epoch: int) -> _Epoch:
         def make() -> _Epoch:
-            return self._filled(shuffled(len(self._pieces), self.seed, epoch))
+            order = shuffled(len(self._pieces), self.seed, epoch)
+            lengths = _lengths(self._pieces)[order]
+            if self.filling == "next_fit":
+                return _Epoch(order, pack(lengths, self.seq_length))
+            packed = pack_best_fit(lengths, self.seq_length)
+            return _Epoch(order[packed.order], packed.bounds)
 
         if self._cache is None:
             return make()

@@ -45,12 +45,8 @@ DATASETS = tuple(DISTRIBUTIONS)
 def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int]) -> list[Lengths]:
     """Batches of document lengths of `tokens` tokens each; the last document of one is cut to fit.
 
-    Args:
-        name: one of `DATASETS`, data codes (KnapFormer), or a path, whose documents come in an order
-            drawn from the seed, again and again.
-        tokens: of a batch; None: data codes say themselves how much it holds.
-        batches: how many, one after another from the same generator.
-        seed: of the generator.
+    `name`: one of `DATASETS`, data codes (KnapFormer), or a path, whose documents come in an order
+    drawn from the seed, again and again. `tokens`: None: data codes say themselves how many.
 
     Raises:
         ConfigError: an unknown name, or a number that cannot be.
@@ -72,10 +68,7 @@ def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int])
                 f"--tokens {tokens}: the data codes of --dataset {name} say how many tokens a batch has; leave "
                 "--tokens out"
             )
-        return [
-            tuple(length for gpu in batch for length in gpu)
-            for batch in distributions.draw_by_gpu(name, batches, seeds)
-        ]
+        return [tuple(chain.from_iterable(batch)) for batch in distributions.draw_by_gpu(name, batches, seeds)]
     if name not in DISTRIBUTIONS and not is_path(name):
         raise ConfigError(
             f"--dataset {name!r} is not known; choose one of {', '.join(DATASETS)}, data codes such as g8b4i256f1s0, "
@@ -219,15 +212,8 @@ def histogram(lengths: NDArray[np.int64]) -> list[dict[str, int]]:
     first, last = int(exponents.min()), int(exponents.max())
     documents = np.bincount(exponents - first)
     tokens = np.bincount(exponents - first, weights=lengths).astype(np.int64)
-    return [
-        {
-            "low": 1 << exponent,
-            "high": (2 << exponent) - 1,
-            "documents": int(documents[exponent - first]),
-            "tokens": int(tokens[exponent - first]),
-        }
-        for exponent in range(first, last + 1)
-    ]
+    counts = zip(range(first, last + 1), documents.tolist(), tokens.tolist(), strict=True)
+    return [{"low": 1 << e, "high": (2 << e) - 1, "documents": number, "tokens": held} for e, number, held in counts]
 
 
 def quantiles(lengths: NDArray[np.int64]) -> dict[str, int]:
@@ -407,10 +393,7 @@ def _of_arrow(path: Path, column: str) -> Ints:
         raise ConfigError(f"--dataset {path}: the folder holds no .parquet or .arrow file")
     if not path.exists():
         raise ConfigError(f"--dataset {path}: no such file")
-    parts: list[Ints] = []
-    for file in files:
-        for batch in _record_batches(file, column):
-            parts.append(batch)
+    parts = [batch for file in files for batch in _record_batches(file, column)]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
@@ -456,9 +439,8 @@ def _of_array(pa: Any, array: Any, column: str, file: Path) -> Ints:
         counted = compute.list_value_length(array)
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
         _warn_of_text(str(file), column)
-        counted = compute.ceil(
-            compute.divide(compute.cast(compute.binary_length(array), pa.float64()), BYTES_PER_TOKEN)
-        )
+        num_bytes = compute.cast(compute.binary_length(array), pa.float64())
+        counted = compute.ceil(compute.divide(num_bytes, BYTES_PER_TOKEN))
     else:
         raise ConfigError(f"{file}: column {column!r} holds {kind}; expected whole numbers, token ids or text")
     return np.asarray(counted.fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)

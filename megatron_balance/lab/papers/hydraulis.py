@@ -115,16 +115,10 @@ def seconds(source: str, job: TrainedCase, strategy: Strategy, batch: Lengths) -
     return deal(batch, costs_of(strategy, costs(source, job.size), job.num_ranks))[1]
 
 
-def chosen(source: str, job: TrainedCase, batch: Lengths) -> tuple[Strategy, float]:
-    """The candidate that Hydraulis takes for a step, and its seconds."""
-    strategy, _, found_s = _chosen_step(source, job, batch)
-    return strategy, found_s
-
-
-def _chosen_step(
+def chosen(
     source: str, job: TrainedCase, batch: Lengths, base: Strategy | None = None
-) -> tuple[Strategy, Microbatches, float]:
-    """The candidate that Hydraulis takes for a step, its microbatches, and its seconds."""
+) -> tuple[Strategy, float, Microbatches]:
+    """The candidate that Hydraulis takes for a step, its seconds, and its microbatches."""
     # `base`: the layout that owns weights; choice and seconds then count what pull and push leave
     # uncovered, as planner hydraulis does. None: propagation alone.
     known = costs(source, job.size)
@@ -133,12 +127,12 @@ def _chosen_step(
     ways = [_moving(job, base, each, overlap=True) for each in held] if base is not None else []
     best, made, found = fastest(batch, [pipelines[each] for each in held], moving=ways)
     added_s = ways[best].added_s(batch, made, pipelines[held[best]]) if ways else 0.0
-    return held[best], made, max(found) + added_s
+    return held[best], max(found) + added_s, made
 
 
 def _exchange_s(source: str, job: TrainedCase, batch: Lengths) -> tuple[float, float]:
     """Seconds of pull and push by links alone from `HOMOGENEOUS`: without overlap, and with it."""
-    strategy, made, _ = _chosen_step(source, job, batch)
+    strategy, _, made = chosen(source, job, batch)
     own = costs_of(strategy, costs(source, job.size), job.num_ranks)
     ways = (_moving(job, HOMOGENEOUS, strategy, overlap=each) for each in (False, True))
     without, overlapped = (each.added_s(batch, made, own) for each in ways)
@@ -164,10 +158,8 @@ def _packed_to_the_most(
 ) -> tuple[float, ...]:
     """Seconds of each pipeline; sequences are dispatched, then packed to the context length."""
     pipelines: tuple[PipelineCost, ...] = costs_of(strategy, costs(source, job.size), job.num_ranks)
-    found: list[float] = []
-    for own, cost in zip(dispatch(batch, pipelines), pipelines, strict=True):
-        found.append(pipeline_s(full([batch[seq] for seq in own], job.longest), cost))
-    return tuple(found)
+    each = zip(dispatch(batch, pipelines), pipelines, strict=True)
+    return tuple(pipeline_s(full([batch[seq] for seq in own], job.longest), cost) for own, cost in each)
 
 
 def full(lengths: Lengths, most: int) -> list[list[int]]:
@@ -302,7 +294,7 @@ def step_s(source: str, job: TrainedCase, text: str, batches: Sequence[Lengths],
         degree, recompute = ULYSSES[job.longest], job.size == "32b"
         others_s.append(fmean(deepspeed(job, degree, batch, recompute=recompute) for batch in batches))
     base = base_for(candidates(source, job), job.num_ranks) if whole else None
-    return min(others_s), fmean(_chosen_step(source, job, batch, base)[2] for batch in batches)
+    return min(others_s), fmean(chosen(source, job, batch, base)[1] for batch in batches)
 
 
 def _fig13(effort: Effort) -> Ours:
@@ -364,9 +356,9 @@ def _fig15a(effort: Effort) -> Ours:
     for source in effort.progress(SOURCES, "fig15a"):
         taken = [chosen(source, B32, batch) for batch in batches]
         homo_s = [max(seconds(source, B32, HOMOGENEOUS, batch)) for batch in batches]
-        for name, number in Counter(str(strategy) for strategy, _ in taken).most_common():
+        for name, number in Counter(str(strategy) for strategy, *_ in taken).most_common():
             yield f"{name}, {source}", number / len(batches)
-        gains = sorted(slow / fast for slow, (_, fast) in zip(homo_s, taken, strict=True))
+        gains = sorted(slow / fast for slow, (_, fast, _) in zip(homo_s, taken, strict=True))
         yield f"chosen strategy over <16,1,1> x 4, median, {source}", gains[len(gains) // 2]
 
 
@@ -432,7 +424,7 @@ def _table1(effort: Effort) -> Ours:
         mixed_s = fmean(max(seconds(source, B32, HETEROGENEOUS, batch)) for batch in batches)
         hetero_s = fmean(chosen(source, B32, batch)[1] for batch in batches)
         without_s, overlapped_s = map(fmean, zip(*(_exchange_s(source, B32, batch) for batch in batches), strict=True))
-        counted_s = fmean(_chosen_step(source, B32, batch, HOMOGENEOUS)[2] for batch in batches)
+        counted_s = fmean(chosen(source, B32, batch, HOMOGENEOUS)[1] for batch in batches)
         exchanges_s = (homo_exchange_s, without_s, overlapped_s)
         steps_s = [
             own_s + each + optimizer_s for own_s, each in zip((homo_s, hetero_s, hetero_s), exchanges_s, strict=True)

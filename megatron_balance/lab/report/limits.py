@@ -27,7 +27,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.lab.bench import Bench, Figures, PlayedCase, runs
+from megatron_balance.lab.bench import Bench, Figures, PlayedCase, why_not
 from megatron_balance.lab.report import page
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_planner
@@ -272,19 +272,19 @@ def _why(part: str, played: PlayedCase, layer: _LayerLoads) -> str:
             return (
                 f"In the first microbatch the busiest NIC is number {nic['nic']} of node {nic['node']}: "
                 f"{page.size(nic['bytes'])} go {nic['direction']} over it in one layer, "
-                f"{page.times(nic['bytes'] / nic['mean_bytes'])} the mean NIC's, and keep it full for "
+                f"{nic['bytes'] / nic['mean_bytes']:.2f} times the mean NIC's, and keep it full for "
                 f"{page.percent(nic['full_share'])} of the layer."
             )
         case "straggler":
             slow = machine.slow()
             return (
-                f"Rank {int(slow.argmax())} computes {page.times(float(slow.max()))} as long as it should, "
+                f"Rank {int(slow.argmax())} computes {float(slow.max()):.2f} times as long as it should, "
                 "and all others wait for it."
             )
         case "imbalance":
             balance = played.row["imbalance"]
             return (
-                f"In the first microbatch rank {spread['most_rank']} computes {page.times(spread['imbalance'])} as "
+                f"In the first microbatch rank {spread['most_rank']} computes {spread['imbalance']:.2f} times as "
                 f"long as the mean rank; over all batches the most loaded rank has {balance['attention']:.2f} times "
                 f"the mean attention work and {balance['tokens']:.2f} times the mean tokens."
             )
@@ -388,7 +388,7 @@ def _row(each: _TriedOptions, base: Bench, base_steps: Sequence[StepPlan], base_
 
 def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
     """Variants worth while that a job can run, fastest first; if the case does not fit, all."""
-    rows = [row for row in tried["tries"] if row["where"] in where and runs(row)]
+    rows = [row for row in tried["tries"] if row["where"] in where and not why_not(row)]
     return [row for row in rows if row["saves"] >= WORTH or not tried["fits"]]
 
 

@@ -128,11 +128,14 @@ def render(title: str, lead: Sequence[str], sections: Sequence[Section], library
     trusted = {name: Markup(text) for name, text in ours.items()}
     loader = PackageLoader("megatron_balance.lab.report", "")
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    of_type = {"inline": _inline, "type_name": lambda item: type(item).__name__}
-    pages.filters.update(of_type)  # pyright: ignore[reportUnknownMemberType]
+    pages.filters.update(inline=_inline, type_name=_type_name)  # pyright: ignore[reportUnknownMemberType]
     pages.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     template = pages.get_template("page.html.j2")
     return template.render(title=title, lead=lead, sections=sections, plots=plots, **trusted)
+
+
+def _type_name(item: Item) -> str:
+    return type(item).__name__
 
 
 def _inline(text: str) -> Markup:
@@ -193,14 +196,6 @@ def percent(share: float) -> str:
     if 0 < value < 0.05:
         return "under 0.1 %"
     return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
-
-
-def times(ratio: float) -> str:
-    return f"{ratio:.2f} times"
-
-
-def tokens(number: float) -> str:
-    return f"{number:,.0f}"
 
 
 def count(number: int, one: str, several: str | None = None) -> str:

@@ -413,7 +413,7 @@ def _versus(a: _LoggedRun, b: _LoggedRun, times: Sequence[float], ratio: float) 
     """The faster one first."""
     fast, slow, near, far = (b, a, times[1], times[0]) if ratio >= 1 else (a, b, times[0], times[1])
     return (
-        f"{fast.label} is {page.times(max(ratio, 1 / ratio))} as fast as {slow.label}: "
+        f"{fast.label} is {max(ratio, 1 / ratio):.2f} times as fast as {slow.label}: "
         f"{page.seconds(near / 1e3)} instead of {page.seconds(far / 1e3)} a step (medians, measured)."
     )
 

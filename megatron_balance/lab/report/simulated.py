@@ -38,7 +38,7 @@ def _short(study: Figures) -> Section:
     base = _row(study, study["baseline"])
     part = limits["largest_loss"]
     step = f"a step of {best['planner']}{' (median)' if study['lengths']['num_batches'] > 1 else ''}"
-    rate, before = f"{html.tokens(best['tokens_per_s'])} tokens a second", f"{html.seconds(base['step_s'])} before"
+    rate, before = f"{best['tokens_per_s']:,.0f} tokens a second", f"{html.seconds(base['step_s'])} before"
     loss = f"{PARTS[part]}, of a step of {best['planner']}"
     room = html.size(study["asked"]["cluster"]["memory_bytes"])
     found = (
@@ -78,13 +78,13 @@ def _question(study: Figures) -> Section:
         ("keys and values of a token", f"{html.size(model['kv_bytes_per_token'])} a layer"),
     ]
     batch = lengths["tokens_per_batch"]
-    spread = f" ({html.tokens(batch['min'])} to {html.tokens(batch['max'])})" if batch["min"] != batch["max"] else ""
+    spread = f" ({batch['min']:,.0f} to {batch['max']:,.0f})" if batch["min"] != batch["max"] else ""
     count = html.count(lengths["num_batches"], "batch", "batches")
-    capacities = sorted({f"{html.tokens(each)} tokens" for each in asked["planners"].values()})
+    capacities = sorted({f"{each:,.0f} tokens" for each in asked["planners"].values()})
     slow = [f"rank {rank} ({by:g} times)" for rank, by in step["slow_ranks"].items()]
     of_step = [
         ("lengths", asked["lengths"]),
-        ("batches", f"{count} of {html.tokens(batch['mean'])} tokens{spread}; {step['batches']} in a step"),
+        ("batches", f"{count} of {batch['mean']:,.0f} tokens{spread}; {step['batches']} in a step"),
         ("capacity of a rank", "; ".join(capacities)),
         ("kept for the backward", _kept(step)),
         ("pipeline", _pipeline(step)),
@@ -124,8 +124,8 @@ def _lengths(study: Figures) -> Section:
     heavy = max(bins, key=lambda each: each["attention_pairs"])
     share = {key: heavy[key] / totals[key] for key in totals}
     caption = (
-        f"{html.count(histogram['num_sequences'], 'sequence')} of {html.tokens(histogram['shortest'])} to "
-        f"{html.tokens(histogram['longest'])} tokens, half of them of {html.tokens(histogram['median'])} or "
+        f"{html.count(histogram['num_sequences'], 'sequence')} of {histogram['shortest']:,.0f} to "
+        f"{histogram['longest']:,.0f} tokens, half of them of {histogram['median']:,.0f} or "
         f"fewer. Sequences of {plots.length_range(heavy['from'], heavy['below'])} tokens are "
         f"{html.percent(share['sequences'])} of all, hold {html.percent(share['tokens'])} of the tokens and are "
         f"{html.percent(share['attention_pairs'])} of the attention work, which grows with the square of the "
@@ -160,7 +160,7 @@ def _planners(study: Figures) -> Section:
     columns = ("planner", "step", "speedup", "tokens/s", "MFU", *loads, "planning", "memory at most")
     cells = [
         (
-            *(named(row), _step(row), f"{row['speedup']:.2f}x", html.tokens(row["tokens_per_s"])),
+            *(named(row), _step(row), f"{row['speedup']:.2f}x", f"{row['tokens_per_s']:,.0f}"),
             *(html.percent(row["mfu"]), *(f"{row['imbalance'][key]:.2f}" for key in ("attention", "tokens"))),
             f"{html.seconds(row['plan_ms'] / 1e3)}{'' if row['hides'] else ' (does not hide)'}",
             f"{html.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
@@ -345,7 +345,7 @@ def _alone(kind: Figures, placed: Figures) -> str:
         return "Every sequence is shared by several ranks."
     return (
         f"{html.count(kind['sequences'], 'sequence')} of {placed['num_sequences']:,}, of up to "
-        f"{html.tokens(kind['longest'])} tokens, stay on one rank."
+        f"{kind['longest']:,.0f} tokens, stay on one rank."
     )
 
 
@@ -359,7 +359,7 @@ def _kinds(name: str, placed: Figures) -> HtmlTable:
         for kind in placed["kinds"]
     ]
     moved = placed["remapped_tokens"]
-    remap = f"; {html.tokens(moved)} tokens have another rank outside attention (the remap)" if moved else ""
+    remap = f"; {moved:,.0f} tokens have another rank outside attention (the remap)" if moved else ""
     routed = "; transfers between nodes go over all NICs where that pays (routing)" if placed["routed"] else ""
     columns = ("where", "sequences", "tokens", "lengths", "ranks of a sequence")
     return HtmlTable(f"{name}{remap}{routed}", columns, rows, "exact")
@@ -393,7 +393,7 @@ def _load(study: Figures, name: str) -> str:
     return (
         f"With {name} the most loaded rank has {balance['attention']:.2f} times the mean attention work and "
         f"{balance['tokens']:.2f} times the mean tokens, and a rank receives "
-        f"{html.tokens(sum(received) / len(received))} KV tokens in the mean."
+        f"{sum(received) / len(received):,.0f} KV tokens in the mean."
     )
 
 

@@ -24,7 +24,6 @@ from megatron_balance.lab.bench import (
     best_of,
     in_the_mean,
     named,
-    runs,
     saving,
     standing,
     why_not,
@@ -63,7 +62,7 @@ def study(
         "kind": "simulated",
         "answer": [
             *answer(rows, (base.name, best.name), limiting[best.name], tried, cluster.memory_bytes),
-            *([saving(best.row, base.row, bench.price) + "."] if best is not base and runs(best.row) else []),
+            *([saving(best.row, base.row, bench.price) + "."] if best is not base and not why_not(best.row) else []),
         ],
         "asked": _described(bench, choices, lengths, costs),
         "lengths": length_histogram(bench.given.batches, model.mask),
@@ -85,7 +84,7 @@ def _best(played: Sequence[PlayedCase], base: PlayedCase) -> PlayedCase:
     """The fastest beside the baseline that a job can run, or the nearest to that."""
     # Where there is none: the baseline if a job can run it, else the fastest that fits if any does.
     others = [each for each in played if each is not base]
-    if not any(runs(each.row) for each in others) and runs(base.row):
+    if all(why_not(each.row) for each in others) and not why_not(base.row):
         return base
     return min(others, key=lambda each: standing(each.row), default=base)
 
@@ -370,7 +369,7 @@ def _fastest(base: Figures, best: Figures) -> str:
             f"{today} takes {page.seconds(base['step_s'])} a step (simulated); there is no other planner to hold it "
             "against that fits in memory and plans within a step."
         )
-    if not runs(best):
+    if why_not(best):
         return (
             f"No planner that was compared fits in memory and plans within a step; the nearest, {best['planner']}, "
             f"takes {page.seconds(best['step_s'])} a step (simulated)."
@@ -378,7 +377,7 @@ def _fastest(base: Figures, best: Figures) -> str:
     versus = f"{page.seconds(best['step_s'])} instead of {page.seconds(base['step_s'])} a step (simulated)"
     if best["speedup"] >= 1:
         cannot = f" {base['planner']} {why_not(base)}: no job takes its time." if why_not(base) else ""
-        return f"{best['planner']} is {page.times(best['speedup'])} as fast as {today}: {versus}.{_mean(best)}{cannot}"
+        return f"{best['planner']} is {best['speedup']:.2f} times as fast as {today}: {versus}.{_mean(best)}{cannot}"
     return f"No planner that was compared beats {today}; the nearest, {best['planner']}, takes {versus}."
 
 
@@ -417,7 +416,7 @@ def _suggestions(tried: Figures) -> list[str]:
 
 def _suggestion(row: Figures, tried: Figures) -> str:
     before, after = page.seconds(tried["step_s"]), page.seconds(row["step_s"])
-    gain = f"{before} would become {after} a step, {page.times(row['times_as_fast'])} as fast (simulated)"
+    gain = f"{before} would become {after} a step, {row['times_as_fast']:.2f} times as fast (simulated)"
     if row["where"] == "machine":
         return f"With {row['name']}, {gain}."
     how = f" (`{row['options']}`)" if row["options"] else ""

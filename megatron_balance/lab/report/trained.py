@@ -90,7 +90,7 @@ def _short(document: Figures) -> Section:
         note = f"5 % took less than {low}, 5 % more than {high}"
         cards.append(Card(f"a step of {run['label']}, median", html.seconds(step["median"] / 1e3), note, "measured"))
         if run["tokens_per_s"] is not None:
-            cards.append(Card(f"tokens a second of {run['label']}", html.tokens(run["tokens_per_s"]), "", "measured"))
+            cards.append(Card(f"tokens a second of {run['label']}", f"{run['tokens_per_s']:,.0f}", "", "measured"))
     for run in document["runs"]:
         if run["loss"] is not None:
             first, last = (f"{run['loss'][name]:.4g}" for name in ("first", "last"))
@@ -174,10 +174,7 @@ def _traffic(run: Figures) -> str:
         return ""
     known = crossing is not None and received
     share = f", {html.percent(crossing / received)} of them from other nodes" if known else ""
-    return (
-        f"A rank of {run['label']} receives the keys and values of {html.tokens(received)} tokens a step in the "
-        f"mean{share}."
-    )
+    return f"A rank of {run['label']} receives the keys and values of {received:,.0f} tokens a step in the mean{share}."
 
 
 def _planning(run: Figures) -> str:

@@ -228,7 +228,7 @@ def cheapest(
     below_s: float = inf,
 ) -> tuple[int, PlacementPrice] | None:
     """The first of the cheapest placements within `capacity`; None: none is below `below_s`."""
-    each = layer_s(placed, costs, waves)
+    each = _layer_s(placed, costs, waves)
     each[placed.held.max(axis=1) > capacity] = inf
     at, wave = divmod(int(each.argmin()), len(waves))
     seconds = float(each[at, wave])
@@ -253,7 +253,7 @@ def with_lead(
     leads = [lead for lead in (int(part * enough) // ALIGN * ALIGN for part in _LEADS) if lead]
     if not leads:
         return price
-    seconds = layer_s(
+    seconds = _layer_s(
         Trimmed.without([placed] * len(leads)),
         costs,
         waves,
@@ -317,7 +317,7 @@ class _KeyFlow(NamedTuple):
     part: Floats
 
 
-def layer_s(
+def _layer_s(
     placed: Trimmed,
     costs: GroupCosts,
     waves: Sequence[int] = WAVES,
