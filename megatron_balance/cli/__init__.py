@@ -13,29 +13,20 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn, TextIO, cast
 
 from megatron_balance import __version__
-from megatron_balance.cli import (
-    compare,
-    corpus,
-    doctor,
-    plan,
-    profile,
-    report,
-    reproduce,
-    simulate,
-    strategies,
-    trace,
-    tune,
-    verify,
-)
 from megatron_balance.errors import BalanceError, suggest
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# Exit code of an error that nobody foresaw: never the one of a plan that does not hold.
 FAULT = os.EX_SOFTWARE
-"""Exit code of an error that nobody foresaw: never the one of a plan that does not hold."""
-VERBS = (plan, verify, simulate, compare, tune, strategies, report, reproduce, profile, trace, corpus, doctor)
+# Modules of this package, in the order of `--help`.
+VERBS = (
+    *("plan", "verify", "simulate", "compare", "tune", "strategies"),
+    *("report", "reproduce", "profile", "trace", "corpus", "doctor"),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,29 +36,24 @@ class _Parser(argparse.ArgumentParser):
         print(message, end="", file=cast("TextIO", file or sys.stderr), flush=True)
 
     def error(self, message: str) -> NoReturn:
-        raise _UsageError(f"{message}. See '{self.prog} --help'", self)
+        raise _UsageError(f"{message}. See '{self.prog} --help'")
 
 
 class _UsageError(Exception):
-    def __init__(self, message: str, parser: argparse.ArgumentParser) -> None:
-        super().__init__(message)
-        self.parser = parser
+    """Options that argparse does not take."""
 
 
 def build_parser() -> _Parser:
-    parser = _Parser(
-        prog="megatron-balance",
-        description="Plan, prove and inspect balanced distributed attention.",
-        allow_abbrev=False,
-    )
+    about = "Plan, prove and inspect balanced distributed attention."
+    parser = _Parser(prog="megatron-balance", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megatron-balance {__version__}")
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
-    for verb in VERBS:
-        name = verb.__name__.rpartition(".")[2]
+    for name in VERBS:
+        verb = import_module(f"{__name__}.{name}")
         # An abbreviation of an option is a typing mistake that happens to work.
         sub = subparsers.add_parser(name, help=verb.HELP, description=verb.__doc__, allow_abbrev=False)
         verb.add_options(sub)
-        sub.set_defaults(run=verb.run)
+        sub.set_defaults(run=verb.run, parser=sub)
     return parser
 
 
@@ -90,9 +76,12 @@ def _main(argv: Sequence[str] | None) -> int:
             parser.print_help()
             return 0
         args, unknown = parser.parse_known_args(arguments)
-        unknown = _left_over(args, unknown)
+        # argparse does not see a positional that may be left out where it stands behind options:
+        # `reproduce zeppelin --json table2`.
+        if "table" in args and args.table is None and len(unknown) == 1 and not unknown[0].startswith("-"):
+            args.table = unknown.pop()
         if unknown:
-            raise _UsageError(_unknown_option(unknown, args.verb, parser), parser)
+            raise _UsageError(_unknown_option(unknown, args.verb, args.parser))
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -116,27 +105,8 @@ def _main(argv: Sequence[str] | None) -> int:
         return 130
 
 
-def _left_over(args: argparse.Namespace, unknown: list[str]) -> list[str]:
-    """The words that no option takes."""
-    # argparse does not see a positional that may be left out where it stands behind options:
-    # `reproduce zeppelin --json table2`.
-    if "table" in args and args.table is None and len(unknown) == 1 and not unknown[0].startswith("-"):
-        args.table = unknown[0]
-        return []
-    return unknown
-
-
-def _unknown_option(unknown: list[str], verb: str, parser: _Parser) -> str:
+def _unknown_option(unknown: list[str], verb: str, parser: argparse.ArgumentParser) -> str:
     word = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
-    options = [option for action in _actions_of(_verb_parsers(parser)[verb]) for option in action.option_strings]
+    options = parser._option_string_actions  # pyright: ignore[reportPrivateUsage]  argparse has no public list of them
     hint = suggest(word, options) or f"see 'megatron-balance {verb} --help'"
     return f"{verb}: unknown {'option' if word.startswith('-') else 'argument'} {word!r}; {hint}"
-
-
-def _actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    return parser._actions  # pyright: ignore[reportPrivateUsage]  argparse has no public way to list options
-
-
-def _verb_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    verbs = next(action for action in _actions_of(parser) if action.dest == "verb")
-    return cast("dict[str, argparse.ArgumentParser]", verbs.choices)

@@ -14,23 +14,17 @@ from megatron_balance.files import json_text
 from megatron_balance.lab.bench import Bench, best_of, named, saving, standing
 from megatron_balance.planners import PLANNERS
 
+# Planners that others are held against unless somebody says another: what most jobs run, and what
+# papers compare with.
 BASELINES = ("megatron", "te_ring")
-"""Planners that others are held against unless somebody says another: what most jobs run, and what
-papers compare with."""
-
-
 HELP = "planners side by side: step time, speedup, balance, memory"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     inputs.add_options(parser)
     simulation.add_options(parser)
-    simulation.add_mode_options(parser)
-    parser.add_argument(
-        "--baseline",
-        metavar="NAME",
-        help=f"speedups are over this planner (default {', else '.join(BASELINES)}, else the first)",
-    )
+    over = f"speedups are over this planner (default {', else '.join(BASELINES)}, else the first)"
+    parser.add_argument("--baseline", metavar="NAME", help=over)
     inputs.add_json(parser)
 
 
@@ -50,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
         found = {"rows": rows, "best": best_of(rows), "baseline": baseline, "left_out": left_out, "kind": "simulated"}
         print(json_text({**found, "baseline_sizes": base["sizes"], **bench.described()}))
     else:
-        _show(rows, left_out, baseline, bench)
-        if sentence := of_sizes(rows, base):
-            inputs.console().print(sentence)
+        _show(rows, left_out, base, bench)
     return 0
 
 
@@ -77,26 +69,22 @@ def baseline_of(planners: Sequence[str]) -> str:
     return next((name for name in BASELINES if name in planners), planners[0])
 
 
-def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, bench: Bench) -> None:
+def _show(rows: list[dict[str, Any]], left_out: dict[str, str], base: dict[str, Any], bench: Bench) -> None:
     console = inputs.console()
     console.print(bench.headline())
-    by_name = {row["planner"]: row for row in rows}
-    left = ("planner", "runs as")
     middle = ("step s", "with hosts", "tokens/s", "speedup", "over bound", "MFU", "imbalance: tokens", "attention")
-    columns = (left[0], *middle, "plan ms", "peak GB", left[1])
-    table = inputs.table(f"simulated; speedup over {named(by_name[baseline])}", columns, left)
+    columns = ("planner", *middle, "plan ms", "peak GB", "runs as")
+    table = inputs.table(f"simulated; speedup over {named(base)}", columns, ("planner", "runs as"))
     for row in rows:
         balance = row["imbalance"]
         with_host = "" if row["step_with_host_s"] is None else f"{row['step_with_host_s']:.3f}"
-        cells = (f"{row['step_s']:.3f}", with_host, f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f}x")
-        cells = (*cells, f"{row['over_bound']:.2f}", f"{row['mfu']:.1%}")
-        more = (
-            f"{balance['tokens']:.3f}",
-            f"{balance['attention']:.3f}",
-            f"{row['plan_ms']:.1f}{'' if row['hides'] else ' ~'}",
-            f"{row['peak_bytes'] / 1e9:.1f}{'' if row['fits'] else ' !'}",
+        plan_ms, peak = f"{row['plan_ms']:.1f}", f"{row['peak_bytes'] / 1e9:.1f}"
+        table.add_row(
+            *(row["planner"], f"{row['step_s']:.3f}", with_host, f"{row['tokens_per_s']:,.0f}"),
+            *(f"{row['speedup']:.2f}x", f"{row['over_bound']:.2f}", f"{row['mfu']:.1%}"),
+            *(f"{balance['tokens']:.3f}", f"{balance['attention']:.3f}"),
+            *(plan_ms + " ~" * (not row["hides"]), peak + " !" * (not row["fits"]), _runs_as(row)),
         )
-        table.add_row(row["planner"], *cells, *more, _runs_as(row))
     console.print(table)
     if not all(row["fits"] for row in rows):
         memory = f"{bench.given.cluster.memory_bytes / 1e9:.0f} GB"
@@ -105,15 +93,14 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
     if not all(row["hides"] for row in rows):
         console.print("~ planning takes longer than the step, so training would wait for it")
     best = best_of(rows)
-    console.print(
-        "best: none; no planner here fits and plans within a step"
-        if best is None
-        else f"best of those that run: {best}"
-    )
-    if best is not None and best != baseline:
-        console.print(saving(by_name[best], by_name[baseline], bench.price))
+    none = "best: none; no planner here fits and plans within a step"
+    console.print(none if best is None else f"best of those that run: {best}")
+    if best not in (None, base["planner"]):
+        console.print(saving(next(row for row in rows if row["planner"] == best), base, bench.price))
     for name, reason in left_out.items():
         console.print(f"{name} left out: {reason}")
+    if sentence := of_sizes(rows, base):
+        console.print(sentence)
 
 
 def _runs_as(row: dict[str, Any]) -> str:

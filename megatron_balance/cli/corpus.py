@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 # answers at once.
 
 BAR_WIDTH = 40
-
-
 HELP = "turn documents into a Megatron corpus (.bin/.idx), or describe one"
 
 
@@ -75,25 +72,20 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("corpus build: no documents; name files or folders after PREFIX, or give --stdlib")
     files = idx.find_files(args.paths, args.suffix)
     if args.stdlib:
-        files += idx.find_files([idx.standard_library()], ".py", leave_out=idx.INSTALLED)
+        files += idx.find_files([idx.STANDARD_LIBRARY], ".py", leave_out=idx.INSTALLED)
     if not files:
         ending = f" ending in {args.suffix!r}" if args.suffix else ""
         raise ConfigError(f"corpus build: no files{ending} in {', '.join(map(str, args.paths))}")
     if args.tokenizer is not None:
-        from megatron_balance.workloads.idx import TextTokenizer, build_jsonl
-
-        tokenizer = TextTokenizer(args.tokenizer)
-        built = build_jsonl(args.prefix, files, args.key, tokenizer, args.limit, replace=args.force)
+        tokenizer = idx.TextTokenizer(args.tokenizer)
+        built = idx.build_jsonl(args.prefix, files, args.key, tokenizer, args.limit, replace=args.force)
         return {"end_of_document": tokenizer.end, "skipped": {"empty": built.empty, "beyond_limit": built.beyond_limit}}
-    built = idx.build(args.prefix, _progress(files), args.max_bytes, args.limit, replace=args.force)
-    skipped = {"empty": built.empty, "too_large": built.too_large, "beyond_limit": built.beyond_limit}
-    return {"end_of_document": idx.END_OF_DOCUMENT, "skipped": skipped}
-
-
-def _progress(files: list[Path]) -> Iterator[Path]:
     from tqdm import tqdm
 
-    yield from tqdm(files, desc="corpus", unit=" files", file=sys.stderr)
+    shown = tqdm(files, desc="corpus", unit=" files", file=sys.stderr)
+    built = idx.build(args.prefix, shown, args.max_bytes, args.limit, replace=args.force)
+    skipped = {"empty": built.empty, "too_large": built.too_large, "beyond_limit": built.beyond_limit}
+    return {"end_of_document": idx.END_OF_DOCUMENT, "skipped": skipped}
 
 
 def _describe(index: CorpusIndex) -> dict[str, Any]:
@@ -122,19 +114,11 @@ def _show(report: dict[str, Any]) -> None:
     if report["empty_documents"]:
         print(f"{report['empty_documents']} documents have no tokens and are passed over in training")
     print("tokens per document: " + "  ".join(f"{name} {value:,}" for name, value in report["lengths"].items()))
-    for line in _bars(report["histogram"]):
-        print(line)
-
-
-def _bars(bars: Iterable[dict[str, int]]) -> list[str]:
-    """One line per bar: range of lengths, documents, their share of all tokens, and the bar."""
-    bars = list(bars)
-    most = max(bar["documents"] for bar in bars)
-    tokens = sum(bar["tokens"] for bar in bars)
-    width = max(len(f"{bar['low']:,}-{bar['high']:,}") for bar in bars)
-    lines = [f"{'tokens':>{width}}  documents  of all tokens"]
-    for bar in bars:
-        name = f"{bar['low']:,}-{bar['high']:,}"
+    # A line for each range of lengths: its documents, their share of all tokens, and a bar.
+    bars = {f"{bar['low']:,}-{bar['high']:,}": bar for bar in report["histogram"]}
+    most, tokens = max(bar["documents"] for bar in bars.values()), sum(bar["tokens"] for bar in bars.values())
+    width = max(map(len, bars))
+    print(f"{'tokens':>{width}}  documents  of all tokens")
+    for name, bar in bars.items():
         blocks = "#" * -(-BAR_WIDTH * bar["documents"] // most)
-        lines.append(f"{name:>{width}}  {bar['documents']:>9,}  {bar['tokens'] / tokens:>12.1%}  {blocks}".rstrip())
-    return lines
+        print(f"{name:>{width}}  {bar['documents']:>9,}  {bar['tokens'] / tokens:>12.1%}  {blocks}".rstrip())

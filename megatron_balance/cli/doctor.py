@@ -21,16 +21,16 @@ from megatron_balance.cli import inputs
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
+# The version that is installed with the extra `train`.
 MEGATRON_CORE = "0.19.2"
-"""The version that is installed with the extra `train`."""
+# The advice about training on a Python that Megatron does not run on.
 TRAIN_ELSEWHERE = (
     "python3.12 -m venv .venv && .venv/bin/pip install 'megatron-balance[train]' (before 3.12 pip leaves torch and "
     "megatron-core out of [train] without a word)"
 )
-"""The advice about training on a Python that Megatron does not run on."""
+# Versions, or their beginnings, whose sources the patches were reviewed against.
 MEGATRON_REVIEWED = ("0.18.2", "0.19.")
-"""Versions, or their beginnings, whose sources the patches were reviewed against."""
-
+Need = Literal["plan", "train", "gpu", "optional"]
 Status = Literal["ok", "missing", "wrong"]
 
 # Run in a process of its own: importing torch takes seconds and gigabytes that `plan` never pays
@@ -71,7 +71,7 @@ class Check:
     """One part of the stack; `mend` is a command or a sentence."""
 
     name: str
-    needed_for: Literal["plan", "train", "gpu", "optional"]
+    needed_for: Need
     status: Status
     found: str
     wanted: str
@@ -84,36 +84,19 @@ HELP = "what of the stack is here and what is missing"
 def add_options(parser: argparse.ArgumentParser) -> None:
     inputs.add_json(parser)
     add = parser.add_argument
-    add(
-        "--write-cluster",
-        type=Path,
-        metavar="FILE",
-        help=(
-            "read this node's GPUs, links and NICs into a cluster YAML, for --cluster and for cluster: in a "
-            "configuration"
-        ),
+    read = (
+        "read this node's GPUs, links and NICs into a cluster YAML, for --cluster and for cluster: in a configuration"
     )
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="also predict the memory of a step of this configuration, and how its backward would run",
+    add("--write-cluster", type=Path, metavar="FILE", help=read)
+    memory = "also predict the memory of a step of this configuration, and how its backward would run"
+    add("--config", type=Path, metavar="FILE", help=memory)
+    listed = (
+        "list the functions of the installed Megatron that are patched or relied on, and whether they were reviewed"
     )
-    add(
-        "--patches",
-        action="store_true",
-        help="list the functions of the installed Megatron that are patched or relied on, and whether they were "
-        "reviewed",
-    )
-    add(
-        "--reviewed",
-        type=Path,
-        metavar="DIR",
-        help=(
-            "with --patches: show what differs from a reviewed version, "
-            f"pip install --target DIR --no-deps megatron-core=={MEGATRON_CORE}"
-        ),
-    )
+    add("--patches", action="store_true", help=listed)
+    install = f"pip install --target DIR --no-deps megatron-core=={MEGATRON_CORE}"
+    differs = f"with --patches: show what differs from a reviewed version, {install}"
+    add("--reviewed", type=Path, metavar="DIR", help=differs)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,16 +109,13 @@ def run(args: argparse.Namespace) -> int:
         return _write_cluster(args.write_cluster, as_json=args.json)
     told = _memory_lines(args.config) if args.config is not None else []
     checks = examine()
+    needs = {"plan": ("plan",), "train": ("plan", "train"), "train_on_gpu": ("plan", "train", "gpu")}
     ready = {
-        purpose: all(check.status == "ok" for check in checks if check.needed_for in needs)
-        for purpose, needs in (
-            ("plan", ("plan",)),
-            ("train", ("plan", "train")),
-            ("train_on_gpu", ("plan", "train", "gpu")),
-        )
+        purpose: all(check.status == "ok" for check in checks if check.needed_for in needed)
+        for purpose, needed in needs.items()
     }
     if args.json:
-        document: dict[str, Any] = {"ready": ready, "checks": [asdict(check) for check in checks]}
+        document = {"ready": ready, "checks": [asdict(check) for check in checks]}
         print(json_text(document | ({"memory": told} if told else {})))
     else:
         _show(checks, ready)
@@ -146,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _memory_lines(config: Path) -> list[str]:
     """The predicted peak of the fullest batch, and the decision for its backward."""
-    from megatron_balance.cli import inputs, plan
+    from megatron_balance.cli import plan
 
     parser = argparse.ArgumentParser()
     inputs.add_options(parser)
@@ -192,30 +172,18 @@ def examine() -> list[Check]:
 
 def _planning() -> list[Check]:
     version = platform.python_version()
-    checks = [
-        _check(
-            "python",
-            "plan",
-            version if sys.version_info >= (3, 11) else None,
-            ">= 3.11",
-            "install Python 3.12 and make an environment with it: python3.12 -m venv .venv",
-            version,
-        )
-    ]
-    packages = (("numpy", "numpy"), ("pydantic", "pydantic"), ("pyyaml", "PyYAML"), ("tqdm", "tqdm"), ("rich", "rich"))
-    return checks + [_package(name, distribution, "plan", f"pip install {name}") for name, distribution in packages]
+    mend = "install Python 3.12 and make an environment with it: python3.12 -m venv .venv"
+    python = _check("python", "plan", version if sys.version_info >= (3, 11) else None, ">= 3.11", mend, version)
+    packages = ("numpy", "pydantic", "PyYAML", "tqdm", "rich")
+    return [python, *(_package(each.lower(), each, "plan", f"pip install {each.lower()}") for each in packages)]
 
 
 def _training() -> list[Check]:
     version = platform.python_version()
     new_enough = sys.version_info >= (3, 12)
-    mend_torch, mend_core = (
-        "pip install 'megatron-balance[train]'",
-        f"pip install --no-deps megatron-core=={MEGATRON_CORE}",
-    )
-    if not new_enough:
-        # pip would leave both out without a word: the extra asks for them from 3.12 on
-        mend_torch, mend_core = (TRAIN_ELSEWHERE,) * 2
+    # On an older one pip would leave both out without a word: the extra asks for them from 3.12 on.
+    mend_torch = "pip install 'megatron-balance[train]'" if new_enough else TRAIN_ELSEWHERE
+    mend_core = f"pip install --no-deps megatron-core=={MEGATRON_CORE}" if new_enough else TRAIN_ELSEWHERE
     torch = _probe_torch()
     core = _version("megatron-core")
     core_status: Status = "missing" if core is None else "ok" if core.startswith(MEGATRON_REVIEWED) else "wrong"
@@ -255,11 +223,9 @@ def _kernels(torch: dict[str, Any]) -> list[Check]:
 
 
 def _optional() -> list[Check]:
+    engine = "--no-build-isolation 'megatron-balance[te]' (with CUDA 12: [te_cu12])"
     parts = {
-        "transformer-engine": (
-            "transformer-engine",
-            "--no-build-isolation 'megatron-balance[te]' (with CUDA 12: [te_cu12])",
-        ),
+        "transformer-engine": ("transformer-engine", engine),
         "apex": ("apex", "--no-build-isolation git+https://github.com/NVIDIA/apex@25.09"),
         "flash-attn": ("flash-attn", "--no-build-isolation flash-attn"),
         "gurobi": ("gurobipy", "'megatron-balance[gurobi]'"),
@@ -312,20 +278,12 @@ def _probe_torch() -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def _package(name: str, distribution: str, needed_for: Literal["plan", "train", "gpu", "optional"], mend: str) -> Check:
-    return _check(
-        name, needed_for, _version(distribution), "any version" if needed_for == "optional" else "installed", mend
-    )
+def _package(name: str, distribution: str, needed_for: Need, mend: str) -> Check:
+    wanted = "any version" if needed_for == "optional" else "installed"
+    return _check(name, needed_for, _version(distribution), wanted, mend)
 
 
-def _check(
-    name: str,
-    needed_for: Literal["plan", "train", "gpu", "optional"],
-    found: str | None,
-    wanted: str,
-    mend: str,
-    otherwise: str = "",
-) -> Check:
+def _check(name: str, needed_for: Need, found: str | None, wanted: str, mend: str, otherwise: str = "") -> Check:
     """`found` is None when the part is not usable; `otherwise` then says what is there instead."""
     if found is None:
         return Check(name, needed_for, "wrong" if otherwise else "missing", otherwise, wanted, mend)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,21 +39,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-REMAP_SOLVERS = get_args(Solver)
-LENGTHS_HINT = "give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME --tokens N"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add, replicas = parser.add_argument, ", ".join(name for name, planner in PLANNERS.items() if planner.replicas)
     add("--planner", action="append", metavar="NAME", default=[], help=f"one of {', '.join(PLANNERS)}; repeatable")
-    add(
-        "-o",
-        dest="options",
-        action="append",
-        metavar="KEY=VALUE",
-        default=[],
-        help="planner option; PLANNER.KEY=VALUE reaches one of several",
-    )
+    of_planner = "planner option; PLANNER.KEY=VALUE reaches one of several"
+    add("-o", dest="options", action="append", metavar="KEY=VALUE", default=[], help=of_planner)
     add(
         "--routing",
         choices=get_args(When),
@@ -66,36 +56,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help=f"balance tokens outside attention, whatever attention needs (default: {_own(_remap_words)})",
     )
-    add(
-        "--remap-solver",
-        choices=REMAP_SOLVERS,
-        help=f"what finds the remap's moves; all find equally good ones (default {Layers().solver})",
-    )
+    solvers = f"what finds the remap's moves; all find equally good ones (default {Layers().solver})"
+    add("--remap-solver", choices=get_args(Solver), help=solvers)
     add(
         "--once-per-node",
         action=argparse.BooleanOptionalAction,
         help="rows that several ranks of a node need cross its NICs once, where that pays: of tasks that are "
         f"dispatched, and of head exchanges (default: {_own(lambda layers: 'yes' if layers.once_per_node else 'no')})",
     )
-    add(
-        "--cluster",
-        metavar="NAME|FILE",
-        help=f"one of {', '.join(names('cluster'))}, or a YAML (default {DEFAULT_CLUSTER})",
-    )
-    add("--ranks", type=int, metavar="N", help="number of ranks (default: the cluster's)")
-    add("--ranks-per-node", type=int, metavar="P", help="ranks on a node (default: the cluster's)")
-    add(
-        "--model",
-        metavar="NAME|FILE",
-        help=f"one of {', '.join(names('model'))}, a YAML, or Transformers' config.json (default {DEFAULT_MODEL})",
-    )
-    add(
-        "--accept",
-        action="append",
-        metavar="NAME",
-        default=[],
-        help="go on with this model type or key of a config.json, which is refused as not known; repeatable",
-    )
+    add_machine_options(parser)
     add("--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens; 128k is 131072")
     add(
         "--lengths-file",
@@ -121,17 +90,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--context-parallel",
         type=int,
         metavar="C",
-        help="ranks of a data-parallel replica, for planners that keep Megatron's replicas: "
-        f"{', '.join(name for name, planner in PLANNERS.items() if planner.replicas)} (default: the fewest that hold "
-        "the longest sequence; simulate, compare and report: of the sizes that hold it, the fastest that fits)",
-    )
-    add(
-        "--plan-costs",
-        type=Path,
-        metavar="FILE",
-        help="plan by a cost table measured by 'profile' (default: data sheets)",
+        help=f"ranks of a data-parallel replica, for planners that keep Megatron's replicas: {replicas} (default: the "
+        "fewest that hold the longest sequence; simulate, compare and report: of the sizes that hold it, the fastest "
+        "that fits)",
     )
     add("--config", type=Path, metavar="FILE", help="all of the above in one YAML; options on the command line win")
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    clusters, models = (", ".join(names(kind)) for kind in ("cluster", "model"))
+    add("--cluster", metavar="NAME|FILE", help=f"one of {clusters}, or a YAML (default {DEFAULT_CLUSTER})")
+    add("--ranks", type=int, metavar="N", help="number of ranks (default: the cluster's)")
+    add("--ranks-per-node", type=int, metavar="P", help="ranks on a node (default: the cluster's)")
+    known = f"one of {models}, a YAML, or Transformers' config.json (default {DEFAULT_MODEL})"
+    add("--model", metavar="NAME|FILE", help=known)
+    refused = "go on with this model type or key of a config.json, which is refused as not known; repeatable"
+    add("--accept", action="append", metavar="NAME", default=[], help=refused)
+    measured = "plan by a cost table measured by 'profile' (default: data sheets)"
+    add("--plan-costs", type=Path, metavar="FILE", help=measured)
 
 
 def _remap_words(layers: Layers) -> str:
@@ -169,9 +146,6 @@ class StepShape:
         return capacity(cluster, model, stages, self.microbatches)
 
 
-ONE_STAGE = StepShape()
-
-
 def in_stages(model: Model, chunks: int) -> Model:
     """The model with as many layers as fill all chunks of the pipeline."""
     # The fullest sets the pace; jobs leave the places that are over to embedding and logits
@@ -181,18 +155,21 @@ def in_stages(model: Model, chunks: int) -> Model:
 
 
 def read(
-    args: argparse.Namespace, shape: StepShape = ONE_STAGE, lengths: Sequence[Sequence[int]] | None = None
+    args: argparse.Namespace, shape: StepShape | None = None, lengths: Sequence[Sequence[int]] | None = None
 ) -> Inputs:
     """The inputs of a step of that shape; `lengths`: of the batches, where they are known already."""
-    config = _config(args)
+    config, shape = _config(args), shape or StepShape()
     cluster, model = machine(args, shape.tensor_parallel)
     model = replace(model, gradient_wire=config.gradient_wire, expert_split=max(1, shape.experts))
     check_positive(args, "tokens_per_rank")
     batches = tuple(Batch(tuple(each)) for each in lengths or _lengths(args, config))
     chosen = _planners(args, config)
-    told = [c.options.tokens_per_rank for c in chosen if c.options.tokens_per_rank is not None]
+    told = [choice.options.tokens_per_rank for choice in chosen if choice.options.tokens_per_rank is not None]
     default = shape.capacity(cluster, model) if len(told) < len(chosen) else 0
-    planners = tuple(_with_capacity(choice, default) for choice in chosen)
+    planners = tuple(
+        replace(each, options=replace(each.options, tokens_per_rank=each.options.tokens_per_rank or default))
+        for each in chosen
+    )
     tokens_per_rank = min(choice.options.tokens_per_rank for choice in planners)
     full = replace(shape, recompute="full")
     _check_capacity(
@@ -211,13 +188,10 @@ def machine(args: argparse.Namespace, tensor_parallel: int) -> tuple[Cluster, Mo
     """The cluster, whose ranks are `tensor_parallel` GPUs, and the model."""
     config = _config(args)
     model = load_model(args.model, args.accept) if args.model else config.model or load_model(DEFAULT_MODEL)
-    return wide_ranks(_cluster(args, config), tensor_parallel), model
-
-
-def _cluster(args: argparse.Namespace, config: Run) -> Cluster:
     check_positive(args, "ranks", "ranks_per_node")
     choice = load_cluster(args.cluster) if args.cluster else config.cluster or ClusterChoice({})
-    return choice.build(num_ranks=args.ranks, ranks_per_node=args.ranks_per_node)
+    gpus = choice.build(num_ranks=args.ranks, ranks_per_node=args.ranks_per_node)
+    return wide_ranks(gpus, tensor_parallel), model
 
 
 def _assumed(args: argparse.Namespace, config: Run, cluster: Cluster, model: Model) -> str:
@@ -247,21 +221,19 @@ def _lengths(args: argparse.Namespace, config: Run) -> Sequence[Sequence[int]]:
     if args.lengths_file is not None:
         return read_lengths(args.lengths_file)
     if args.dataset is not None or config.dataset is not None:
-        drawn = _dataset(args, config.dataset)
+        drawn = dataset(args, config.dataset)
         return draw(drawn.name, drawn.tokens, drawn.batches, drawn.seed)
     if config.lengths is not None:
-        return _batches(config.lengths)
+        several = [entry for entry in config.lengths if isinstance(entry, list)]
+        return several or [[entry for entry in config.lengths if isinstance(entry, int)]]
     if config.lengths_file is not None:
         return read_lengths(config.lengths_file)
-    raise ConfigError(f"no sequence lengths to plan for; {LENGTHS_HINT}")
+    raise ConfigError(
+        "no sequence lengths to plan for; give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME --tokens N"
+    )
 
 
-def _batches(lengths: list[int] | list[list[int]]) -> list[list[int]]:
-    several = [entry for entry in lengths if isinstance(entry, list)]
-    return several if several else [[entry for entry in lengths if isinstance(entry, int)]]
-
-
-def _dataset(args: argparse.Namespace, given: DatasetConfig | None) -> DatasetConfig:
+def dataset(args: argparse.Namespace, given: DatasetConfig | None) -> DatasetConfig:
     """The data set of the configuration with what the command line changes."""
     same = given is not None and args.dataset in (None, given.name)
     keys: dict[str, Any] = given.model_dump() if given is not None and same else {}
@@ -313,15 +285,13 @@ def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:
         )
     chosen: list[PlannerChoice] = []
     for name in wanted:
-        keys: dict[str, Any] = {}
-        if configured is not None and configured.name == name:
-            keys.update(configured.given)
+        keys = dict(configured.given) if configured is not None and configured.name == name else {}
         if args.tokens_per_rank is not None:
             keys["tokens_per_rank"] = args.tokens_per_rank
         if args.context_parallel is not None and name in PLANNERS and PLANNERS[name].replicas:
             keys["context_parallel"] = args.context_parallel
         choice = choose_planner(name, keys | options[name], f"--planner {name}")
-        chosen.append(dataclasses.replace(choice, layers=_layers(args, config, name)))
+        chosen.append(replace(choice, layers=_layers(args, config, name)))
     if args.remap_solver is not None and not any(choice.layers.remap for choice in chosen):
         raise ConfigError(
             f"--remap-solver {args.remap_solver} goes with a remap, which {', '.join(wanted)} leaves out; add --remap"
@@ -333,16 +303,14 @@ def _layers(args: argparse.Namespace, config: Run, name: str) -> Layers:
     """The layers around a planner: its own, but for the configuration, but for the command line."""
     routing, remap = config.routing, config.remap
     if args.routing is not None:
-        routing = (
-            routing.model_copy(update={"when": args.routing}) if isinstance(routing, RoutingChoice) else args.routing
-        )
-    if args.remap is not None and not (
-        args.remap and isinstance(remap, RemapChoice)
-    ):  # --remap keeps how the configuration does it
+        kept = isinstance(routing, RoutingChoice)
+        routing = routing.model_copy(update={"when": args.routing}) if kept else args.routing
+    # --remap keeps how the configuration does it.
+    if args.remap is not None and not (args.remap and isinstance(remap, RemapChoice)):
         remap = args.remap
     once = config.once_per_node if args.once_per_node is None else args.once_per_node
     layers = choose_layers(name, routing, remap, once)
-    return layers if args.remap_solver is None else dataclasses.replace(layers, solver=args.remap_solver)
+    return layers if args.remap_solver is None else replace(layers, solver=args.remap_solver)
 
 
 def _options(given: Sequence[str], wanted: Sequence[str]) -> Mapping[str, dict[str, Any]]:
@@ -360,12 +328,6 @@ def _options(given: Sequence[str], wanted: Sequence[str]) -> Mapping[str, dict[s
         for name in [planner] if dot else wanted:
             options[name][rest if dot else key] = parse_yaml(text, f"-o {entry}")
     return options
-
-
-def _with_capacity(choice: PlannerChoice, default: int) -> PlannerChoice:
-    if choice.options.tokens_per_rank is not None:
-        return choice
-    return dataclasses.replace(choice, options=dataclasses.replace(choice.options, tokens_per_rank=default))
 
 
 def _whence(tokens_per_rank: int, shape: StepShape, with_full: int) -> str:
@@ -400,8 +362,6 @@ def _positive(option: str, value: int | None) -> None:
 # The output of verbs: JSON, tables, files, progress; a file `-` is standard output.
 
 T = TypeVar("T")
-
-
 STDOUT = Path("-")
 
 

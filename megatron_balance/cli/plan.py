@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_balance.cli import inputs, verify
 from megatron_balance.compile.transpose import POLICIES, Policy
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from megatron_balance.ir.plan import MicrobatchPlan
     from megatron_balance.planning.choice import PlannerChoice
 
-T = TypeVar("T")
-
 PER_RANK = (
     ("tokens", "tokens_per_rank"),
     ("  in attention", "attention_tokens_per_rank"),
@@ -37,23 +35,15 @@ PER_RANK = (
     ("remapped tokens received", "remap_tokens_received_per_rank"),
 )
 
-
 HELP = "place sequences on ranks; print balance and comm pattern"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     inputs.add_options(parser)
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="prove that every query meets every key it may see exactly once, forward and backward",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="write the whole plan (-: and nothing else, to standard output); 'verify FILE' proves it",
-    )
+    proved = "prove that every query meets every key it may see exactly once, forward and backward"
+    parser.add_argument("--verify", action="store_true", help=proved)
+    written = "write the whole plan (-: and nothing else, to standard output); 'verify FILE' proves it"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=written)
     inputs.add_json(parser)
 
 
@@ -68,18 +58,13 @@ def run(args: argparse.Namespace) -> int:
     runs = [_run_planner(choice, given, verify=args.verify) for choice in given.planners]
     if args.out:
         verify.write(args.out, [plan for plan, _ in runs[0]], _policies(given)[0])
-    reports = {
-        choice.name: _report(choice, given, results) for choice, results in zip(given.planners, runs, strict=True)
-    }
+    reports = [_report(choice, given, results) for choice, results in zip(given.planners, runs, strict=True)]
     if args.json:
-        document = (
-            next(iter(reports.values()))
-            if len(reports) == 1
-            else {"num_ranks": given.cluster.num_ranks, "planners": reports}
-        )
-        print(json_text(document))
+        by_name = {report["planner"]: report for report in reports}
+        several = {"num_ranks": given.cluster.num_ranks, "planners": by_name}
+        print(json_text(reports[0] if len(reports) == 1 else several))
     elif not alone:
-        _show(reports.values(), given)
+        _show(reports, given)
     return 1 if any(result["verified"] is False for results in runs for _, result in results) else 0
 
 
@@ -95,11 +80,10 @@ def _run_planner(choice: PlannerChoice, given: Inputs, *, verify: bool) -> list[
         plan_ms = 1e3 * (time.perf_counter() - start)
         if not verify:  # which proves more
             verify_plan(plan)
-        verified = _verified(plan, given, len(results)) if verify else None
-        result: dict[str, Any] = {
+        result = {
             **plan_statistics(plan, given.model, given.cluster.ranks_per_nic),
             "plan_ms": plan_ms,
-            "verified": verified,
+            "verified": _verified(plan, given, len(results)) if verify else None,
             "fingerprint": plan.fingerprint(),
             "note": plan.note or None,
             "backward": _decision_of(plan, given).described(),
@@ -149,8 +133,7 @@ def _mean(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key, value in results[0].items():
         values = [result[key] for result in results]
         if isinstance(value, dict):
-            inner = _mean(cast("list[dict[str, Any]]", values))
-            if inner:
+            if inner := _mean(cast("list[dict[str, Any]]", values)):
                 summary[key] = inner
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             summary[key] = fmean(values)
@@ -159,7 +142,6 @@ def _mean(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _show(reports: Iterable[dict[str, Any]], given: Inputs) -> None:
     console = inputs.console(120)
-    reports = list(reports)
     cluster = given.cluster
     node_word = "node" if cluster.num_nodes == 1 else "nodes"
     what = f"{given.model.name} on {cluster.name}"
@@ -167,34 +149,24 @@ def _show(reports: Iterable[dict[str, Any]], given: Inputs) -> None:
     console.print(f"{cluster.num_ranks} ranks ({cluster.num_nodes} {node_word} x {cluster.node_size}), {what}{note}")
     sequences = fmean(len(batch.lengths) for batch in given.batches)
     tokens = fmean(batch.num_tokens for batch in given.batches)
-    batches = f"mean of {len(given.batches)} batches" if len(given.batches) > 1 else "1 batch"
+    count = f"mean of {len(given.batches)} batches" if len(given.batches) > 1 else "1 batch"
     console.print(
-        f"{batches}: {_plain(sequences)} sequences, {_plain(tokens)} tokens; a rank holds up to "
-        f"{given.tokens_per_rank:,}"
+        f"{count}: {_plain(sequences)} sequences, {_plain(tokens)} tokens; a rank holds up to {given.tokens_per_rank:,}"
     )
     for report in reports:
         title = f"{report['planner']}: per rank, one layer, forward"
         table = inputs.table(title, ("", "min", "mean", "max", "max / mean"), ("",))
         results = report["results"]
         for label, key in PER_RANK:
-            if key != "attention_tokens_per_rank" or any(
-                result[key] != result["tokens_per_rank"] for result in results
-            ):
-                _add_row(table, label, [result[key] for result in results])
+            each = [result[key] for result in results]
+            if key != "attention_tokens_per_rank" or each != [result["tokens_per_rank"] for result in results]:
+                _add_row(table, label, each)
         for label, key in (("MB received", "total"), ("  of these, inter-node", "inter_node")):
-            _add_row(
-                table, label, [_megabytes(result["bytes_received_per_rank"][key]) for result in results], decimals=1
-            )
-        _add_row(
-            table,
-            "MB sent by each NIC",
-            [_megabytes(list(chain(*result["bytes_sent_per_nic"]))) for result in results],
-            decimals=1,
-        )
+            _add_row(table, label, [result["bytes_received_per_rank"][key] for result in results], mega=True)
+        sent = [list(chain(*result["bytes_sent_per_nic"])) for result in results]
+        _add_row(table, "MB sent by each NIC", sent, mega=True)
         console.print(table)
-        for line in _layer_lines(report, results):
-            console.print(line)
-        for line in report["memory"]:
+        for line in (*_layer_lines(report, results), *report["memory"]):
             console.print(line)
         for number, result in enumerate(results):
             if result["note"]:
@@ -206,10 +178,7 @@ def _show(reports: Iterable[dict[str, Any]], given: Inputs) -> None:
 
 def _layer_lines(report: dict[str, Any], results: list[dict[str, Any]]) -> Iterable[str]:
     """Lines on the remap and the routing, where they do anything."""
-    moved, routed = (
-        fmean(values)
-        for values in ([r["remap"]["tokens_moved"] for r in results], [r["routed_transfers"] for r in results])
-    )
+    moved, routed = (fmean(r["remap"]["tokens_moved"] for r in results), fmean(r["routed_transfers"] for r in results))
     if moved:
         inter_node = fmean(r["remap"]["tokens_moved_inter_node"] for r in results)
         yield (
@@ -220,15 +189,13 @@ def _layer_lines(report: dict[str, Any], results: list[dict[str, Any]]) -> Itera
         yield f"routing {report['routing']}: {_plain(routed)} transfers between nodes go over all NICs"
 
 
-def _megabytes(num_bytes: Sequence[int]) -> list[float]:
-    return [value / 1e6 for value in num_bytes]
-
-
-def _add_row(table: Any, label: str, batches: list[list[float]], decimals: int = 0) -> None:
-    """The mean over batches of each one's min, mean and max over ranks; rows of zeros are left out."""
+def _add_row(table: Any, label: str, batches: list[list[int]], *, mega: bool = False) -> None:
+    """The mean over batches of each one's min, mean and max over ranks; rows of zeros are left out.
+    `mega`: shown in millions.
+    """
     low, mean, high = (fmean(f(ranks) for ranks in batches) for f in (min, fmean, max))
     if high or label in ("tokens", "attention pairs"):
-        cells = [f"{value:,.{decimals}f}" for value in (low, mean, high)]
+        cells = [f"{value / 1e6:,.1f}" if mega else f"{value:,.0f}" for value in (low, mean, high)]
         table.add_row(label, *cells, f"{high / mean:.3f}" if mean else "-")
 
 

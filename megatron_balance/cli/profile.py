@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs
 from megatron_balance.errors import ConfigError
@@ -23,19 +23,14 @@ if TYPE_CHECKING:
 
 DEFAULT_MODELS = {"cpu": "gpt-tiny", "cuda": "llama-7b"}
 AXES = ("q_tokens", "k_tokens", "before_tokens", "layer_tokens", "pack_bytes", "message_bytes")
-
-
 HELP = "measure this machine's attention kernel and links into a cost table"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=tuple(DEFAULT_MODELS), help="cpu or cuda (default: cuda where there is one)")
-    add(
-        "--model",
-        metavar="NAME|FILE",
-        help="whose heads, layers and element type (default: gpt-tiny on cpu, llama-7b on cuda)",
-    )
+    whose = "whose heads, layers and element type (default: gpt-tiny on cpu, llama-7b on cuda)"
+    add("--model", metavar="NAME|FILE", help=whose)
     add("--out", type=Path, metavar="FILE", help="write the cost table here")
     add("--quick", action="store_true", help="a coarse grid and few samples: seconds")
     add("--kernel", metavar="NAME", help="attention kernel (default: the fastest that serves the tensors)")
@@ -47,11 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--layer-tokens", metavar="128,512,...", help="tokens of the layer's other modules and of merging")
     add("--pack-bytes", metavar="16384,...", help="sizes of packing")
     add("--message-bytes", metavar="1024,...", help="sizes of messages")
-    add(
-        "--links",
-        action="store_true",
-        help="measure links too: the launched world's under torchrun, else gloo between two processes of this machine",
-    )
+    links = "measure links too: the launched world's under torchrun, else gloo between two processes of this machine"
+    add("--links", action="store_true", help=links)
     add("--ranks-per-node", type=int, metavar="P", help="with --links under torchrun: ranks on a node (default: all)")
     inputs.add_json(parser)
 
@@ -90,13 +82,8 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> ProfileOptions:
     from megatron_balance.profiling.cost_table import QUICK, ProfileOptions
 
-    given: dict[str, Any] = {
-        axis: _sizes(axis, getattr(args, axis)) for axis in AXES if getattr(args, axis) is not None
-    }
-    if args.repeats:
-        given["repeats"] = args.repeats
-    if args.kernel:
-        given["kernel"] = args.kernel
+    told = {name: getattr(args, name) for name in (*AXES, "repeats", "kernel") if getattr(args, name) is not None}
+    given: dict[str, Any] = {name: _sizes(name, each) if name in AXES else each for name, each in told.items()}
     return replace(QUICK if args.quick else ProfileOptions(), **given)
 
 
@@ -114,12 +101,7 @@ def _sizes(axis: str, text: str) -> tuple[int, ...]:
 def _progress(points: Iterable[Callable[[], None]], count: int, what: str) -> Iterator[Callable[[], None]]:
     from tqdm import tqdm
 
-    return iter(
-        cast(
-            "Iterable[Callable[[], None]]",
-            tqdm(points, total=count, desc=what, unit=" points", file=sys.stderr, disable=None),
-        )
-    )
+    yield from tqdm(points, total=count, desc=what, unit=" points", file=sys.stderr, disable=None)
 
 
 def _show(table: CostTable, model: Model, out: Path | None) -> None:
@@ -135,13 +117,10 @@ def _show(table: CostTable, model: Model, out: Path | None) -> None:
     heads = f"{attention.num_heads} heads, {attention.num_kv_heads} of keys, head dim {attention.head_dim}"
     print(f"attention kernel {attention.kernel}, {attention.dtype}, {heads}")
     flops = model.attention_flops_per_pair * attention.q_tokens[-1]
+    causal_keys = attention.before_tokens[-1] + (attention.q_tokens[-1] + 1) / 2
     for name, rows, keys in (
         ("full", (attention.full_s, attention.full_backward_s), attention.k_tokens[-1]),
-        (
-            "causal",
-            (attention.causal_s, attention.causal_backward_s),
-            attention.before_tokens[-1] + (attention.q_tokens[-1] + 1) / 2,
-        ),
+        ("causal", (attention.causal_s, attention.causal_backward_s), causal_keys),
     ):
         forward, backward = (row[-1][-1] for row in rows)
         print(

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from megatron_balance.lab.bench import Inputs
     from megatron_balance.lab.report.run import RealBatches
 
-MOST_RUNS = 2
-
-
 HELP = "one HTML page: where the time goes, what limits it, what would help"
 
 
@@ -46,12 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "cluster, model, microbatches and the baseline are the run's unless given",
     )
     inputs.add_options(parser)
-    simulation.add_options(parser)
-    add(
-        "--baseline",
-        metavar="NAME",
-        help=f"the planner that others are held against (default {baseline_of(tuple(PLANNERS))})",
-    )
+    simulation.add_options(parser, modes=False)
+    over = f"the planner that others are held against (default {baseline_of(tuple(PLANNERS))})"
+    add("--baseline", metavar="NAME", help=over)
     add("--json", action="store_true", help="also print the page's figures as one JSON document on stdout")
     # `--steps` refuses every other option; argparse does not say which were given.
     parser.set_defaults(defaults={action.dest: action.default for action in parser._actions})  # pyright: ignore[reportPrivateUsage]
@@ -91,12 +85,11 @@ def run(args: argparse.Namespace) -> int:
 def _trained(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_balance.lab.report import run
 
-    allowed = {"out", "steps", "json"}
     for name, default in args.defaults.items():
-        if name not in allowed and name != "help" and getattr(args, name) != default:
+        if name not in ("out", "steps", "json", "help") and getattr(args, name) != default:
             option = {"options": "-o", "trained": "--run"}.get(name, f"--{name.replace('_', '-')}")
             raise ConfigError(f"{option} does not go with --steps, which reports what was measured; drop one of them")
-    if len(args.steps) > MOST_RUNS:
+    if len(args.steps) > 2:
         raise ConfigError(f"--steps is given {len(args.steps)} times; one run, or two to be held against each other")
     return run.document(args.steps)
 
@@ -156,12 +149,6 @@ def _lengths_from(args: argparse.Namespace, given: Inputs) -> str:
     if args.lengths_file is not None:
         return f"the file {args.lengths_file}"
     if args.dataset is not None or drawn is not None:
-        seed = (
-            args.seed
-            if args.seed is not None
-            else drawn.seed
-            if drawn is not None and args.dataset in (None, drawn.name)
-            else 0
-        )
-        return f"drawn from {args.dataset or (drawn.name if drawn is not None else '')}, seed {seed}"
+        drawn = inputs.dataset(args, drawn)
+        return f"drawn from {drawn.name}, seed {drawn.seed}"
     return f"the configuration {given.config.source}"

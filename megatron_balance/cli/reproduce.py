@@ -7,10 +7,12 @@ is exact, simulated or measured, and what of the paper's numbers goes into it.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs
+from megatron_balance.errors import ConfigError, suggest
 from megatron_balance.files import json_text
 
 if TYPE_CHECKING:
@@ -25,40 +27,39 @@ HELP = "a paper's published numbers beside ours"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paper", metavar="PAPER", help="such as zeppelin")
     parser.add_argument("table", metavar="TABLE", nargs="?", help="one table or figure, such as fig11 (default: all)")
-    parser.add_argument(
-        "--batches", type=int, metavar="K", help="batches drawn for each number (default: each table's own)"
-    )
+    drawn = "batches drawn for each number (default: each table's own)"
+    parser.add_argument("--batches", type=int, metavar="K", help=drawn)
     inputs.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_balance.lab.papers import paper_of
+    from megatron_balance.lab.papers import PAPERS
     from megatron_balance.lab.papers.base import Effort
 
-    paper = paper_of(args.paper)
-    tables = paper.chosen(args.paper, args.table)
+    _check(PAPERS, args.paper, "reproduce: no paper")
+    paper = PAPERS[args.paper]
+    if args.table is not None:
+        _check(paper.tables, args.table, f"{args.paper} has no table")
+    tables = {name: table for name, table in paper.tables.items() if args.table in (None, name)}
     inputs.check_positive(args, "batches")
-    rows_of: dict[str, list[Row]] = {}
+    found: list[dict[str, Any]] = []
     console = inputs.console()
     if not args.json:
         console.print(paper.title)
     for name, table in inputs.progress(list(tables.items()), args.paper):
-        rows_of[name] = table.rows(Effort(args.batches or table.batches, inputs.progress))
+        rows = table.rows(Effort(args.batches or table.batches, inputs.progress))
+        found += [{"paper": args.paper, "table": name, **asdict(row)} for row in rows]
         if not args.json:
-            _show(console, f"{name}: {table.title}", rows_of[name])
+            _show(console, f"{name}: {table.title}", rows)
     if args.json:
-        print(
-            json_text(
-                {
-                    "rows": [
-                        {"paper": args.paper, "table": name, **asdict(row)}
-                        for name, rows in rows_of.items()
-                        for row in rows
-                    ]
-                }
-            )
-        )
+        print(json_text({"rows": found}))
     return 0
+
+
+def _check(known: Collection[str], name: str, missing: str) -> None:
+    if name not in known:
+        hint = suggest(name, known) or f"there are {', '.join(known)}"
+        raise ConfigError(f"{missing} {name!r}; {hint}")
 
 
 def _show(console: Console, title: str, rows: list[Row]) -> None:

@@ -20,13 +20,8 @@ HELP = "step time, phases, memory and utilisation on a cluster"
 def add_options(parser: argparse.ArgumentParser) -> None:
     inputs.add_options(parser)
     simulation.add_options(parser)
-    simulation.add_mode_options(parser)
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write a Chrome/Perfetto trace of the first step (or of one layer of a full tick), all ranks",
-    )
+    traced = "write a Chrome/Perfetto trace of the first step (or of one layer of a full tick), all ranks"
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=traced)
     inputs.add_json(parser)
 
 

@@ -21,33 +21,23 @@ if TYPE_CHECKING:
     from megatron_balance.planning.choice import PingPong, PlannerChoice, Stages
 
 PING_PONG: dict[str, PingPong] = {"auto": "auto", "true": True, "false": False}
+# Of a step.
 MOST_MICROBATCHES = 1 << 16
-"""Of a step."""
-
+# Capacity of a rank over its mean tokens in a microbatch of --global-tokens, so that planners have
+# a choice.
 ROOM = 1.25
-"""Capacity of a rank over its mean tokens in a microbatch of --global-tokens, so that planners have a
-choice."""
-
+# Microbatches of a pipeline stage in a step of --global-tokens, at least: stages then wait for a
+# quarter of what they work, at most.
 PER_STAGE = 4
-"""Microbatches of a pipeline stage in a step of --global-tokens, at least: stages then wait for a
-quarter of what they work, at most."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, *, modes: bool = True) -> None:
+    """`modes`: in which mode steps run may be asked, too."""
     add = parser.add_argument
-    add(
-        "--costs",
-        type=Path,
-        metavar="FILE",
-        help="simulate with a cost table measured by 'profile' (default: data sheets)",
-    )
-    add(
-        "--slow",
-        action="append",
-        default=[],
-        metavar="RANK=FACTOR",
-        help="a rank that computes FACTOR times slower; repeatable",
-    )
+    measured = "simulate with a cost table measured by 'profile' (default: data sheets)"
+    add("--costs", type=Path, metavar="FILE", help=measured)
+    slow = "a rank that computes FACTOR times slower; repeatable"
+    add("--slow", action="append", default=[], metavar="RANK=FACTOR", help=slow)
     add("--spread", type=float, default=0.0, metavar="S", help="simulate machines whose times are off by exp(N(0, S))")
     add("--draws", type=int, default=None, metavar="N", help="with --spread: how many of them (default 20)")
     add("--spread-seed", type=int, default=0, metavar="S", help="with --spread: seed (default 0)")
@@ -78,43 +68,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="T",
-        help=(
-            "GPUs of a tensor-parallel group, which is a rank then; --ranks and the cluster's files count GPUs "
-            "(default 1)"
-        ),
+        help="GPUs of a tensor-parallel group, which is a rank then; --ranks and the cluster's files count GPUs "
+        "(default 1)",
     )
-    _add_expert_options(parser)
+    sharing = "ranks that share a layer's experts (default 1)"
+    add("--expert-parallel", type=int, default=1, metavar="E", help=sharing)
     add(
-        "--pipeline",
-        type=int,
-        default=1,
-        metavar="P",
-        help="pipeline stages, each with the cluster's ranks (default 1)",
+        "--expert-counts",
+        metavar="N,N,...",
+        help="tokens counted of each expert of a layer: the busiest rank of those that share them decides "
+        "(default: as many of each)",
     )
+    add(
+        "--expert-spread",
+        type=float,
+        metavar="S",
+        help="how unlike documents are to experts: deviation of an expert's share between documents, over its mean "
+        "(default 0)",
+    )
+    stages = "pipeline stages, each with the cluster's ranks (default 1)"
+    add("--pipeline", type=int, default=1, metavar="P", help=stages)
     add("--interleave", type=int, default=1, metavar="V", help="model chunks of a pipeline stage (default 1)")
     add("--no-overlap-sync", action="store_true", help="synchronise gradients after the last backward")
-    add(
-        "--transport",
-        choices=("streams", "sockets"),
-        default="streams",
-        help="what carries transfers: streams as NCCL's (default), or sockets as gloo's on CPUs",
-    )
-    add(
-        "--engine",
-        choices=("auto", "events", "rounds"),
-        default="auto",
-        help="events: every transfer on its own; rounds: for many ranks",
-    )
+    carriers = "what carries transfers: streams as NCCL's (default), or sockets as gloo's on CPUs"
+    add("--transport", choices=("streams", "sockets"), default="streams", help=carriers)
+    engines = "events: every transfer on its own; rounds: for many ranks"
+    add("--engine", choices=("auto", "events", "rounds"), default="auto", help=engines)
 
-
-def add_mode_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    if not modes:
+        return
+    add(
         "--ping-pong",
         choices=tuple(PING_PONG),
         help="microbatches as two nano-batches interleaved, as the key ping_pong of a configuration "
         "(default auto: with planners made for it)",
     )
-    parser.add_argument(
+    add(
         "--stages",
         choices=("joint", "stages"),
         help="with --pipeline: all stages attend together, or each for itself under Megatron's schedule, as the key "
@@ -127,20 +116,13 @@ def read(args: argparse.Namespace, lengths: Sequence[Sequence[int]] | None = Non
     inputs.check_positive(args, "tensor_parallel")
     if args.price_per_gpu_hour is not None and not 0 < args.price_per_gpu_hour < float("inf"):
         raise ConfigError(f"--price-per-gpu-hour {args.price_per_gpu_hour:g}: must be more than 0")
-    shape = inputs.StepShape(
-        tensor_parallel=args.tensor_parallel,
-        pipeline=args.pipeline,
-        interleave=args.interleave,
-        experts=args.expert_parallel,
-        recompute=args.recompute,
-        microbatches=1 if args.microbatches is None else args.microbatches,
-    )
     if args.microbatches is not None and args.microbatches > MOST_MICROBATCHES:
         raise ConfigError(f"--microbatches {args.microbatches}: expected at most {MOST_MICROBATCHES}")
+    degrees = (args.tensor_parallel, args.pipeline, args.interleave, args.expert_parallel)
+    shape = inputs.StepShape(*degrees, args.recompute)
     if args.global_tokens is not None:
         _deal_global(args, shape)
-    if args.microbatches is None:
-        args.microbatches = 1
+    args.microbatches = 1 if args.microbatches is None else args.microbatches
     shape = replace(shape, microbatches=args.microbatches)  # those in flight at once take memory
     given = inputs.read(args, shape, lengths)
     given = replace(given, assumed=_with_places(given, shape))
@@ -248,7 +230,7 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
 
 def _mode_keys(args: argparse.Namespace, given: Inputs) -> tuple[PingPong, Stages]:
     """How training would run the plans, by the command line, else the configuration."""
-    if not hasattr(args, "stages"):
+    if "stages" not in args:
         return False, "stages"
     if args.stages is not None and args.pipeline == 1:
         raise ConfigError(f"--stages {args.stages} goes with --pipeline P of several stages")
@@ -282,25 +264,6 @@ def _slowdown(given: Sequence[str], num_ranks: int) -> tuple[float, ...]:
         if not 0 < factors[int(rank)] < float("inf"):
             raise ConfigError(f"--slow {entry}: the factor must be more than 0")
     return tuple(factors) if given else ()
-
-
-def _add_expert_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--expert-parallel", type=int, default=1, metavar="E", help="ranks that share a layer's experts (default 1)"
-    )
-    parser.add_argument(
-        "--expert-counts",
-        metavar="N,N,...",
-        help="tokens counted of each expert of a layer: the busiest rank of those that share them decides "
-        "(default: as many of each)",
-    )
-    parser.add_argument(
-        "--expert-spread",
-        type=float,
-        metavar="S",
-        help="how unlike documents are to experts: deviation of an expert's share between documents, over its mean "
-        "(default 0)",
-    )
 
 
 def _check_experts(ranks: int, given: Inputs) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_balance.cli import inputs
-from megatron_balance.config import DEFAULT_CLUSTER, DEFAULT_MODEL, load_cluster, load_model, load_scheme_table, names
+from megatron_balance.config import DEFAULT_CLUSTER, DEFAULT_MODEL, load_scheme_table, names
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
@@ -19,13 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron_balance.ir.cluster import Cluster
-    from megatron_balance.planning.strategies import SampledStrategy, SchemeCosts
+    from megatron_balance.planning.strategies import SampledStrategy
 
 BATCHES, SAMPLE_BATCHES = 20, 50
+# GPUs of a proposal: more is a typing error.
 MOST_RANKS = 1 << 16
-"""GPUs of a proposal: more is a typing error."""
-
-
 HELP = "pipelines of unlike degrees that suit a data set"
 
 
@@ -38,47 +36,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seq-length", type=inputs.tokens, metavar="L", help="cut longer documents to L tokens (default: none)")
     add("--batches", type=int, metavar="K", default=BATCHES, help=f"steps to rank by (default {BATCHES})")
     add("--seed", type=int, metavar="S", default=0, help="seed of the steps (default 0)")
-    add(
-        "--cluster",
-        metavar="NAME|FILE",
-        default=DEFAULT_CLUSTER,
-        help=f"one of {', '.join(names('cluster'))}, or a YAML (default {DEFAULT_CLUSTER})",
-    )
-    add("--ranks", type=int, metavar="N", help="number of GPUs (default: the cluster's)")
-    add("--ranks-per-node", type=int, metavar="P", help="GPUs of a node (default: the cluster's)")
-    add(
-        "--model",
-        metavar="NAME|FILE",
-        default=DEFAULT_MODEL,
-        help=f"one of {', '.join(names('model'))}, or a YAML (default {DEFAULT_MODEL})",
-    )
-    add(
-        "--plan-costs",
-        type=Path,
-        metavar="FILE",
-        help="predict by a cost table measured by 'profile' (default: data sheets)",
-    )
-    add(
-        "--schemes",
-        metavar="NAME|FILE",
-        help=f"times and memory by scheme, in place of a model's: one of {', '.join(names('scheme'))}, or a YAML",
-    )
+    inputs.add_machine_options(parser)
+    parser.set_defaults(cluster=DEFAULT_CLUSTER, model=DEFAULT_MODEL, config=None)
+    schemes = f"times and memory by scheme, in place of a model's: one of {', '.join(names('scheme'))}, or a YAML"
+    add("--schemes", metavar="NAME|FILE", help=schemes)
     add("--out", type=Path, metavar="FILE", help="write the strategies here, one a line")
     inputs.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_balance.planning.strategies import propose, rank
+    from megatron_balance.planning.choice import planning_cost
+    from megatron_balance.planning.strategies import PredictedCosts, TableCosts, propose, rank
     from megatron_balance.workloads.lengths import draw
 
     alone = inputs.check(args)
-    inputs.check_positive(args, "tokens", "seq_length", "batches", "ranks", "ranks_per_node")
+    inputs.check_positive(args, "tokens", "seq_length", "batches")
     inputs.check_folder(args)
     if args.out and args.out.is_dir():
         raise ConfigError(f"--out {args.out}: is a folder; name a file in it")
     if args.schemes and args.plan_costs:
         raise ConfigError("--schemes and --plan-costs are both given; use one")
-    cluster = load_cluster(args.cluster).build(num_ranks=args.ranks, ranks_per_node=args.ranks_per_node)
+    cluster, model = inputs.machine(args, 1)
     if cluster.num_ranks > MOST_RANKS:
         raise ConfigError(f"--ranks {cluster.num_ranks}: more than {MOST_RANKS}; propose for a part of the GPUs")
     most = args.seq_length or args.tokens
@@ -89,7 +67,10 @@ def run(args: argparse.Namespace) -> int:
     batches = drawn(args.batches, args.seed)
     # The proposal sees the data set, the ranking the steps: lengths of both must be held.
     sample = [length for batch in (*batches, *drawn(SAMPLE_BATCHES, args.seed + 1)) for length in batch]
-    costs = _costs(args, cluster)
+    if args.schemes:
+        costs = TableCosts(load_scheme_table(args.schemes))
+    else:
+        costs = PredictedCosts(planning_cost(cluster, model, args.plan_costs), cluster, model)
     proposed = propose(sample, args.tokens, costs, cluster.num_ranks)
     found = rank(proposed, batches, costs, cluster.num_ranks)
     if args.out:
@@ -113,16 +94,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _costs(args: argparse.Namespace, cluster: Cluster) -> SchemeCosts:
-    from megatron_balance.planning.choice import planning_cost
-    from megatron_balance.planning.strategies import PredictedCosts, TableCosts
-
-    if args.schemes:
-        return TableCosts(load_scheme_table(args.schemes))
-    model = load_model(args.model)
-    return PredictedCosts(planning_cost(cluster, model, args.plan_costs), cluster, model)
-
-
 def _file(found: Sequence[SampledStrategy], args: argparse.Namespace) -> str:
     source = args.schemes or args.plan_costs or f"{args.model} on {args.cluster}"
     head = f"# For option `strategies` of hydraulis: {args.dataset}, {args.tokens} tokens a step, by {source}.\n"
@@ -140,6 +111,6 @@ def _show(found: Sequence[SampledStrategy], args: argparse.Namespace, cluster: C
     table = inputs.table(None, columns, ("strategy",), "fold")
     for each in found:
         seconds = f"{each.seconds:.3f}" if each.held_batches else "-"
-        best = f"{each.best_share:.0%}"
-        table.add_row(str(each.strategy), f"{each.max_tokens:,}", seconds, f"{each.held_batches}", best)
+        cells = (f"{each.max_tokens:,}", seconds, f"{each.held_batches}", f"{each.best_share:.0%}")
+        table.add_row(str(each.strategy), *cells)
     console.print(table)

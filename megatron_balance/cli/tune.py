@@ -61,20 +61,16 @@ def run(args: argparse.Namespace) -> int:
     ]
     context = StepContext(given.cluster, given.model, given.planning_cost(), options=choice.options)
     trials = choice.planner.tune(steps, context, args.most_delay, args.queues)
+    chosen = next(trial.thresholds for trial in trials if trial.chosen)
     if args.json:
-        chosen = next(trial.thresholds for trial in trials if trial.chosen)
-        print(
-            json_text(
-                {
-                    "planner": choice.name,
-                    "steps": len(steps),
-                    "thresholds": chosen,
-                    "trials": [asdict(trial) for trial in trials],
-                }
-            )
-        )
+        found = {"planner": choice.name, "steps": len(steps), "thresholds": chosen}
+        print(json_text({**found, "trials": [asdict(trial) for trial in trials]}))
     else:
-        _show(trials, len(steps), args.most_delay)
+        _show(trials, len(steps))
+        inputs.console().print(
+            f"planner: {{thresholds: [{', '.join(map(str, chosen))}]}} has the fewest queues near the least imbalance "
+            f"with a delay of at most {args.most_delay:g}"
+        )
     return 0
 
 
@@ -96,8 +92,7 @@ def _dealt_whole(dataset: str, tokens: int, count: int, seed: int) -> list[tuple
     return [tuple(documents[begin:end]) for begin, end in pairwise(bounds)]
 
 
-def _show(trials: Sequence[Trial], num_steps: int, most_delay: float) -> None:
-    console = inputs.console()
+def _show(trials: Sequence[Trial], num_steps: int) -> None:
     columns = ("queues", "thresholds", "imbalance", "delay, steps a token", "tokens delayed", "")
     title = f"{num_steps} steps; less imbalance for more delay"
     table = inputs.table(title, columns, ("thresholds", ""))
@@ -110,9 +105,4 @@ def _show(trials: Sequence[Trial], num_steps: int, most_delay: float) -> None:
             f"{trial.delayed:.1%}",
             "chosen" if trial.chosen else "",
         )
-    console.print(table)
-    chosen = next(trial for trial in trials if trial.chosen)
-    console.print(
-        f"planner: {{thresholds: [{', '.join(map(str, chosen.thresholds))}]}} has the fewest queues near the least "
-        f"imbalance with a delay of at most {most_delay:g}"
-    )
+    inputs.console().print(table)

@@ -25,12 +25,8 @@ HELP = "prove a plan written by 'plan --out', forward and backward"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.json", help="what 'plan --out' wrote")
-    parser.add_argument(
-        "--policy",
-        choices=("keep", "replay"),
-        default="keep",
-        help="backward with received KV kept, or communicated again",
-    )
+    backward = "backward with received KV kept, or communicated again"
+    parser.add_argument("--policy", choices=("keep", "replay"), default="keep", help=backward)
     inputs.add_json(parser)
 
 
@@ -53,26 +49,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prove(entry: _PlanEntry, policy: Policy) -> dict[str, Any]:
-    result: dict[str, Any] = {
+    num_ops, wrong = None, None
+    try:
+        num_ops = _prove_entry(entry, policy)
+    except InvalidProgramError as error:
+        wrong = str(error)
+    return {
         "planner": entry.plan.planner,
         "fingerprint": entry.plan.fingerprint(),
-        "verified": True,
-        "num_ops": None,
+        "verified": wrong is None,
+        "num_ops": num_ops,
         "program_checked": entry.program is not None,
-        "error": None,
+        "error": wrong,
     }
-    try:
-        result["num_ops"] = _prove_entry(entry, policy)
-    except InvalidProgramError as error:
-        result |= {"verified": False, "error": str(error)}
-    return result
 
 
 LIST_FORMAT = "megatron-balance plans 1"
 MAX_PROGRAM_LINES = 20_000
+# Beyond this the program of nearly every plan is longer than the file may hold, and building it
+# only to count is slow.
 MAX_PROGRAM_RANKS = 64
-"""Beyond this the program of nearly every plan is longer than the file may hold, and building it
-only to count is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +83,8 @@ class _PlanEntry:
 def write(path: Path, plans: Sequence[MicrobatchPlan], policy: Policy) -> None:
     """Write plans, each with its fingerprint and program (forward, and backward by `policy`)."""
     entries = [
-        {
-            **json.loads(to_json(p)),
-            "fingerprint": p.fingerprint(),
-            "policy": policy,
-            "program": _program_lines(p, policy),
-        }
+        json.loads(to_json(p))
+        | {"fingerprint": p.fingerprint(), "policy": policy, "program": _program_lines(p, policy)}
         for p in plans
     ]
     document = entries[0] if len(entries) == 1 else {"format": LIST_FORMAT, "plans": entries}
@@ -122,9 +114,8 @@ def read(path: Path) -> list[_PlanEntry]:
             f"{path}: not a plan: holds a {type(document).__name__}; 'megatron-balance plan --out FILE' writes one"
         )
     body = cast("dict[str, Any]", document)
-    entries: list[Any] = (
-        body["plans"] if body.get("format") == LIST_FORMAT and isinstance(body.get("plans"), list) else [body]
-    )
+    several = body.get("format") == LIST_FORMAT and isinstance(body.get("plans"), list)
+    entries: list[Any] = body["plans"] if several else [body]
     if not entries:
         raise ConfigError(f"{path}: holds no plans")
     return [
@@ -170,10 +161,10 @@ def _prove_entry(entry: _PlanEntry, policy: Policy) -> int:
         )
     num_ops = prove(plan, policy)
     if program is not None:
-        _check_same(plan, program)
         from megatron_balance.compile.proof.meaning import verify
         from megatron_balance.compile.proof.runs import verify_runs
 
+        _check_same(plan, program)
         verify(program)
         verify_runs(plan, program)
     return num_ops
@@ -183,20 +174,16 @@ def _check_same(plan: MicrobatchPlan, program: Program) -> None:
     """The program written is for this plan's sequences, heads and linear layout."""
     from megatron_balance.compile.pipeline import layout
 
-    for what, planned, written in (
-        ("lengths", plan.lengths, program.lengths),
-        ("num_heads", plan.num_heads, program.num_heads),
-        ("num_kv_heads", plan.num_kv_heads, program.num_kv_heads),
-        ("num_ranks", plan.num_ranks, program.num_ranks),
-    ):
+    names = ("lengths", "num_heads", "num_kv_heads", "num_ranks")
+    held = [(name, getattr(plan, name), getattr(program, name)) for name in names]
+    for what, planned, written in held:
         if planned != written:
             raise InvalidProgramError(
                 f"the program written is not the plan's: {what} {written!r:.80}, planned {planned!r:.80}"
             )
     for rank, owned in enumerate(program.owned):
-        planned_rows = [tuple(int(v) for v in row) for row in layout(plan, rank)]
-        if list(owned) != planned_rows:
+        planned = [tuple(row) for row in layout(plan, rank).tolist()]
+        if list(owned) != planned:
             raise InvalidProgramError(
-                f"the program written is not the plan's: rank {rank} holds {list(owned)!r:.80}, planned "
-                f"{planned_rows!r:.80}"
+                f"the program written is not the plan's: rank {rank} holds {list(owned)!r:.80}, planned {planned!r:.80}"
             )

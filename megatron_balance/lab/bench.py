@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from megatron_balance.simulator.setup import Setup
     from megatron_balance.simulator.step import Perturbation, Step
 
+# A JSON object.
 Figures = dict[str, Any]
-"""A JSON object."""
-
+# Number of first steps on which limits and variants are simulated.
 MOST_STEPS = 4
-"""Number of first steps on which limits and variants are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +128,16 @@ class Bench:
         """A step's FLOPs over what its GPUs could compute by their data sheet meanwhile."""
         from megatron_balance.cost.modules import model_flops
 
-        flops = model_flops(self.given.model, (n for batch in self.given.batches for n in batch.lengths))
-        seconds = sum(batch.num_tokens for batch in self.given.batches) / found["tokens_per_s"]
-        pool = self.pool.cluster
+        batches, pool = self.given.batches, self.pool.cluster
+        flops = model_flops(self.given.model, (n for batch in batches for n in batch.lengths))
+        seconds = sum(batch.num_tokens for batch in batches) / found["tokens_per_s"]
         return flops / (seconds * pool.num_ranks * pool.flops_per_s)
+
+    @property
+    def lengths(self) -> list[tuple[tuple[int, ...], ...]]:
+        """By step and batch."""
+        each = [batch.lengths for batch in self.given.batches]
+        return [tuple(each[at : at + self.group]) for at in range(0, len(each), self.group)]
 
     def mode(self, choice: PlannerChoice) -> StepMode:
         """The mode in which a planner's steps run."""
@@ -190,32 +195,22 @@ class Bench:
             raise ConfigError(
                 f"--tensor-parallel {given.tensor_parallel}: a strategy says the degrees of its pipelines; leave it out"
             )
-        pool = self.pool.cluster
-        joint = JointStages(pool, self.setup.interleave) if mode.joint else None
-        context = StepContext(
-            given.cluster,
-            given.model,
-            given.planning_cost(),
-            joint=joint,
-            ping_pong=mode.ping_pong,
-            memory=self.memory(mode),
-        )
-        groups = [given.batches[at : at + self.group] for at in range(0, len(given.batches), self.group)]
-        lengths = [tuple(batch.lengths for batch in group) for group in groups]
-        choice = with_proposed(choice, lengths, context)
+        joint = JointStages(self.pool.cluster, self.setup.interleave) if mode.joint else None
+        on, memory = (given.cluster, given.model, given.planning_cost()), self.memory(mode)
+        context = StepContext(*on, joint=joint, ping_pong=mode.ping_pong, memory=memory)
+        choice = with_proposed(choice, self.lengths, context)
         begin = time.perf_counter()
         steps: list[StepPlan] = []
         carry = EMPTY
-        for group in self.progress(lengths, f"{choice.name}: plan"):
-            step, carry = choice.plan_step(group, context, carry)
+        for lengths in self.progress(self.lengths, f"{choice.name}: plan"):
+            step, carry = choice.plan_step(lengths, context, carry)
             steps.append(step)
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
         for step in steps:
             verify_plans(step)
         context_parallel = choice.options.context_parallel if choice.planner.replicas else None
-        layouts = None
-        if choice.planner.layouts is not None:
-            layouts = choice.planner.layouts(choice.options, given.cluster.num_ranks, None)
+        of = choice.planner.layouts
+        layouts = None if of is None else of(choice.options, given.cluster.num_ranks, None)
         return Planned(choice, mode, tuple(steps), plan_ms, context_parallel, layouts)
 
     def simulate(self, planned: Planned) -> dict[str, Any]:
@@ -265,8 +260,8 @@ class Bench:
             "step_with_host_s": None if found["step_with_host_s"] is None else found["step_with_host_s"]["median"],
             "tokens_per_s": found["tokens_per_s"],
             "mfu": self.mfu(found),
-            "gpu_hours": _gpu_hours(found["tokens_per_s"], self.num_gpus),
-            "over_bound": found["mean_step_s"] / self.bound_s(),
+            "gpu_hours": self.num_gpus * BILLION / found["tokens_per_s"] / 3600,
+            "over_bound": found["mean_step_s"] / fmean(self.bounds_s()),
             "imbalance": self.imbalance(planned),
             "plan_ms": planned.plan_ms,
             "peak_bytes": peak,
@@ -311,22 +306,17 @@ class Bench:
         """The bench with the batches of the first few steps only."""
         return replace(self, given=replace(self.given, batches=self.given.batches[: MOST_STEPS * self.group]))
 
-    def bound_s(self) -> float:
-        """Seconds of even computation of a step (`simulator.step`): the mean over the steps."""
-        return fmean(self.bound_s_per_step())
-
-    def bound_s_per_step(self) -> list[float]:
+    def bounds_s(self) -> list[float]:
+        """Seconds of even computation of each step (`simulator.step`)."""
         from megatron_balance.simulator.step import bound_s
 
-        batches = self.given.batches
-        groups = [batches[at : at + self.group] for at in range(0, len(batches), self.group)]
-        return [bound_s(tuple(b.lengths for b in group), self.machine, self.setup) for group in groups]
+        return [bound_s(lengths, self.machine, self.setup) for lengths in self.lengths]
 
     def described(self) -> dict[str, Any]:
-        given = self.given
+        given, bounds_s = self.given, self.bounds_s()
         return {
-            "bound_s": self.bound_s(),
-            "bound_s_per_step": self.bound_s_per_step(),
+            "bound_s": fmean(bounds_s),
+            "bound_s_per_step": bounds_s,
             "cluster": given.cluster.name,
             "model": given.model.name,
             "num_ranks": given.cluster.num_ranks,
@@ -338,18 +328,15 @@ class Bench:
         }
 
     def headline(self) -> str:
-        given = self.given
-        cluster = given.cluster
-        assumed = f" ({given.assumed})" if given.assumed else ""
-        count = len(given.batches) // self.group
-        tokens = fmean(batch.num_tokens for batch in given.batches)
+        given, cluster, count = self.given, self.given.cluster, len(self.lengths)
         ranks = "ranks" if given.tensor_parallel == 1 else f"ranks of {given.tensor_parallel} GPUs"
-        what = (
-            f"{cluster.num_ranks} {ranks} ({cluster.num_nodes} x {cluster.node_size}), {given.model.name} on "
-            f"{cluster.name}{assumed}"
+        nodes = f"{cluster.num_ranks} {ranks} ({cluster.num_nodes} x {cluster.node_size})"
+        assumed = f" ({given.assumed})" if given.assumed else ""
+        tokens = fmean(batch.num_tokens for batch in given.batches)
+        return (
+            f"{nodes}, {given.model.name} on {cluster.name}{assumed}; {count} step{'s' * (count > 1)} of {self.group} "
+            f"x {tokens:,.0f} tokens; bound {fmean(self.bounds_s()):.3f} s: even computation, nothing moves"
         )
-        steps = f"{count} step{'s' * (count > 1)} of {self.group} x {tokens:,.0f} tokens"
-        return f"{what}; {steps}; bound {self.bound_s():.3f} s: even computation, nothing moves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,14 +372,12 @@ class PlayedCase:
 # The order of rows
 
 
+# Share by which the speedups of median steps and of all steps may differ without a word.
 APART = 0.03
-"""Share by which the speedups of median steps and of all steps may differ without a word."""
-
+# Tokens for which GPU-hours and their cost are told.
 BILLION = 1e9
-"""Tokens for which GPU-hours and their cost are told."""
-
+# Figures of a planner or variant: `step_s`; `fits`, in memory; `hides`, its planning in a step.
 Row = Mapping[str, Any]
-"""Figures of a planner or variant: `step_s`; `fits`, in memory; `hides`, its planning in a step."""
 
 
 def named(row: Row) -> str:
@@ -401,13 +386,10 @@ def named(row: Row) -> str:
     return row["planner"] if size is None else f"{row['planner']} (CP {size})"
 
 
-def runs(row: Row) -> bool:
-    """Whether a job can run these steps: they fit in memory, and planning hides behind them."""
-    return row["fits"] and row["hides"]
-
-
 def why_not(row: Row) -> str:
-    """The reason why a job cannot run these steps; empty: it can."""
+    """Why a job cannot run these steps, which must fit in memory and hide their planning; empty: it
+    can.
+    """
     if not row["fits"]:
         return "does not fit in memory"
     return "" if row["hides"] else "takes longer to plan than a step"
@@ -415,18 +397,13 @@ def why_not(row: Row) -> str:
 
 def standing(row: Row) -> tuple[bool, bool, float]:
     """The order: what a job can run, then what fits, then the rest; the fastest first."""
-    return not runs(row), not row["fits"], row["step_s"]
+    return bool(why_not(row)), not row["fits"], row["step_s"]
 
 
 def best_of(rows: Sequence[Row]) -> str | None:
     """The planner with the fastest steps of those that a job can run; None: there is none."""
     best = min(rows, key=standing)
-    return best["planner"] if runs(best) else None
-
-
-def _gpu_hours(tokens_per_s: float, num_gpus: int) -> float:
-    """GPU-hours of a billion tokens."""
-    return num_gpus * BILLION / tokens_per_s / 3600
+    return None if why_not(best) else best["planner"]
 
 
 def hold_against(rows: Sequence[MutableMapping[str, Any]], base: Row) -> None:
@@ -439,10 +416,8 @@ def hold_against(rows: Sequence[MutableMapping[str, Any]], base: Row) -> None:
 
 def in_the_mean(row: Row) -> str:
     """A note on the speedup over all steps, where that of median steps says otherwise; else empty."""
-    apart = abs(row["mean_speedup"] / row["speedup"] - 1)
-    return (
-        f"over all steps {row['mean_speedup']:.2f}x, over the median one {row['speedup']:.2f}x" if apart > APART else ""
-    )
+    mean, median = row["mean_speedup"], row["speedup"]
+    return f"over all steps {mean:.2f}x, over the median one {median:.2f}x" if abs(mean / median - 1) > APART else ""
 
 
 def saving(row: Row, base: Row, price: float | None) -> str:

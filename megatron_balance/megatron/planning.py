@@ -291,7 +291,7 @@ def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpe
         # Ranks without tokens leave theirs to the others; and a planner that may place tokens
         # unevenly says by how much: what a rank must have memory for, whatever the batch.
         held = -(-full * cluster.num_ranks // choice.num_holders(cluster))
-        options["tokens_per_rank"] = int(held * (choice.planner.room(choice.options) if choice.planner.room else 1.0))
+        options["tokens_per_rank"] = int(held * getattr(choice.options, "slack", 1.0))
         options["tokens_per_rank"] = -(-options["tokens_per_rank"] // gpus) if changes else options["tokens_per_rank"]
     table = None if job.config.plan_costs is None else str(job.config.plan_costs.resolve())
     if changes:

@@ -20,7 +20,7 @@ from megatron_balance.planners import (
     wlb_llm,
     zeppelin,
 )
-from megatron_balance.planners.base import Planner, Try, slack
+from megatron_balance.planners.base import Planner, Try
 
 _WHERE_THEY_PAY = Layers(routing="pays", remap=True, remap_when="pays", once_per_node=True)
 _ONCE_PER_NODE = Layers(once_per_node=True)
@@ -59,7 +59,6 @@ PLANNERS: dict[str, Planner] = {
         baselines.hybrid_dp,
         baselines.HybridDpOptions,
         plan_batch=baselines.hybrid_dp_batch,
-        room=slack,
         tries=_RINGS,
         left_out=_IN_ZEPPELIN,
     ),
@@ -69,7 +68,6 @@ PLANNERS: dict[str, Planner] = {
         _ONCE_PER_NODE,
         plan_batch=flexsp.plan_batch,
         parts_heads=_always,
-        room=slack,
         left_out="its integer program takes longer than a step hides",
     ),
     "knapformer": Planner(
@@ -77,7 +75,6 @@ PLANNERS: dict[str, Planner] = {
         knapformer.KnapFormerOptions,
         _ONCE_PER_NODE,
         parts_heads=_always,
-        room=slack,
         tries=(Try(least=Bounds.whole_on_groups),),
         idle=knapformer.idle,
     ),
@@ -85,7 +82,6 @@ PLANNERS: dict[str, Planner] = {
         megatron.plan,
         megatron.MegatronDynamicOptions,
         plan_batch=megatron.plan_batch,
-        room=slack,
         tries=_RINGS,
         left_out=_IN_ZEPPELIN,
         plan_with=megatron.plan_by,
@@ -107,7 +103,6 @@ PLANNERS: dict[str, Planner] = {
         parts_heads=_parted_within,
         takes_waiting=True,
         tune=wlb_llm.tune,
-        room=slack,
         left_out="it moves sequences between microbatches; inside one it is the planner named by its option within",
     ),
     "hydraulis": Planner(
@@ -136,7 +131,6 @@ PLANNERS: dict[str, Planner] = {
         _WHERE_THEY_PAY,
         zeppelin.plan_in,
         parts_heads=zeppelin.parts_heads,
-        room=slack,
         tries=(Try(), Try({"rule": "groups"})),
     ),
     "auto": Planner(
@@ -144,7 +138,6 @@ PLANNERS: dict[str, Planner] = {
         auto.AutoOptions,
         _WHERE_THEY_PAY,
         plan_by_others=auto.plan,
-        room=slack,
         left_out="it is the one that asks",
     ),
 }

@@ -104,7 +104,7 @@ def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: Auto
     given = dict(candidate.tried.options)
     if options.tokens_per_rank is not None:
         given["tokens_per_rank"] = options.tokens_per_rank
-    if candidate.planner.room is not None:
+    if hasattr(candidate.planner.options, "slack"):
         given["slack"] = options.slack
     inside = replace(context, own_microbatches=False, may_carry=False, ping_pong=False)
     step, carried = context.planner(candidate.name, given, context.layers)((batch.lengths,), inside, EMPTY)
@@ -121,12 +121,11 @@ def _note(priced: Sequence[_PricedPlan], least_s: float, passed_over: Sequence[s
     if not decision.fits and decision.memory_bytes is not None:
         needs = f"{decision.peak_bytes / GB:.1f} GB of {decision.memory_bytes / GB:.1f} on rank {decision.rank}"
         text += f"; nothing fits: it needs {needs}, within {ALIKE:.0%} of a rank's memory of the least"
-    named = [f"{each.label} {1e3 * each.estimate.layer_s:.2f}{_unfit(each)}" for each in others[:_MOST_NAMED]]
+    named = [
+        f"{each.label} {1e3 * each.estimate.layer_s:.2f}{'' if each.estimate.backward.fits else ' (does not fit)'}"
+        for each in others[:_MOST_NAMED]
+    ]
     text += f"; then {', '.join(named)}" if named else ""
     more = len(others) - len(named)
     text += f" and {more} more" if more else ""
     return text + (f"; not faster by their bounds: {', '.join(passed_over)}" if passed_over else "")
-
-
-def _unfit(priced: _PricedPlan) -> str:
-    return "" if priced.estimate.backward.fits else " (does not fit)"

@@ -154,8 +154,8 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class Planner:
     """An entry of the registry. `options`: a frozen dataclass of plain fields with defaults, always
-    with `tokens_per_rank: int | None = None`; `layers`: remapping and routing that the system comes
-    with.
+    with `tokens_per_rank: int | None = None`, and with `slack: float` where a rank must have room for
+    more than the mean tokens; `layers`: remapping and routing that the system comes with.
     """
 
     plan: Callable[[Batch, Cluster, Model, MachineCost, Any], MicrobatchPlan] | None
@@ -200,9 +200,6 @@ class Planner:
     """Whether microbatches run as two nano-batches unless somebody says otherwise."""
     masks: tuple[str, ...] = KINDS
     """Kinds of the masks that it plans for (`ir.mask.KINDS`)."""
-    room: Callable[[Any], float] | None = None
-    """Tokens that a rank must have room for, over the mean tokens per rank; None: no more than the
-    mean."""
     plan_by_others: Callable[[Batch, StepContext], MicrobatchPlan] | None = None
     """Place one microbatch by asking other planners, layers included, where there is no `plan`."""
     tries: tuple[Try, ...] = (Try(),)
@@ -231,10 +228,6 @@ class _PlanWith(Protocol):
     def __call__(
         self, scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: Any, /
     ) -> MicrobatchPlan: ...
-
-
-def slack(options: Any) -> float:
-    return float(options.slack)
 
 
 def check_within(planner: str, options: Any) -> None:

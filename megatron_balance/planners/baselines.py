@@ -34,17 +34,7 @@ from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.solvers.groups import (
-    Frame,
-    blocks,
-    capacity_of,
-    check_each,
-    check_pool,
-    plan_of,
-    rank_tokens,
-    samples_of,
-    sizes,
-)
+from megatron_balance.solvers import groups
 from megatron_balance.solvers.packing import best_fit, longest_first
 
 # The comm pattern of each planner.
@@ -64,16 +54,16 @@ def _plan(
 ) -> MicrobatchPlan:
     # Nothing is chosen.
     del cost
-    check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
+    groups.check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     size = options.context_parallel or cluster.num_ranks
-    samples = samples_of(batch.lengths, size, cluster, options.tokens_per_rank)
+    samples = groups.samples_of(batch.lengths, size, cluster, options.tokens_per_rank)
     names = ["pool"] if len(samples) == 1 else [f"replica {at}" for at in range(len(samples))]
     zones = tuple(
         Zone(names[at], PATTERNS[name], tuple(range(at * size, (at + 1) * size)), seqs)
         for at, seqs in enumerate(samples)
         if seqs
     )
-    return plan_of(name, batch.lengths, (cluster, model), zones)
+    return groups.plan_of(name, batch.lengths, (cluster, model), zones)
 
 
 te_ring, llama_all_gather, ulysses = (partial(_plan, name) for name in PATTERNS)
@@ -107,7 +97,7 @@ def packing(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, optio
     # Only tokens count.
     del cost
     lengths, num_ranks = batch.lengths, cluster.num_ranks
-    check_pool(lengths, num_ranks, options.tokens_per_rank)
+    groups.check_pool(lengths, num_ranks, options.tokens_per_rank)
     packs = [
         batch.num_tokens * (rank + 1) // num_ranks - batch.num_tokens * rank // num_ranks for rank in range(num_ranks)
     ]
@@ -123,7 +113,7 @@ def packing(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, optio
         [_cut_zone([(seq, lengths[seq]) for seq in sorted(cut_seqs)], left, model.mask)] if cut_seqs else []
     )
     zones += [Zone(LOCAL, "ring", (rank,), tuple(sorted(seqs))) for rank, seqs in sorted(whole.items()) if seqs]
-    return plan_of("packing", lengths, (cluster, model), tuple(zones))
+    return groups.plan_of("packing", lengths, (cluster, model), tuple(zones))
 
 
 def _cut_zone(seqs: Sequence[tuple[int, int]], capacities: Sequence[int], mask: Mask) -> TaskTable:
@@ -195,10 +185,10 @@ def hybrid_dp(
     # FLOPs are what this system balances, whatever they take.
     del cost
     problem = _problem(batch, cluster, model, options)
-    check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
+    groups.check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     placed = _search(problem, options.tolerance, most_microbatches=1)
     everywhere = [tuple(range(cluster.num_ranks))] * len(batch.lengths)
-    return Frame("hybrid_dp", cluster, model).microbatch(
+    return groups.Frame("hybrid_dp", cluster, model).microbatch(
         batch.lengths, placed.ranks if placed is not None else everywhere
     )
 
@@ -209,11 +199,11 @@ def hybrid_dp_batch(
     """As many microbatches as memory asks for; the batch may be larger than the pool."""
     del cost
     problem = _problem(batch, cluster, model, options)
-    check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
+    groups.check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     placed = _search(problem, options.tolerance, most_microbatches=max(1, len(batch.lengths)))
     # Each sequence may have a microbatch of its own.
     assert placed is not None
-    return Frame("hybrid_dp", cluster, model).batch(batch.lengths, placed.ranks, placed.microbatch)
+    return groups.Frame("hybrid_dp", cluster, model).batch(batch.lengths, placed.ranks, placed.microbatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +221,7 @@ class _DealProblem:
 
 
 def _problem(batch: Batch, cluster: Cluster, model: Model, options: HybridDpOptions) -> _DealProblem:
-    capacity = capacity_of("hybrid_dp", options, batch.num_tokens, cluster.num_ranks)
+    capacity = groups.capacity_of("hybrid_dp", options, batch.num_tokens, cluster.num_ranks)
     if options.tolerance < 0:
         raise ConfigError(f"hybrid_dp: tolerance {options.tolerance}: must be at least 0")
     pair, token = model.attention_flops_per_pair, model.linear_flops_per_token
@@ -263,10 +253,9 @@ class _Placing:
         """Place every sequence on the fewest ranks that can take it; False if one finds none."""
         lengths, cluster = self.problem.lengths, self.problem.cluster
         order = longest_first(lengths)
-        allowed = sizes(cluster.num_ranks)
-        runs = {
-            size: [tuple(run) for run in blocks(size, cluster.num_ranks, cluster.node_size)] for size in allowed[1:]
-        }
+        allowed = groups.sizes(cluster.num_ranks)
+        on = cluster.num_ranks, cluster.node_size
+        runs = {size: list(map(tuple, groups.blocks(size, *on))) for size in allowed[1:]}
         return all(
             self._place_alone(seq) or any(self._place(seq, size, runs[size]) for size in allowed[1:]) for seq in order
         )
@@ -290,7 +279,7 @@ class _Placing:
         return any(self._put(seq, run) for _, run in ordered)
 
     def _put(self, seq: int, run: tuple[int, ...]) -> bool:
-        share = rank_tokens(self.problem.lengths[seq], len(run))
+        share = groups.rank_tokens(self.problem.lengths[seq], len(run))
         microbatch = self._with_room(run, share)
         if microbatch is None:
             return False

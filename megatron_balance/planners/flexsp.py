@@ -40,7 +40,6 @@ from megatron_balance.solvers.milp import NoAnswerError, NoSolverError
 from megatron_balance.solvers.packing import longest_first
 
 log = logging.getLogger(__name__)
-
 # Numbers of microbatches that `plan_batch` tries, from the least that fits on.
 BLASTS = 3
 
@@ -185,20 +184,12 @@ def _warn_once(reason: str) -> None:
 
 # Sizes and the items of each group.
 Groups: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
-
-
 # Steps of the bisection of `greedy`.
 STEPS = 12
-
-
 # Makespans over the lower bound that `greedy` tries until one is enough.
 _FACTORS = (1.0, 1.5, 2.0, 4.0, 8.0, inf)
-
-
 # Makespans this close, relatively, are not told apart.
 TOLERANCE = 0.005
-
-
 # Of a group, over all items' tokens: more would be the same, and is beyond the solver's
 # tolerance.
 MOST_ROOM = 8

@@ -27,18 +27,8 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, read_text
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
+from megatron_balance.planners import pipelines
 from megatron_balance.planners.base import StepContext, check_within, planner_within
-from megatron_balance.planners.pipelines import (
-    CandidateMovement,
-    Dispatching,
-    Packing,
-    Solvers,
-    candidates_of,
-    fastest,
-    holders,
-    pipelines_of,
-    side_by_side,
-)
 
 NAME = "hydraulis"
 # Strategies to be proposed for the lengths at hand, by whoever knows them all.
@@ -67,10 +57,10 @@ class HydraulisOptions:
     microbatch_s: float = 0.0
     """Seconds that a microbatch takes on a stage beside what its tokens do, above what the costs
     know of: overheads of host and framework. With 0 many short microbatches look as good as few."""
-    dispatching: Dispatching = "search"
+    dispatching: pipelines.Dispatching = "search"
     """Sequences to pipelines: the longest first with moves and swaps; `trials`: the paper's Alg. 1;
     `ilp`: Eq. 3 by HiGHS, which needs SciPy."""
-    packing: Packing = "longest_first"
+    packing: pipelines.Packing = "longest_first"
     """A pipeline's sequences into microbatches: the longest first; `ilp`: Eq. 1 by HiGHS."""
     node_limit: int = 200
     """Of a search by HiGHS; a limit in seconds would differ between ranks."""
@@ -93,19 +83,20 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     within = options.within, options.within_options
     trains = context.strategy is not None
     given = () if trains and options.strategies == AUTO else _read_strategies(options.strategies)
-    candidates = candidates_of(given, context, "strategies")
+    candidates = pipelines.candidates_of(given, context, "strategies")
     if not candidates:
         return planner_within(context, *within)(lengths, context, carry)
     every = [*carry.waiting, *enumerate(chain.from_iterable(lengths))]
     sizes = [length for _, length in every]
-    held = holders([pipelines_of(strategy, context) for strategy in candidates], sizes)
-    solvers = Solvers(options.dispatching, options.packing, options.node_limit)
+    held = pipelines.holders([pipelines.pipelines_of(strategy, context) for strategy in candidates], sizes)
+    solvers = pipelines.Solvers(options.dispatching, options.packing, options.node_limit)
     costs = [each.with_overhead(options.microbatch_s).costs for each in held]
-    best, microbatches, _ = fastest(sizes, costs, solvers, _moving_of([each.strategy for each in held], context))
-    return side_by_side(every, held[best], microbatches, within), EMPTY
+    moving = _moving_of([each.strategy for each in held], context)
+    best, microbatches, _ = pipelines.fastest(sizes, costs, solvers, moving)
+    return pipelines.side_by_side(every, held[best], microbatches, within), EMPTY
 
 
-def _moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[CandidateMovement]:
+def _moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[pipelines.CandidateMovement]:
     """The moves of weights and gradients of each strategy; empty where all run the base layout."""
     layouts = layouts_of(context.options, context.cluster.num_ranks, context.base)
     if context.strategy is not None or layouts is None:
@@ -113,7 +104,7 @@ def _moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[Can
     cluster, model = context.cluster, context.model
     sync_s = sum(base_sync_s(layouts.base, model, cluster))
     return [
-        CandidateMovement(
+        pipelines.CandidateMovement(
             None if each == layouts.base else change(layouts.base, each, model, cluster),
             sync_s,
             model.num_layers,

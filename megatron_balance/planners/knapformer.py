@@ -197,8 +197,6 @@ def _check_heads(sizes: Sequence[int], num_heads: int) -> None:
 
 # Forward and backward over the forward alone.
 LINEAR, ATTENTION, EXPERTS = 3.0, 1 + backward_factor(), 2.0
-
-
 # Seconds of packing and unpacking over those of moving inside a node: read and written twice, at
 # a memory rate that is some seven times the link's.
 PACKING = 0.4

@@ -82,14 +82,14 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
         return _replicas(lengths, context, carry)
     every = [*carry.waiting, *enumerate(chain.from_iterable(lengths))]
     sizes = [length for _, length in every]
-    pipelines = pipelines_of(candidates[0], context).of_one_size()
-    most = pipelines.max_tokens
+    own = pipelines_of(candidates[0], context).of_one_size()
+    most = own.max_tokens
     if most >= UNLIMITED:
         raise ConfigError("tokens_per_rank: full microbatches need a limit; give the tokens that a rank holds")
-    holders([pipelines], sizes)
+    holders([own], sizes)
     packed = [tuple(sorted(each)) for each in first_fit_decreasing(sizes, most)]
-    count = len(pipelines.costs)
-    return side_by_side(every, pipelines, tuple(tuple(packed[at::count]) for at in range(count)), WITHIN), EMPTY
+    count = len(own.costs)
+    return side_by_side(every, own, tuple(tuple(packed[at::count]) for at in range(count)), WITHIN), EMPTY
 
 
 def _replicas(lengths: Lengths, context: StepContext, carry: Carry) -> tuple[StepPlan, Carry]:
@@ -347,8 +347,6 @@ def _everywhere(
 
 # Share by which the least loaded rank may have less than the most loaded one.
 EVEN = 0.05
-
-
 # Share by which a bucket's work may exceed the mean.
 BUCKET_SLACK = 1.1
 

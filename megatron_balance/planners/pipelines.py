@@ -23,23 +23,12 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext, planner_within, renumbered
-from megatron_balance.solvers.dispatch import (
-    FORWARD_SHARE,
-    Assigned,
-    PipelineCost,
-    dispatch,
-    exact,
-    greedy,
-    least_s,
-    microbatch_s,
-    pack,
-)
+from megatron_balance.solvers import dispatch
+from megatron_balance.solvers.dispatch import Assigned, PipelineCost
 
 # Tokens of a microbatch where nobody says what a rank holds.
 UNLIMITED = 1 << 40
-
 Microbatches = tuple[tuple[tuple[int, ...], ...], ...]
-
 # Sequences to pipelines: ours; the paper's Alg. 1; Eq. 3 as an integer program.
 Dispatching = Literal["search", "trials", "ilp"]
 # A pipeline's sequences into microbatches: ours; Eq. 1 as an integer program.
@@ -55,11 +44,11 @@ class Solvers:
     def dispatch(self, lengths: Sequence[int], costs: Sequence[PipelineCost]) -> Assigned:
         match self.dispatching:
             case "search":
-                return dispatch(lengths, costs, filled=True)
+                return dispatch.dispatch(lengths, costs, filled=True)
             case "trials":
-                return greedy(lengths, costs)
+                return dispatch.greedy(lengths, costs)
             case "ilp":
-                return exact(lengths, costs, self.node_limit)
+                return dispatch.exact(lengths, costs, self.node_limit)
 
     @property
     def pack_nodes(self) -> int:
@@ -87,14 +76,14 @@ class CandidateMovement:
         works: list[PipelineWork] = []
         for own, cost in zip(made, costs, strict=True):
             sizes = [[lengths[seq] for seq in each] for each in own]
-            first, last = (microbatch_s(sizes[at], cost) if sizes else cost.c for at in (0, -1))
+            first, last = (dispatch.microbatch_s(sizes[at], cost) if sizes else cost.c for at in (0, -1))
             layers = self.layers / cost.stages
             works.append(
                 PipelineWork(
                     cost.stages,
                     pipeline_s(sizes, cost),
-                    FORWARD_SHARE * first / layers,
-                    (1 - FORWARD_SHARE) * last / layers,
+                    dispatch.FORWARD_SHARE * first / layers,
+                    (1 - dispatch.FORWARD_SHARE) * last / layers,
                 )
             )
         return sum(self.change.uncovered_s(works, overlap=self.overlap))
@@ -152,7 +141,7 @@ def packed(
     made: list[tuple[tuple[int, ...], ...]] = []
     seconds: list[float] = []
     for own, cost in zip(assigned, costs, strict=True):
-        of_pipeline = pack([lengths[seq] for seq in own], cost, solvers.pack_nodes)
+        of_pipeline = dispatch.pack([lengths[seq] for seq in own], cost, solvers.pack_nodes)
         made.append(tuple(tuple(own[at] for at in microbatch) for microbatch in of_pipeline))
         seconds.append(pipeline_s([[lengths[seq] for seq in each] for each in made[-1]], cost))
     return tuple(made), tuple(seconds)
@@ -169,7 +158,7 @@ def fastest(
     """
     assigned = [solvers.dispatch(lengths, costs) for costs in candidates]
     least = [
-        least_s(lengths, costs, each) + (moving[at].least_s if moving else 0.0)
+        dispatch.slowest_s(lengths, costs, each, PipelineCost.least_s) + (moving[at].least_s if moving else 0.0)
         for at, (costs, each) in enumerate(zip(candidates, assigned, strict=True))
     ]
     best: tuple[float, int, Microbatches, tuple[float, ...]] | None = None
@@ -186,7 +175,7 @@ def fastest(
 
 def pipeline_s(microbatches: Sequence[Sequence[int]], cost: PipelineCost) -> float:
     """Seconds of a pipeline: its stage times, and the fullest through the other stages (Eq. 2)."""
-    times = [microbatch_s(lengths, cost) for lengths in microbatches]
+    times = [dispatch.microbatch_s(lengths, cost) for lengths in microbatches]
     return sum(times) + (cost.stages - 1) * max(times, default=0.0)
 
 
@@ -264,19 +253,15 @@ def pipelines_of(strategy: Strategy, context: StepContext) -> Pipelines:
     if context.of_ranks:
         strategy.check(context.cluster.num_ranks, context.cluster.node_size)
     elif context.strategy is None:
-        _check_strategy(strategy, context.cluster, context.model)
+        strategy.check(context.cluster.num_ranks, context.cluster.node_size)
+        for scheme in dict.fromkeys(strategy.pipelines):
+            check_scheme(scheme, context.model, f"strategy {strategy}: ")
     known: dict[Scheme, tuple[PipelineCost, StepContext]] = {}
     for scheme in strategy.pipelines:
         if scheme not in known:
             known[scheme] = _pipeline(scheme, context)
     costs, inside = zip(*(known[scheme] for scheme in strategy.pipelines), strict=True)
     return Pipelines(strategy, costs, inside)
-
-
-def _check_strategy(strategy: Strategy, cluster: Cluster, model: Model) -> None:
-    strategy.check(cluster.num_ranks, cluster.node_size)
-    for scheme in dict.fromkeys(strategy.pipelines):
-        check_scheme(scheme, model, f"strategy {strategy}: ")
 
 
 def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepContext]:
@@ -352,24 +337,16 @@ def stage_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
 # Hydraulis profiles each scheme <TP, PP, CP> on its cluster. Here the times to fit come from a cost
 # model of one rank, with the scheme's communication on top.
 
+# A ring's backward moves keys and values again, and their gradients.
 _RING_BACKWARD = 2
-"""A ring's backward moves keys and values again, and their gradients."""
-
-
+# Lengths in tokens through whose predicted times the quadratic of a scheme goes.
 _FITTED = tuple(1 << power for power in range(8, 18))
-"""Lengths in tokens through whose predicted times the quadratic of a scheme goes."""
-
-
+# Those longer than this many times the longest microbatch are left out, as long as three stay.
 _BEYOND = 4
-"""Those longer than this many times the longest microbatch are left out, as long as three stay."""
-
-
+# Megatron pads a vocabulary to it (--make-vocab-size-divisible-by), times its own TP.
 _VOCAB_MULTIPLE = 128
-"""Megatron pads a vocabulary to it (--make-vocab-size-divisible-by), times its own TP."""
-
-
+# (cluster of wide ranks, tensor parallelism) -> its cost.
 _CostOf = Callable[[Cluster, int], MachineCost]
-"""(cluster of wide ranks, tensor parallelism) -> its cost."""
 
 
 def lengths_to_fit(max_tokens: int) -> list[int]:

@@ -43,15 +43,8 @@ from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
 from megatron_balance.planners.base import StepContext, Trial, check_within, planner_within, renumbered
+from megatron_balance.solvers import packing
 from megatron_balance.solvers.groups import check_pool, plan_of
-from megatron_balance.solvers.packing import (
-    PackingProblem,
-    best_fit,
-    join_late,
-    longest_first,
-    pack_better,
-    pack_greedily,
-)
 
 NAME = "wlb_llm"
 REMAINED = "remained"
@@ -198,7 +191,7 @@ def _waiting(carry: Carry) -> tuple[list[Document], list[Document]]:
 
 def _as_dealt(lengths: Lengths, documents: Sequence[Document], most: float) -> _PackedDocuments:
     """Microbatches as dealt; those that waited into the one with the fewest tokens that holds them."""
-    joined, left = join_late(lengths, (each for each in documents if each.number < 0), most)
+    joined, left = packing.join_late(lengths, (each for each in documents if each.number < 0), most)
     microbatches = tuple(tuple(Document(*each) for each in microbatch) for microbatch in joined)
     return _PackedDocuments(microbatches, tuple(Document(*each) for each in left))
 
@@ -210,10 +203,11 @@ def _of_one_length(
     ordered = _longest_first(documents)
     context = options.context_tokens or max((sum(each) for each in lengths), default=0)
     longest = max((each.length for each in ordered), default=0)
-    problem = PackingProblem([each.length for each in ordered], len(lengths), int(min(most, max(context, longest))))
-    bins = pack_greedily(problem)
+    capacity = int(min(most, max(context, longest)))
+    problem = packing.PackingProblem([each.length for each in ordered], len(lengths), capacity)
+    bins = packing.pack_greedily(problem)
     if options.packing == "ilp":
-        bins = pack_better(problem, bins, options.node_limit)
+        bins = packing.pack_better(problem, bins, options.node_limit)
     found = _PackedDocuments.of_bins(ordered, bins, len(lengths))
     if options.window == 1:
         return found
@@ -223,7 +217,7 @@ def _of_one_length(
 
 def _all_of(documents: Sequence[Document], lengths: Lengths, most: float, num_ranks: int) -> _PackedDocuments:
     ordered = _longest_first(documents)
-    bins = best_fit([each.length for each in ordered], [most] * len(lengths))
+    bins = packing.best_fit([each.length for each in ordered], [most] * len(lengths))
     if None not in bins:
         return _PackedDocuments.of_bins(ordered, bins, len(lengths))
     packed = _as_dealt(lengths, ordered, most)
@@ -365,12 +359,8 @@ def release(
 
 
 OCTAVES, CANDIDATES_PER_OCTAVE = 4, 3
-
-
 # Sets of thresholds that are extended.
 BEAM = 6
-
-
 # Imbalance that one more queue must win to be worth it.
 ENOUGH = 0.005
 
@@ -496,7 +486,7 @@ def candidates(lengths: Sequence[int], num_ranks: int, sharding: str) -> list[tu
     num_seqs = len(lengths)
     if not num_seqs:
         return [()]
-    order = longest_first(lengths)
+    order = packing.longest_first(lengths)
     match sharding:
         case "document":
             counts = [num_seqs]

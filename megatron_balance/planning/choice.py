@@ -81,8 +81,7 @@ class PlannerChoice:
     def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
         """The plan of one microbatch, layers included; raises as `plan_step`."""
         context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False)
-        step, _ = self.plan_step((batch.lengths,), context)
-        (plan,) = step.plans
+        (plan,) = self.plan_step((batch.lengths,), context)[0].plans
         return plan
 
     def plan_step(self, lengths: Lengths, context: StepContext, carry: Carry = EMPTY, /) -> tuple[StepPlan, Carry]:
@@ -147,10 +146,8 @@ class PlannerChoice:
         if self.layers.remap and num_holders < cluster.num_ranks:
             raise ConfigError(
                 f"planner {self.name} keeps {cluster.num_ranks - num_holders} of {cluster.num_ranks} ranks for "
-                "attention alone (servers: "
-                "pool), and a remap would give them tokens again outside attention. Leave out the remap (--no-remap, "
-                "remap: false), or "
-                "let all ranks hold tokens (servers: in_place)"
+                "attention alone (servers: pool), and a remap would give them tokens again outside attention. Leave "
+                "out the remap (--no-remap, remap: false), or let all ranks hold tokens (servers: in_place)"
             )
         return num_holders
 
@@ -206,19 +203,19 @@ def choose_layers(
     """The layers around planner `name`: its own, but for what is given. A remap that is asked for
     is made whether it pays or not.
     """
-    layers = PLANNERS[name].layers
+    changes: dict[str, Any] = {}
     if isinstance(routing, RoutingChoice):
-        layers = dataclasses.replace(layers, routing=routing.when, pieces=routing.pieces)
+        changes = {"routing": routing.when, "pieces": routing.pieces}
     elif routing is not None:
-        layers = dataclasses.replace(layers, routing=routing)
+        changes = {"routing": routing}
     if once_per_node is not None:
-        layers = dataclasses.replace(layers, once_per_node=once_per_node)
-    if remapping is None:
-        return layers
-    if not remapping:
-        return dataclasses.replace(layers, remap=False, remap_when="always")
-    how = remapping if isinstance(remapping, RemapChoice) else RemapChoice()
-    return dataclasses.replace(layers, remap=True, remap_when=how.when, solver=how.solver)
+        changes["once_per_node"] = once_per_node
+    if remapping is False:
+        changes |= {"remap": False, "remap_when": "always"}
+    elif remapping is not None:
+        how = RemapChoice() if remapping is True else remapping
+        changes |= {"remap": True, "remap_when": how.when, "solver": how.solver}
+    return dataclasses.replace(PLANNERS[name].layers, **changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,9 +403,8 @@ def load_config(path: str | Path, *, planner: str | None = None, cluster: str | 
         keys["routing"] = _of_keys(RoutingChoice, keys["routing"], path, "routing", "")
     if "communication" in keys:
         given = {"safe": True} if keys["communication"] == "safe" else keys["communication"]
-        keys["communication"] = _of_keys(
-            CommunicationChoice, given, path, "communication", "safe or keys such as inter_node_sms"
-        )
+        expected = "safe or keys such as inter_node_sms"
+        keys["communication"] = _of_keys(CommunicationChoice, given, path, "communication", expected)
     if keys.get("cluster") is not None:
         keys["cluster"] = load_cluster(keys["cluster"], path, "cluster")
     if keys.get("model") is not None:
@@ -460,10 +456,10 @@ def _of_keys(model: type[BaseModel], value: Any, file: Path, where: str, expecte
 def resolved(config: Run) -> dict[str, Any]:
     """All that the run was told and every default, as plain data, written beside results."""
     planner, cluster, model = config.planner, config.cluster, config.model
-    told = (
-        {"routing", "remap", "once_per_node"} if planner is not None else set[str]()
-    )  # then the planner's layers say so
-    body = config.model_dump(exclude={"source", "planner", "cluster", "model"} | told, exclude_none=True, mode="json")
+    own = {"source", "planner", "cluster", "model"}
+    if planner is not None:  # whose layers say so
+        own |= {"routing", "remap", "once_per_node"}
+    body = config.model_dump(exclude=own, exclude_none=True, mode="json")
     sections: dict[str, Any] = {}
     if planner is not None:
         sections["planner"] = {"name": planner.name, **dataclasses.asdict(planner.options)}
@@ -481,6 +477,5 @@ def resolved(config: Run) -> dict[str, Any]:
 
 
 def to_yaml(config: Run) -> str:
-    return f"# Resolved from {config.source}: every default is written out.\n" + yaml.safe_dump(
-        resolved(config), sort_keys=False
-    )
+    head = f"# Resolved from {config.source}: every default is written out.\n"
+    return head + yaml.safe_dump(resolved(config), sort_keys=False)

@@ -20,8 +20,7 @@ from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.wire import NicOf
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
-from megatron_balance.cost.base import CostModel, MachineCost, remap_s
-from megatron_balance.cost.base import token_bytes as _token_bytes
+from megatron_balance.cost.base import CostModel, MachineCost, remap_s, token_bytes
 from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
@@ -106,9 +105,8 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
     microbatches = [[pooled[seq] for seq in seqs] for seqs in members]
     parts = nano_batches_of(microbatches, ping_pong=context.ping_pong, aligned=context.joint is not None)
     split = tuple(tuple(tuple(seqs[i] for i in part) for part in of) for seqs, of in zip(members, parts, strict=True))
-    plans = tuple(
-        _place_one(planner, Batch(tuple(pooled[seq] for seq in part)), context) for part in chain.from_iterable(split)
-    )
+    batches = (Batch(tuple(pooled[seq] for seq in part)) for part in chain.from_iterable(split))
+    plans = tuple(_place_one(planner, batch, context) for batch in batches)
     return _with_ticks(planner, StepPlan(split, plans), context)
 
 
@@ -155,13 +153,8 @@ def _with_ticks(planner: Planner, step: StepPlan, context: StepContext) -> StepP
         return step
     num_stages = context.joint.cluster.num_ranks // context.cluster.num_ranks
     order = ticks(num_stages, len(step.members), context.joint.num_chunks, forward_only=context.forward_only)
-    by_nano_batch = zip(*step.microbatches, strict=True)
-    return replace(
-        step,
-        ticks=tuple(
-            plan_ticks(order, plans, _joint_planner(planner, context, context.joint)) for plans in by_nano_batch
-        ),
-    )
+    by_nano_batch, plan_owned = zip(*step.microbatches, strict=True), _joint_planner(planner, context, context.joint)
+    return replace(step, ticks=tuple(plan_ticks(order, plans, plan_owned) for plans in by_nano_batch))
 
 
 def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -> PlanOwned:
@@ -260,14 +253,9 @@ def _rates(
 
 
 def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Rows:
-    solved = remap.solve(
-        held,
-        cluster.node_size,
-        intra_s=_bandwidth_s(cost, cluster, inter_node=False),
-        inter_s=_bandwidth_s(cost, cluster, inter_node=True),
-        align=layers.align,
-        solver=layers.solver,
-    )
+    num_bytes, nics = token_bytes(cost), 1 / cluster.ranks_per_nic
+    token_s = {"intra_s": cost.intra_node_s(num_bytes, 0), "inter_s": cost.inter_node_s(num_bytes, 0, nics)}
+    solved = remap.solve(held, cluster.node_size, **token_s, align=layers.align, solver=layers.solver)
     return as_rows(solved.moves)
 
 
@@ -275,14 +263,6 @@ def remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostMo
     """Seconds of a layer's forward that evening out `tokens` a rank saves, net."""
     largest, mean = float(max(tokens)), sum(tokens) / len(tokens)
     return cost.linear_s(largest) - cost.linear_s(mean) - remap_s(tokens, cluster, cost)
-
-
-def _bandwidth_s(cost: CostModel, cluster: Cluster, *, inter_node: bool) -> float:
-    """Seconds per token of a remap, without latency."""
-    num_bytes = _token_bytes(cost)
-    if inter_node:
-        return cost.inter_node_s(num_bytes, 0, 1 / cluster.ranks_per_nic)
-    return cost.intra_node_s(num_bytes, 0)
 
 
 def _routing(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, when: When) -> Routing | None:
@@ -333,7 +313,7 @@ def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, n
 def _remap_loads(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
     """Bytes that each rank sends to other nodes, and that it receives from them [R]."""
     moves = _moves_across(plan, cluster)
-    num_bytes = np.rint(moves[:, Move.TOKENS] * _token_bytes(cost)).astype(np.int64)
+    num_bytes = np.rint(moves[:, Move.TOKENS] * token_bytes(cost)).astype(np.int64)
     return [np.bincount(moves[:, end], num_bytes, plan.num_ranks).astype(np.int64) for end in (Move.SRC, Move.DST)]
 
 

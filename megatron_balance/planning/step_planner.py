@@ -57,19 +57,14 @@ class PlanSpec:
     """As `StepContext.memory`."""
 
     def to_json(self) -> str:
-        body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {
-            "options": dict(self.options)
-        }
-        return json.dumps(body, default=dataclasses.asdict)
+        body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps(body | {"options": dict(self.options)}, default=dataclasses.asdict)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PlanSpec:
         body = json.loads(text)
-        body |= {
-            "cluster": Cluster(**body["cluster"]),
-            "model": Model(**body["model"]),
-            "layers": Layers(**body["layers"]),
-        }
+        for name, of in (("cluster", Cluster), ("model", Model), ("layers", Layers)):
+            body[name] = of(**body[name])
         if body["pipeline"] is not None:
             body["pipeline"] = JointStages(Cluster(**body["pipeline"]["cluster"]), body["pipeline"]["num_chunks"])
         if body["memory"] is not None:
@@ -130,16 +125,12 @@ def _frozen(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 # silent for too long is started again, once; then all is planned on the spot.
 
 log = logging.getLogger(__name__)
-
 # Of a frame: its number, and the bytes that follow.
 HEADER = struct.Struct("<QQ")
-
 # Requests that wait to be written to a process that does not read; others are not asked at all.
 MOST_UNSENT = 8
-
 # How long the first answer is waited for.
 PATIENCE_S = 60.0
-
 # Later ones: so many seconds, or so many times the longest planning so far, whichever is more.
 LEAST_PATIENCE_S, TIMES_LONGEST = 10.0, 20.0
 RESTARTS = 1
@@ -168,16 +159,9 @@ class _Process:
     def __init__(self, spec: PlanSpec) -> None:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "megatron_balance.planning.step_planner",
-                *map(str, (theirs_in, theirs_out, os.getpid())),
-            ],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs_in, theirs_out),
-        )
+        told = map(str, (theirs_in, theirs_out, os.getpid()))
+        command = [sys.executable, "-m", "megatron_balance.planning.step_planner", *told]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs_in, theirs_out))
         os.close(theirs_in)
         os.close(theirs_out)
         self._slots: dict[int, _ComingAnswer] = {}
@@ -253,9 +237,7 @@ class PlanAhead:
         if self._process is None or (carry is None and not self._chained):
             return
         given = "null" if carry is None else carry.to_json()
-        slot = self._process.ask(
-            f'{{"lengths":{json.dumps([[int(n) for n in microbatch] for microbatch in lengths])},"carry":{given}}}'
-        )
+        slot = self._process.ask(f'{{"lengths":{json.dumps(_frozen(lengths))},"carry":{given}}}')
         self._chained = slot is not None
         if slot is not None:
             self._slots[key] = slot

@@ -9,11 +9,11 @@ dispatch and packing of sampled batches.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, product
+from math import inf
 from statistics import fmean
 from typing import TypeAlias
 
@@ -38,7 +38,6 @@ from megatron_balance.solvers.dispatch import EFFICIENCY, PipelineCost, dispatch
 Floats = NDArray[np.float64]
 Lengths = Sequence[int]
 Counts = tuple[int, ...]
-
 # Intervals of lengths, besides the ends at every scheme's MaxLen.
 NUM_BINS = 32
 HALVINGS = 13
@@ -333,7 +332,7 @@ def with_proposed(choice: PlannerChoice, steps: Sequence[Sequence[Lengths]], con
     proposed = propose(list(chain.from_iterable(batches)), tokens, costs, num_ranks)
     found = rank(proposed, batches, costs, num_ranks)
     strategies = tuple(str(each.strategy) for each in found)
-    return dataclasses.replace(choice, options=dataclasses.replace(choice.options, strategies=strategies))
+    return replace(choice, options=replace(choice.options, strategies=strategies))
 
 
 def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[PipelineCost, ...]:
@@ -355,37 +354,31 @@ def rank(
         known = {strategy: costs_of(strategy, costs, num_ranks) for strategy in strategies}
         best = _fastest(strategies, known, [batch for batch in short if batch])
         kept[best] = known[best]
+    most = {strategy: max(each.max_tokens for each in known) for strategy, known in kept.items()}
     seconds = {
-        strategy: [
-            max(deal(batch, known)[1]) if max(batch) <= max(each.max_tokens for each in known) else float("inf")
-            for batch in batches
-        ]
+        strategy: [max(deal(batch, known)[1]) if max(batch) <= most[strategy] else inf for batch in batches]
         for strategy, known in kept.items()
     }
-    strategies = list(kept)
-    wins = [min(strategies, key=lambda each: seconds[each][at]) for at in range(len(batches))]
+    wins = [min(kept, key=lambda each: seconds[each][at]) for at in range(len(batches))]
     candidates: list[SampledStrategy] = []
-    for strategy in strategies:
-        held = [each for each in seconds[strategy] if each != float("inf")]
-        most = max(each.max_tokens for each in kept[strategy])
-        mean_s = fmean(held) if held else 0.0
-        candidates.append(SampledStrategy(strategy, most, len(held), mean_s, wins.count(strategy) / len(batches)))
+    for strategy in kept:
+        held = [each for each in seconds[strategy] if each != inf]
+        share, mean_s = wins.count(strategy) / len(batches), fmean(held) if held else 0.0
+        candidates.append(SampledStrategy(strategy, most[strategy], len(held), mean_s, share))
     return tuple(sorted(candidates, key=lambda each: -each.max_tokens))
 
 
 def _fastest(
     strategies: Sequence[Strategy], known: Mapping[Strategy, Sequence[PipelineCost]], batches: Sequence[Lengths]
 ) -> Strategy:
+    def step_s(strategy: Strategy, batch: Lengths) -> float:
+        costs = known[strategy]
+        return max(packed(batch, costs, dispatch(batch, costs, searches=1, filled=True))[1])
+
     left = list(strategies)
     for count in (*FIRST_ROUNDS, len(batches)):
         if len(left) > 1:
-            mean_s = {
-                each: fmean(
-                    max(packed(batch, known[each], dispatch(batch, known[each], searches=1, filled=True))[1])
-                    for batch in batches[:count]
-                )
-                for each in left
-            }
+            mean_s = {each: fmean(step_s(each, batch) for batch in batches[:count]) for each in left}
             left = sorted(left, key=mean_s.__getitem__)[: max(1, len(left) // FEWER)]
     return left[0]
 

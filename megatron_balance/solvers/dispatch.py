@@ -7,7 +7,7 @@ T(l) = a l^2 + b l + c belongs to a microbatch, not to each of its sequences as 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from math import ceil
@@ -22,7 +22,6 @@ from megatron_balance.solvers.packing import PackingProblem, longest_first, pack
 
 # Of Alg. 1, as in the paper's experiments.
 TRIALS = 100
-
 # By pipeline, the numbers of its sequences, ascending.
 Assigned = tuple[tuple[int, ...], ...]
 
@@ -54,8 +53,8 @@ class PipelineCost:
         if not lengths:
             return 0.0
         spread = self.c / max(self.max_tokens, 1)
-        behind = (self.stages - 1) * (self._load_s(max(lengths), spread) + self.c)
-        return behind + sum(self._load_s(length, spread) for length in lengths)
+        loads = [self.sequence_s(length) + spread * length for length in lengths]
+        return (self.stages - 1) * (max(loads) + self.c) + sum(loads)
 
     def least_s(self, lengths: Sequence[int]) -> float:
         """Seconds that no packing comes below (Eq. 1): `bound_s`, c of the longest once."""
@@ -63,21 +62,16 @@ class PipelineCost:
             return 0.0
         return self.bound_s(lengths) - (self.stages - 1) * self.c / max(self.max_tokens, 1) * max(lengths)
 
-    def _load_s(self, length: int, spread: float) -> float:
-        return self.sequence_s(length) + spread * length
 
-
-def slowest_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned: Assigned) -> float:
-    return max(
-        pipeline.bound_s([lengths[seq] for seq in seqs]) for pipeline, seqs in zip(pipelines, assigned, strict=True)
-    )
-
-
-def least_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned: Assigned) -> float:
-    """Seconds that the slowest pipeline takes at least, however its sequences are packed."""
-    return max(
-        pipeline.least_s([lengths[seq] for seq in seqs]) for pipeline, seqs in zip(pipelines, assigned, strict=True)
-    )
+def slowest_s(
+    lengths: Sequence[int],
+    pipelines: Sequence[PipelineCost],
+    assigned: Assigned,
+    of: Callable[[PipelineCost, Sequence[int]], float] = PipelineCost.bound_s,
+) -> float:
+    """Seconds of the slowest pipeline; `of`: `bound_s` or `least_s` of each."""
+    each = zip(pipelines, assigned, strict=True)
+    return max(of(pipeline, [lengths[seq] for seq in seqs]) for pipeline, seqs in each)
 
 
 def dispatch(
@@ -90,9 +84,8 @@ def dispatch(
     """Sequences by pipeline: each to one that holds it, the slowest as fast as was found; equal on
     every host.
 
-    `searches`: as of `makespan.assign`. `filled`: later stages
-    wait for the fullest microbatch that packing will make, not for the longest sequence alone as in
-    Eq. 3.
+    `searches`: as of `makespan.assign`. `filled`: later stages wait for the fullest microbatch that
+    packing will make, not for the longest sequence alone as in Eq. 3.
 
     Raises:
         InfeasibleError: a sequence that no pipeline holds.
@@ -221,18 +214,10 @@ def _by_pipeline(pipeline_of: Sequence[int], count: int) -> Assigned:
 
 # Share of the best tokens per second from which a microbatch counts as full (Appendix D).
 EFFICIENCY = 0.85
-
-
 NEAR = 1.02
-
-
 MOST_TRIED = 24
-
-
 # Of a microbatch's seconds; the backward of a matrix product is two of them.
 FORWARD_SHARE = 1 / 3
-
-
 Microbatches = tuple[tuple[int, ...], ...]
 
 
@@ -287,7 +272,7 @@ def pack(lengths: Sequence[int], pipeline: PipelineCost, node_limit: int = 0) ->
         if filled is None:
             continue
         slowest_s, bins = filled
-        value_s = _bound_s(slowest_s + pipeline.c, len(bins), pipeline)
+        value_s = (slowest_s + pipeline.c) * (pipeline.stages - 1 + len(bins))
         near.append((value_s, bins))
         best_s = min(best_s, value_s)
     if len(near) == 1:
@@ -353,10 +338,6 @@ def _by_program(
 
 def microbatch_s(lengths: Sequence[int], pipeline: PipelineCost) -> float:
     return sum(pipeline.sequence_s(length) for length in lengths) + pipeline.c
-
-
-def _bound_s(slowest_s: float, count: int, pipeline: PipelineCost) -> float:
-    return slowest_s * (pipeline.stages - 1 + count)
 
 
 def clock_s(microbatches: Sequence[Sequence[int]], pipeline: PipelineCost) -> float:

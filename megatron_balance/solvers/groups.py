@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
@@ -61,8 +61,6 @@ def arrange(wanted: Sequence[int], num_ranks: int, node_size: int) -> list[tuple
 
 # The ranks that share each sequence: ascending, so that a ring crosses each node's border once.
 Placement: TypeAlias = Sequence[tuple[int, ...]]
-
-
 INTER_NODE, INTRA_NODE, LOCAL = "inter_node", "intra_node", "local"
 
 
@@ -135,10 +133,9 @@ def check_each(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | No
     if lengths[seq] > pool_tokens:
         raise InfeasibleError(
             f"sequence {seq} has {lengths[seq]} tokens and needs {-(-lengths[seq] // tokens_per_rank)} ranks of "
-            f"{tokens_per_rank} tokens; "
-            f"{num_ranks} are available ({num_ranks} ranks x {tokens_per_rank} tokens hold {pool_tokens}). Use more "
-            "ranks, raise "
-            f"--tokens-per-rank (tokens_per_rank) to at least {-(-lengths[seq] // num_ranks)}, or cut the sequence"
+            f"{tokens_per_rank} tokens; {num_ranks} are available ({num_ranks} ranks x {tokens_per_rank} tokens hold "
+            f"{pool_tokens}). Use more ranks, raise --tokens-per-rank (tokens_per_rank) to at least "
+            f"{-(-lengths[seq] // num_ranks)}, or cut the sequence"
         )
 
 
@@ -154,9 +151,8 @@ def check_pool(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | No
         return
     raise InfeasibleError(
         f"the batch has {total} tokens; {num_ranks} ranks x {tokens_per_rank} tokens hold "
-        f"{num_ranks * tokens_per_rank}. "
-        f"Use at least {-(-total // tokens_per_rank)} ranks, "
-        f"raise --tokens-per-rank (tokens_per_rank) to at least {-(-total // num_ranks)}, or plan a smaller batch"
+        f"{num_ranks * tokens_per_rank}. Use at least {-(-total // tokens_per_rank)} ranks, raise --tokens-per-rank "
+        f"(tokens_per_rank) to at least {-(-total // num_ranks)}, or plan a smaller batch"
     )
 
 
@@ -229,13 +225,6 @@ def least_context(microbatches: Sequence[Sequence[int]], cluster: Cluster, token
     )
 
 
-class _WithSlack(Protocol):
-    @property
-    def tokens_per_rank(self) -> int | None: ...
-    @property
-    def slack(self) -> float: ...
-
-
 def check_slack(planner: str, slack: float) -> None:
     """Refuse a capacity below the mean of the ranks.
 
@@ -246,8 +235,8 @@ def check_slack(planner: str, slack: float) -> None:
         raise ConfigError(f"{planner}: slack {slack}: a capacity below the average holds no batch; use at least 1")
 
 
-def capacity_of(planner: str, options: _WithSlack, num_tokens: int, num_ranks: int) -> int:
-    """Tokens that a rank may hold: as given, or `slack` times the mean.
+def capacity_of(planner: str, options: Any, num_tokens: int, num_ranks: int) -> int:
+    """Tokens that a rank may hold: `tokens_per_rank` of the options, or `slack` times the mean.
 
     Raises:
         ConfigError: a slack below 1.

@@ -18,6 +18,7 @@ from megatron_balance.cost.base import Floats, Ints
 
 # Seconds by which a machine comes behind others for an item above its limit.
 CAPPED = 1e9
+
 # Items to machines of unlike speed: the problem, and seconds that no assignment comes below.
 #
 # Weights: for weights of the machines that sum to 1, an assignment takes at least the sum over items
@@ -26,7 +27,6 @@ CAPPED = 1e9
 # T - start_s - behind x (its largest) of work in T seconds. The longest items go to few machines, and
 # the next opens where those are full; if all are open and items are left, no assignment takes T
 # seconds.
-
 # Share above the bound at which a search ends; with more than `MANY` items, where the bound
 # itself is known to a few thousandths.
 CLOSE, CLOSE_MANY = 5e-4, 3e-3
@@ -431,22 +431,14 @@ class _MachineLoads:
 
 # Groups of items that are alike where the machines' weights are corrected.
 GROUPS = 48
-
-
 # Powers of weighted work by which kinds share items, in the first and the last round; and the
 # least load or weight of a kind over the mean or the largest.
 SHARPNESS, LEAST_SHARE = (2.0, 500.0), 1e-6
-
-
 # Numbers of open machines by kind, above which stairs are not climbed.
 MOST_STATES = 20_000
-
-
 # Share of the bound by weights that is added first, and twice as much ever after, until the items
 # fit; and the share to which the seconds are then known.
 FIRST_STEP, CLOSEST = 0.01, 1e-5
-
-
 # In the order of opening: the place of the first item among the longest first, and the machine.
 Opened = list[tuple[int, int]]
 

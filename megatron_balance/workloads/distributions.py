@@ -152,17 +152,14 @@ PATCH_PIXELS = 16
 CLIP_FRAMES, CLIP_LATENTS = 17, 5
 TEXT_TOKENS = 392
 _ASPECT = (0.96, 1.04)
+# Of one drawing, in all batches.
 MOST_SAMPLES = 10**7
-"""Of one drawing, in all batches."""
-
 LOW_RESOLUTION = "g32b32i256f1s0"
 MIXED_RESOLUTION = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
-
+# Table 1's three workloads, for 32 GPUs.
 IMAGES_AND_VIDEOS = (
     "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"
 )
-"""Table 1's three workloads, for 32 GPUs."""
-
 _CODE = re.compile(r"g(\d+)b(\d+)i(\d+)f(\d+)s([01])")
 
 
@@ -191,24 +188,18 @@ def is_data_code(name: str) -> bool:
 def parse_codes(text: str) -> tuple[DataCode, ...]:
     """The streams of codes joined by commas; ConfigError: they are none."""
     codes: list[DataCode] = []
-    for word in text.split(","):
-        match = _CODE.fullmatch(word.strip())
+    for word in map(str.strip, text.split(",")):
+        match = _CODE.fullmatch(word)
         if not match:
-            raise ConfigError(
-                f"data code {word.strip()!r}: expected g{{GPUs}}b{{samples}}i{{pixels}}f{{frames}}s{{0|1}}, such as "
-                "g8b4i256f1s0"
-            )
+            form = "g{GPUs}b{samples}i{pixels}f{frames}s{0|1}, such as g8b4i256f1s0"
+            raise ConfigError(f"data code {word!r}: expected {form}")
         gpus, samples, pixels, frames, clip = (int(number) for number in match.groups())
-        if not gpus or not samples or not frames or not pixels or pixels % PATCH_PIXELS:
-            raise ConfigError(
-                f"data code {word.strip()!r}: GPUs, samples and frames are at least 1, pixels a multiple of "
-                f"{PATCH_PIXELS}"
-            )
+        if not (gpus and samples and frames and pixels) or pixels % PATCH_PIXELS:
+            rule = f"GPUs, samples and frames are at least 1, pixels a multiple of {PATCH_PIXELS}"
+            raise ConfigError(f"data code {word!r}: {rule}")
         if clip and frames % CLIP_FRAMES:
-            raise ConfigError(
-                f"data code {word.strip()!r}: a clip's frames are a multiple of {CLIP_FRAMES}, which become "
-                f"{CLIP_LATENTS} each"
-            )
+            rule = f"a clip's frames are a multiple of {CLIP_FRAMES}, which become {CLIP_LATENTS} each"
+            raise ConfigError(f"data code {word!r}: {rule}")
         codes.append(DataCode(gpus, samples, pixels, frames, bool(clip)))
     return tuple(codes)
 

@@ -36,19 +36,14 @@ from numpy.typing import NDArray
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.workloads.idx import CorpusIndex, bin_path, idx_path
 
+# `split`: what is left of a document longer than the context is a document of its own; `truncate`:
+# it is dropped.
 CutPolicy = Literal["split", "truncate"]
-"""`split`: what is left of a document longer than the context is a document of its own; `truncate`:
-it is dropped.
-"""
-
+# `next_fit`: a piece that no longer fits opens the next sample; `best_fit`: it goes into the
+# fullest sample that has room, of the `WINDOW` last ones that are not full.
 Filling = Literal["next_fit", "best_fit"]
-"""`next_fit`: a piece that no longer fits opens the next sample; `best_fit`: it goes into the fullest
-sample that has room, of the `WINDOW` last ones that are not full.
-"""
-
 DEFAULT_FILLING: Filling = "best_fit"
 WINDOW = 64
-
 # A global batch spans two epochs at most, unless an epoch is smaller than a batch.
 KEPT_EPOCHS = 2
 
@@ -160,15 +155,10 @@ class DocumentStream:
     ) -> None:
         """Cut and number the documents; nothing is packed before a sample is asked for.
 
-        Args:
-            corpus: opened, or the lengths [documents] of all its documents, in tokens. Where it has a
-                cache, pieces and orders are mapped from its files.
-            seq_length: context length and most tokens of a sample.
-            seed: of the shuffles, at least 0.
-            policy: `split` or `truncate`.
-            documents: the part of the corpus to draw from, one of a train/valid/test split; None:
-                all of it.
-            filling: of samples.
+        `corpus`: opened, or the lengths [documents] of all its documents, in tokens; where it has a
+        cache, pieces and orders are mapped from its files. `seq_length`: context length and most
+        tokens of a sample. `documents`: the part to draw from, one of a train/valid/test split; None:
+        all.
         """
         if seq_length < 1:
             raise ConfigError(f"seq_length {seq_length}: a sample needs room for at least 1 token")
@@ -266,16 +256,14 @@ class DocumentStream:
         epoch = len(self._first_sample) - 1
         self._first_sample.append(self._first_sample[-1] + self._epoch(epoch).num_samples)
 
-    def _filled(self, order: NDArray[np.int64]) -> _Epoch:
-        lengths = _lengths(self._pieces)[order]
-        if self.filling == "next_fit":
-            return _Epoch(order, pack(lengths, self.seq_length))
-        packed = pack_best_fit(lengths, self.seq_length)
-        return _Epoch(order[packed.order], packed.bounds)
-
     def _packed(self, epoch: int) -> _Epoch:
         def make() -> _Epoch:
-            return self._filled(shuffled(len(self._pieces), self.seed, epoch))
+            order = shuffled(len(self._pieces), self.seed, epoch)
+            lengths = _lengths(self._pieces)[order]
+            if self.filling == "next_fit":
+                return _Epoch(order, pack(lengths, self.seq_length))
+            packed = pack_best_fit(lengths, self.seq_length)
+            return _Epoch(order[packed.order], packed.bounds)
 
         if self._cache is None:
             return make()
@@ -317,8 +305,8 @@ def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[ran
     return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
+# Samples in which shares are exact, to one sample.
 PERIOD = 1 << 16
-"""Samples in which shares are exact, to one sample."""
 
 
 def shares(weights: Sequence[float], period: int = PERIOD) -> tuple[int, ...]:
@@ -370,11 +358,10 @@ class Blend:
 
 log = logging.getLogger(__name__)
 Array: TypeAlias = NDArray[Any]
+# Of what the files hold.
 VERSION = 2
-"""Of what the files hold."""
-
+# At a file's end: CRC-32 of all before it.
 CHECKSUM_BYTES = 4
-"""At a file's end: CRC-32 of all before it."""
 
 
 @dataclass(frozen=True, slots=True)

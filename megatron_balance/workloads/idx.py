@@ -96,24 +96,24 @@ class CorpusIndex:
         """Check that documents follow one another without gap or overlap, and the `.bin`. Reads the
         whole index. DataError if not.
         """
-        path, lengths, pointers, boundaries = idx_path(self.prefix), self.lengths, self.pointers, self.first_sequence
-        if (lengths < 0).any():
-            at = int(np.argmax(lengths < 0))
-            raise DataError(f"{path}: sequence {at} has length {lengths[at]}; the file is damaged, build it again")
+        lengths, pointers, boundaries = self.lengths, self.pointers, self.first_sequence
         expected = np.zeros(len(lengths), dtype=np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=expected[1:])
-        wrong = pointers != expected * self.dtype.itemsize
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            raise DataError(
-                f"{path}: sequence {at} begins at byte {pointers[at]}, but the lengths before it put it at "
-                f"{expected[at] * self.dtype.itemsize}; the file is damaged, build it again"
+        expected *= self.dtype.itemsize
+        wrong = ""
+        if (lengths < 0).any():
+            at = int(np.argmax(lengths < 0))
+            wrong = f"sequence {at} has length {lengths[at]}"
+        elif (pointers != expected).any():
+            at = int(np.argmax(pointers != expected))
+            wrong = f"sequence {at} begins at byte {pointers[at]}, but the lengths before it put it at {expected[at]}"
+        elif boundaries[0] != 0 or boundaries[-1] != len(lengths) or (np.diff(boundaries) < 0).any():
+            wrong = (
+                f"document boundaries go from {boundaries[0]} to {boundaries[-1]}, expected them to rise from 0 to "
+                f"{len(lengths)}, the number of sequences"
             )
-        if boundaries[0] != 0 or boundaries[-1] != len(lengths) or (np.diff(boundaries) < 0).any():
-            raise DataError(
-                f"{path}: document boundaries go from {boundaries[0]} to {boundaries[-1]}, expected them to rise "
-                f"from 0 to {len(lengths)}, the number of sequences; the file is damaged, build it again"
-            )
+        if wrong:
+            raise DataError(f"{idx_path(self.prefix)}: {wrong}; the file is damaged, build it again")
         self.check_bin()
 
     def check_bin(self) -> None:
@@ -196,14 +196,13 @@ def read_index(prefix: str | os.PathLike[str]) -> CorpusIndex:
 
 def _size(path: Path, prefix: str) -> int:
     """Bytes of `path`, which must be a file."""
+    files = f"a corpus is the two files {prefix}.bin and {prefix}.idx"
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror or error}; a corpus is the two files {prefix}.bin and {prefix}.idx"
-        ) from error
+        raise DataError(f"{path}: {error.strerror or error}; {files}") from error
     if not path.is_file():
-        raise DataError(f"{path}: not a file; a corpus is the two files {prefix}.bin and {prefix}.idx")
+        raise DataError(f"{path}: not a file; {files}")
     return status.st_size
 
 
@@ -224,17 +223,13 @@ def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int
         known = ", ".join(f"{key} ({name})" for key, name in TOKEN_TYPES.items())
         raise DataError(f"{path}: token type code {code} is not a type of token ids; known are {known}")
     expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-    sizes = (
-        f"{path}: {idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries "
-        f"take {expected}"
-    )
-    if idx_bytes == expected + num_sequences and num_sequences:
-        raise DataError(
-            f"{sizes}; the {num_sequences} bytes more look like a multimodal corpus, which is not supported"
-        )
     if idx_bytes != expected:
+        how = f"the file is {'truncated' if idx_bytes < expected else 'too long'}, copy or build it again"
+        if idx_bytes == expected + num_sequences:
+            how = f"the {num_sequences} bytes more look like a multimodal corpus, which is not supported"
         raise DataError(
-            f"{sizes}; the file is {'truncated' if idx_bytes < expected else 'too long'}, copy or build it again"
+            f"{path}: {idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries take "
+            f"{expected}; {how}"
         )
     return num_sequences, num_boundaries, np.dtype(TOKEN_TYPES[code])
 
@@ -354,8 +349,9 @@ def _umask() -> int:
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
 TOKEN_TYPE = "uint16"
-
-# Installed packages differ from machine to machine; the standard library proper does not.
+# Sources of Python's standard library: real documents that are on every machine. Installed packages
+# differ from machine to machine.
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 INSTALLED = ("site-packages", "dist-packages")
 T = TypeVar("T")
 Skipped = Literal["empty", "too_large"]
@@ -406,11 +402,6 @@ def _below(folder: Path, suffix: str, leave_out: tuple[str, ...]) -> Iterator[Pa
         yield from (Path(here, name) for name in sorted(files) if name.endswith(suffix) and not name.startswith("."))
 
 
-def standard_library() -> Path:
-    """Folder of the Python standard library's sources: real documents that are on every machine."""
-    return Path(sysconfig.get_path("stdlib"))
-
-
 def build(
     prefix: str,
     files: Iterable[Path],
@@ -421,12 +412,8 @@ def build(
 ) -> _BuildReport:
     """Write the corpus at `prefix`, one document per file.
 
-    Args:
-        prefix: the corpus is `PREFIX.bin` and `PREFIX.idx`; both appear when all is written.
-        files: in the order of the documents.
-        max_bytes: files larger than this are skipped and counted; None: any size.
-        limit: most documents; files beyond it are counted, not read; None: no limit.
-        replace: another corpus of this name, which is refused otherwise.
+    `max_bytes`: files larger than this are skipped and counted. `limit`: most documents; files beyond
+    it are counted, not read. `replace`: another corpus of this name, which is refused otherwise.
 
     Raises:
         DataError: a file that cannot be read, nothing left to write, or no place to write to.
@@ -439,14 +426,10 @@ def build(
                 return "too_large"
             content = path.read_bytes()
         except OSError as error:
-            raise DataError(
-                f"{path}: cannot be read ({error.strerror}); leave it out or mend its permissions"
-            ) from error
-        return (
-            np.append(np.frombuffer(content, np.uint8).astype(TOKEN_TYPE), np.uint16(END_OF_DOCUMENT))
-            if content
-            else "empty"
-        )
+            mend = "leave it out or mend its permissions"
+            raise DataError(f"{path}: cannot be read ({error.strerror}); {mend}") from error
+        tokens = np.append(np.frombuffer(content, np.uint8).astype(TOKEN_TYPE), np.uint16(END_OF_DOCUMENT))
+        return tokens if content else "empty"
 
     nothing = f"{{empty}} files were empty and {{too_large}} larger than --max-bytes {max_bytes}"
     return _write(prefix, CorpusWriter(prefix, TOKEN_TYPE, replace=replace), files, read, limit, nothing)
@@ -479,8 +462,8 @@ def _write(
     return _BuildReport(**counts)
 
 
+# Tokens that end a document, in the order in which they are looked for.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""Tokens that end a document, in the order in which they are looked for."""
 
 
 class TextTokenizer:
@@ -507,9 +490,7 @@ class TextTokenizer:
         self.token_type = "uint16" if self._tokenizer.get_vocab_size() <= 1 << 16 else "int32"
 
     def __call__(self, text: str) -> NDArray[np.int64]:
-        """Token ids of a document, the one that ends it last."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array([*ids, self.end], np.int64)
+        return np.array([*self._tokenizer.encode(text, add_special_tokens=False).ids, self.end], np.int64)
 
 
 def build_jsonl(

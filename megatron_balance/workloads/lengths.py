@@ -33,26 +33,20 @@ from megatron_balance.workloads.idx import read_index
 # tokens, a list of token ids, or text. Text is not tokenised here: its tokens are estimated from its
 # bytes.
 
+# Lengths in tokens of the sequences of one batch.
 Lengths = tuple[int, ...]
-"""Lengths in tokens of the sequences of one batch."""
-
+# Of one drawing: more is a typing mistake, which would take hours and the machine's memory.
 MOST_TOKENS, MOST_BATCHES = 10**11, 10**6
-"""Of one drawing: more is a typing mistake, which would take hours and the machine's memory."""
+# Names of the distributions (`workloads.distributions` has their sources); data codes and paths are
+# taken too.
 DATASETS = tuple(DISTRIBUTIONS)
-"""Names of the distributions (`workloads.distributions` has their sources); data codes and paths
-are taken too.
-"""
 
 
 def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int]) -> list[Lengths]:
     """Batches of document lengths of `tokens` tokens each; the last document of one is cut to fit.
 
-    Args:
-        name: one of `DATASETS`, data codes (KnapFormer), or a path, whose documents come in an order
-            drawn from the seed, again and again.
-        tokens: of a batch; None: data codes say themselves how much it holds.
-        batches: how many, one after another from the same generator.
-        seed: of the generator.
+    `name`: one of `DATASETS`, data codes (KnapFormer), or a path, whose documents come in an order
+    drawn from the seed, again and again. `tokens`: None: data codes say themselves how many.
 
     Raises:
         ConfigError: an unknown name, or a number that cannot be.
@@ -74,10 +68,7 @@ def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int])
                 f"--tokens {tokens}: the data codes of --dataset {name} say how many tokens a batch has; leave "
                 "--tokens out"
             )
-        return [
-            tuple(length for gpu in batch for length in gpu)
-            for batch in distributions.draw_by_gpu(name, batches, seeds)
-        ]
+        return [tuple(chain.from_iterable(batch)) for batch in distributions.draw_by_gpu(name, batches, seeds)]
     if name not in DISTRIBUTIONS and not is_path(name):
         raise ConfigError(
             f"--dataset {name!r} is not known; choose one of {', '.join(DATASETS)}, data codes such as g8b4i256f1s0, "
@@ -221,15 +212,8 @@ def histogram(lengths: NDArray[np.int64]) -> list[dict[str, int]]:
     first, last = int(exponents.min()), int(exponents.max())
     documents = np.bincount(exponents - first)
     tokens = np.bincount(exponents - first, weights=lengths).astype(np.int64)
-    return [
-        {
-            "low": 1 << exponent,
-            "high": (2 << exponent) - 1,
-            "documents": int(documents[exponent - first]),
-            "tokens": int(tokens[exponent - first]),
-        }
-        for exponent in range(first, last + 1)
-    ]
+    counts = zip(range(first, last + 1), documents.tolist(), tokens.tolist(), strict=True)
+    return [{"low": 1 << e, "high": (2 << e) - 1, "documents": number, "tokens": held} for e, number, held in counts]
 
 
 def quantiles(lengths: NDArray[np.int64]) -> dict[str, int]:
@@ -240,20 +224,16 @@ def quantiles(lengths: NDArray[np.int64]) -> dict[str, int]:
 
 
 log = logging.getLogger(__name__)
+# Columns looked for, in this order.
 COLUMNS = ("length", "num_tokens", "token_count", "n_tokens", "input_ids", "tokens", "text", "content", "code")
-"""Columns looked for, in this order."""
-
+# Of text: the usual figure for byte-pair encodings on English (OpenAI's documentation: a token is
+# about four characters).
 BYTES_PER_TOKEN = 4.0
-"""Of text: the usual figure for byte-pair encodings on English (OpenAI's documentation: a token is
-about four characters).
-"""
-
 ARROW = (".arrow", ".parquet")
+# Characters, of what is read as lines: some ten million tokens; few compressed bytes may say more.
 LONGEST_LINE = 2**26
-"""Characters, of what is read as lines: some ten million tokens; few compressed bytes may say more."""
-
+# Characters of a JSONL file that are read before a whole line is.
 PEEK = 2**16
-"""Characters of a JSONL file that are read before a whole line is."""
 
 
 def is_path(name: str) -> bool:
@@ -413,10 +393,7 @@ def _of_arrow(path: Path, column: str) -> Ints:
         raise ConfigError(f"--dataset {path}: the folder holds no .parquet or .arrow file")
     if not path.exists():
         raise ConfigError(f"--dataset {path}: no such file")
-    parts: list[Ints] = []
-    for file in files:
-        for batch in _record_batches(file, column):
-            parts.append(batch)
+    parts = [batch for file in files for batch in _record_batches(file, column)]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
@@ -462,9 +439,8 @@ def _of_array(pa: Any, array: Any, column: str, file: Path) -> Ints:
         counted = compute.list_value_length(array)
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
         _warn_of_text(str(file), column)
-        counted = compute.ceil(
-            compute.divide(compute.cast(compute.binary_length(array), pa.float64()), BYTES_PER_TOKEN)
-        )
+        num_bytes = compute.cast(compute.binary_length(array), pa.float64())
+        counted = compute.ceil(compute.divide(num_bytes, BYTES_PER_TOKEN))
     else:
         raise ConfigError(f"{file}: column {column!r} holds {kind}; expected whole numbers, token ids or text")
     return np.asarray(counted.fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)

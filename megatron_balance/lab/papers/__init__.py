@@ -5,7 +5,7 @@ tables (`base.PaperTable`).
 from __future__ import annotations
 
 from megatron_balance.lab.papers import distca, hydraulis, knapformer, wlb_llm, zeppelin
-from megatron_balance.lab.papers.base import Paper, of_name
+from megatron_balance.lab.papers.base import Paper
 
 PAPERS: dict[str, Paper] = {
     "distca": distca.PAPER,
@@ -14,8 +14,3 @@ PAPERS: dict[str, Paper] = {
     "wlb_llm": wlb_llm.PAPER,
     "zeppelin": zeppelin.PAPER,
 }
-
-
-def paper_of(name: str) -> Paper:
-    """The paper of this name."""
-    return of_name(PAPERS, name, "reproduce: no paper")

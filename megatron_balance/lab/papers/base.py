@@ -17,17 +17,14 @@ import yaml
 
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.errors import ConfigError, suggest
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.lab import Progress
 
 T = TypeVar("T")
+# exact: follows from printed numbers and closed forms, or from a plan; simulated: on the
+# simulator's clocks; measured: on a machine.
 Kind: TypeAlias = Literal["exact", "simulated", "measured"]
-"""exact: follows from printed numbers and closed forms, or from a plan; simulated: on the
-simulator's clocks; measured: on a machine.
-"""
-
 Sign: TypeAlias = Literal["=", "<=", ">="]
 
 
@@ -37,8 +34,8 @@ class Published(float):
     __slots__ = ()
 
 
+# Input of a row whose own published number was used to make ours: there is nothing to compare.
 ITSELF = "this number"
-"""Input of a row whose own published number was used to make ours: there is nothing to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +100,6 @@ class Paper:
     title: str
     tables: Mapping[str, PaperTable]
 
-    def chosen(self, name: str, table: str | None) -> dict[str, PaperTable]:
-        """One table of the paper `name`, or all."""
-        if table is None:
-            return dict(self.tables)
-        return {table: of_name(self.tables, table, f"{name} has no table")}
-
-
-def of_name(known: Mapping[str, T], name: str, missing: str) -> T:
-    """The entry of a mapping by its name."""
-    if name not in known:
-        hint = suggest(name, known) or f"there are {', '.join(known)}"
-        raise ConfigError(f"{missing} {name!r}; {hint}")
-    return known[name]
-
 
 # What papers print
 
@@ -150,9 +133,10 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+# By paper and table: title, source, batches, `numbers` that ours is made from, and rows.
 PRINTED = {path.stem: _read(path) for path in sorted(Path(__file__).parent.glob("*.yaml"))}
-"""By paper and table: title, source, batches, `numbers` that ours is made from, and rows."""
 
+# Of a row, where neither its table nor itself says anything.
 DEFAULTS: dict[str, Any] = {
     "published": None,
     "unit": "",
@@ -161,10 +145,9 @@ DEFAULTS: dict[str, Any] = {
     "note": "",
     "inputs": (),
 }
-"""Of a row, where neither its table nor itself says anything."""
 
+# Names of rows with our values, and what a row's note says beside the table's, or what is printed.
 Ours: TypeAlias = Iterable[tuple[str, float] | tuple[str, float, str | Published]]
-"""Names of rows with our values, and what a row's note says beside the table's, or what is printed."""
 
 
 def number(paper: str, table: str, name: str) -> Published:

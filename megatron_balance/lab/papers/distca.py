@@ -22,25 +22,20 @@ import numpy as np
 from megatron_balance.analysis.memory import Holding, Policy, Recompute, Sharding, rank_memory
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost import parallel
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.cost.parallel import (
-    CollectiveGroup,
-    all_gather_s,
-    group_of,
-    stage_transfer_s,
-    wide_ranks,
-)
+from megatron_balance.ir.arrays import sums
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Pair, Rows
+from megatron_balance.ir.columns import Pair, Placed, Rows
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.ir.step import Tick, TickPlan
+from megatron_balance.ir.step import TickPlan
 from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, number, paper
 from megatron_balance.planners import flexsp
-from megatron_balance.planners.distca import DistcaOptions, plan, plan_owned
+from megatron_balance.planners.distca import DistcaOptions, linear_owned, plan, plan_owned
 from megatron_balance.planners.flexsp import FlexSpOptions
 from megatron_balance.planning.ticks import plan_ticks, ticks
 from megatron_balance.simulator import pipeline
@@ -58,7 +53,8 @@ MODELS = {"8B": "llama3-8b", "34B": "llama-34b"}
 DATASETS = {"pretrain": "Pretrain", "prolong": "ProLong"}
 SEED = 0
 PRETRAIN_LONGEST = 128 * K
-TOLERANCE = DistcaOptions().tolerance
+OPTIONS = DistcaOptions()
+TOLERANCE = OPTIONS.tolerance
 ROUNDS = PingPongMode(engine="rounds")
 
 
@@ -75,7 +71,7 @@ class DistcaCase(SimulatedCase):
     @cached_property
     def cost(self) -> AnalyticCost:
         gpus = load_cluster("h200").build(num_ranks=TENSOR * self.num_nodes).with_kernel("flash_attn")  # as the paper
-        return AnalyticCost(wide_ranks(gpus, TENSOR), load_model(MODELS[self.model_name]), TENSOR)
+        return AnalyticCost(parallel.wide_ranks(gpus, TENSOR), load_model(MODELS[self.model_name]), TENSOR)
 
     def batches(self, dataset: str, count: int) -> list[Lengths]:
         """Batches of documents, sample after sample."""
@@ -89,12 +85,9 @@ class DistcaCase(SimulatedCase):
 
     def ping_pong(self, lengths: Sequence[int], tolerance: float = TOLERANCE) -> tuple[MicrobatchPlan, ...]:
         """DistCA's plans of both nano-batches of a batch."""
-        plans: list[MicrobatchPlan] = []
-        for nano_batch in nano_batches(lengths):
-            batch = Batch(tuple(lengths[i] for i in nano_batch))
-            if batch.lengths:
-                plans.append(plan(batch, self.cluster, self.model, self.cost, DistcaOptions(tolerance=tolerance)))
-        return tuple(plans)
+        options = DistcaOptions(tolerance=tolerance)
+        batches = (Batch(tuple(lengths[i] for i in half)) for half in nano_batches(lengths) if half)
+        return tuple(plan(batch, self.cluster, self.model, self.cost, options) for batch in batches)
 
     def passes_s(
         self, lengths: Sequence[int], tolerance: float = TOLERANCE, way: PingPongMode = ROUNDS
@@ -158,13 +151,9 @@ def chunks(documents: Sequence[int], size: int) -> list[list[int]]:
 # values (backward: the scattering of their gradients, bf16 as the keys are), which nothing hides.
 # Replicas meet at the end of a step. Gradient synchronisation and the optimizer are the same for
 # all systems and left out.
-SEQ, START, STOP, RANK = range(4)
-"""Columns of `GroupQueries.rows`: runs of queries, and the rank of the group that attends them."""
-
-
 @dataclass(frozen=True, slots=True)
 class GroupQueries:
-    """Queries of a microbatch in a context-parallel group: `rows` [n, 4] (seq, start, stop, rank)."""
+    """Queries of a microbatch in a context-parallel group, in `Placed` rows."""
 
     rows: Ints
     num_ranks: int
@@ -172,53 +161,45 @@ class GroupQueries:
     def tokens(self) -> Ints:
         """Tokens [num_ranks] of each rank."""
         rows = self.rows
-        return np.bincount(rows[:, RANK], rows[:, STOP] - rows[:, START], self.num_ranks).astype(np.int64)
+        return sums(rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], self.num_ranks)
+
+
+def _mirrored(num_ranks: int) -> list[int]:
+    """The ranks of 2 c parts: i has parts i and 2 c - 1 - i."""
+    return [*range(num_ranks), *reversed(range(num_ranks))]
 
 
 def per_sequence(documents: Sequence[int], num_ranks: int) -> GroupQueries:
-    """Documents packed to one sequence, of which rank i has parts i and 2 c - 1 - i."""
-    ends = np.cumsum(documents)
-    total = int(ends[-1]) if len(ends) else 0
-    bounds = total * np.arange(2 * num_ranks + 1) // (2 * num_ranks)
-    # A piece ends where a document or one of the 2 c parts ends: [pieces + 1].
-    cuts = np.unique(np.concatenate([bounds, ends, [0]]))
-    begin, end = cuts[:-1], cuts[1:]
-    seq = np.searchsorted(ends, begin, side="right")
-    part = np.searchsorted(bounds, begin, side="right") - 1
-    # Rows count in positions of their own document.
-    before = ends[seq] - np.array(documents, dtype=np.int64)[seq]
-    rank = np.minimum(part, 2 * num_ranks - 1 - part)
-    return GroupQueries(np.column_stack([seq, begin - before, end - before, rank]).astype(np.int64), num_ranks)
+    """Documents packed to one sequence, which is cut."""
+    return GroupQueries(linear_owned(documents, _mirrored(num_ranks)), num_ranks)
 
 
 def per_document(documents: Sequence[int], num_ranks: int) -> GroupQueries:
     """Each document cut on its own."""
     lengths = np.array(documents, dtype=np.int64)
-    part = np.arange(2 * num_ranks)
-    # [documents, 2 c parts], of which rank i has parts i and 2 c - 1 - i.
-    begin = lengths[:, None] * part // (2 * num_ranks)
-    end = lengths[:, None] * (part + 1) // (2 * num_ranks)
-    seq = np.broadcast_to(np.arange(len(lengths))[:, None], begin.shape)
-    rank = np.broadcast_to(np.minimum(part, 2 * num_ranks - 1 - part), begin.shape)
-    rows = np.column_stack([seq.ravel(), begin.ravel(), end.ravel(), rank.ravel()])
-    return GroupQueries(rows[rows[:, STOP] > rows[:, START]], num_ranks)
+    # [documents, 2 c + 1] where parts begin and end.
+    edges = lengths[:, None] * np.arange(2 * num_ranks + 1) // (2 * num_ranks)
+    rank, seq = np.tile(_mirrored(num_ranks), len(lengths)), np.repeat(np.arange(len(lengths)), 2 * num_ranks)
+    rows = np.column_stack([rank, seq, edges[:, :-1].ravel(), edges[:, 1:].ravel()])
+    return GroupQueries(rows[rows[:, Placed.STOP] > rows[:, Placed.START]], num_ranks)
 
 
-def _group_on(case: DistcaCase, num_ranks: int) -> CollectiveGroup:
+def _group_on(case: DistcaCase, num_ranks: int) -> parallel.CollectiveGroup:
     """A context-parallel group: ranks are whole nodes, and each has its NICs to itself."""
-    return group_of(case.cluster, num_ranks, 1)
+    return parallel.group_of(case.cluster, num_ranks, 1)
 
 
 def layer_s(case: DistcaCase, queries: GroupQueries) -> tuple[float, float]:
     """Seconds of a layer of a group, forward and backward: its slowest rank, and the collective."""
     rows, model, group = queries.rows, case.model, _group_on(case, queries.num_ranks)
     pairs = np.zeros((len(rows), Pair.WIDTH), dtype=np.int64)
-    pairs[:, Pair.QUERY_SPAN], pairs[:, Pair.K_STOP] = rows[:, [SEQ, START, STOP]], rows[:, STOP]
+    pairs[:, Pair.QUERY_SPAN], pairs[:, Pair.K_STOP] = rows[:, Placed.FRAGMENT], rows[:, Placed.STOP]
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
     num_bytes = case.cost.kv_bytes(float(queries.tokens().max(initial=0)))
     passes_s: list[float] = []
-    for backward, collective_s in ((False, all_gather_s(num_bytes, group)), (True, all_gather_s(num_bytes, group))):
-        attention = case.cost.attend_s(pairs, rows[:, RANK], queries.num_ranks, backward=backward)
+    collective_s = parallel.all_gather_s(num_bytes, group)  # and the reduce-scatter of gradients
+    for backward in (False, True):
+        attention = case.cost.attend_s(pairs, rows[:, Placed.RANK], queries.num_ranks, backward=backward)
         linear = np.array([case.cost.layer_s(n, backward=backward) for n in queries.tokens().tolist()])
         passes_s.append(float((attention + linear).max()) + collective_s)
     return passes_s[0], passes_s[1]
@@ -237,10 +218,8 @@ class ReplicaConfig:
 
     def fits(self, case: DistcaCase, tokens: float, num_microbatches: int) -> bool:
         """Whether a rank holds its tokens and the keys and values of its group's."""
-        held = HeldTokens(
-            tokens / self.degree, tokens * (1 - 1 / self.degree), self.stages, self.recompute, num_microbatches
-        )
-        return case.fits(held)
+        own, received = tokens / self.degree, tokens * (1 - 1 / self.degree)
+        return case.fits(HeldTokens(own, received, self.stages, self.recompute, num_microbatches))
 
     def most_tokens(self, case: DistcaCase, num_microbatches: int) -> int:
         """Tokens of a microbatch that a group holds."""
@@ -268,27 +247,21 @@ def replica_s(case: DistcaCase, microbatches: Sequence[GroupQueries], config: Re
     """Seconds of a replica's microbatches, one after another or through its pipeline (1F1B)."""
     num_layers = case.model.num_layers // config.stages
     seconds: list[tuple[float, float]] = []
-    heads: list[tuple[float, float]] = []
-    tokens: list[float] = []
     for queries in microbatches:
         forward_s, backward_s = layer_s(case, queries)
-        seconds.append(
-            (num_layers * forward_s, num_layers * (backward_s + (forward_s if config.recompute == "full" else 0.0)))
-        )
-        tokens.append(float(queries.tokens().max(initial=0)))
-        heads.append((case.cost.head_s(tokens[-1]), case.cost.head_s(tokens[-1], backward=True)))
+        again_s = forward_s if config.recompute == "full" else 0.0
+        seconds.append((num_layers * forward_s, num_layers * (backward_s + again_s)))
+    tokens = [float(queries.tokens().max(initial=0)) for queries in microbatches]
+    heads = [(case.cost.head_s(n), case.cost.head_s(n, backward=True)) for n in tokens]
     if config.stages == 1:
         return sum(map(sum, seconds)) + sum(map(sum, heads))
 
     def each(stage: int, step: ChunkPass, start: Floats) -> Floats:
-        return (
-            start
-            + seconds[step.microbatch][step.backward]
-            + (stage == config.stages - 1) * heads[step.microbatch][step.backward]
-        )
+        head_s = (stage == config.stages - 1) * heads[step.microbatch][step.backward]
+        return start + seconds[step.microbatch][step.backward] + head_s
 
     def transfer(microbatch: int) -> Floats:
-        return np.array([stage_transfer_s(case.model, tokens[microbatch], case.machine.inter)])
+        return np.array([parallel.stage_transfer_s(case.model, tokens[microbatch], case.machine.inter)])
 
     return pipeline.run(config.stages, len(microbatches), 1, 1, each, transfer).total_s
 
@@ -324,12 +297,10 @@ def wlb_by_config(case: DistcaCase, documents: Sequence[int]) -> dict[ReplicaCon
         num_replicas = config.replicas(case)
         each = max(1, case.num_tokens // case.max_doc // num_replicas) if case.stages != (1,) else 1
         bins = deal(work, [float(n) for n in documents], num_replicas * each, config.most_tokens(case, each))
-        replicas = (
-            None
-            if bins is None
-            else deal([sum(work[i] for i in one) for one in bins], [1.0] * len(bins), num_replicas, each)
-        )
-        if bins is not None and replicas is not None:
+        if bins is None:
+            continue
+        replicas = deal([sum(work[i] for i in one) for one in bins], [1.0] * len(bins), num_replicas, each)
+        if replicas is not None:
             microbatches = [per_document([documents[i] for i in one], config.degree) for one in bins]
             seconds[config] = max(replica_s(case, [microbatches[i] for i in replica], config) for replica in replicas)
     return seconds
@@ -362,18 +333,11 @@ def _flexsp_s(case: DistcaCase, documents: Sequence[int]) -> float:
     for zone in made.zones:
         assert isinstance(zone, Zone)
         lengths = [documents[seq] for seq in zone.seqs]
-        possible = [
-            config
-            for config in (ReplicaConfig(1, len(zone.ranks), "none"), ReplicaConfig(1, len(zone.ranks), "full"))
-            if config.fits(case, sum(lengths), 1)
-        ]
-        group_s.append(
-            min((replica_s(case, [per_document(lengths, config.degree)], config) for config in possible), default=inf)
-        )
+        queries = per_document(lengths, len(zone.ranks))
+        tried = (ReplicaConfig(1, len(zone.ranks), recompute) for recompute in ("none", "full"))
+        possible = (config for config in tried if config.fits(case, sum(lengths), 1))
+        group_s.append(min((replica_s(case, [queries], config) for config in possible), default=inf))
     return max(group_s)
-
-
-OPTIONS = DistcaOptions()
 
 
 # A step under DistCA: nano-batches interleaved, and with a pipeline all stages attending together,
@@ -384,7 +348,7 @@ def distca_s(case: DistcaCase, documents: Sequence[int]) -> float:
         (stages, chunks(documents, size * case.max_doc)) for stages in case.stages for size in _sizes(case, stages)
     )
     return min(
-        _in_a_row_s(case, microbatches) if stages == 1 else _CasePipeline(case, stages, microbatches).step_s()
+        _in_a_row_s(case, microbatches) if stages == 1 else _in_ticks_s(case, stages, microbatches)
         for stages, microbatches in tried
     )
 
@@ -394,14 +358,12 @@ def _sizes(case: DistcaCase, stages: int) -> list[int]:
     # many, too.
     ranks, samples = case.num_nodes // stages, case.num_tokens // case.max_doc
     sizes = [1 << i for i in reversed(range(min(ranks, samples).bit_length()))]
-    fitting = [
-        size
-        for size in sizes
-        if case.fits(
-            _held(stages, size * case.max_doc / ranks, float(size * case.max_doc), -(-samples // size), "none")
-        )
-    ]
-    return fitting[: 2 if stages == 1 else 1] or sizes[:1]
+
+    def fits(size: int) -> bool:
+        tokens = float(size * case.max_doc)
+        return case.fits(_held(stages, tokens / ranks, tokens, -(-samples // size), "none"))
+
+    return list(filter(fits, sizes))[: 2 if stages == 1 else 1] or sizes[:1]
 
 
 def _held(stages: int, tokens: float, received: float, num_microbatches: int, recompute: Recompute) -> HeldTokens:
@@ -433,46 +395,26 @@ def _in_a_row_s(case: DistcaCase, microbatches: Sequence[Sequence[int]]) -> floa
     return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _CasePipeline:
-    case: DistcaCase
-    stages: int
-    microbatches: Sequence[Sequence[int]]
+def _in_ticks_s(case: DistcaCase, stages: int, microbatches: Sequence[Sequence[int]]) -> float:
+    """Seconds with the least recomputation that fits the memory."""
+    on = case.model, case.cost, OPTIONS
+    stage = Cluster(case.num_nodes // stages, case.cluster.ranks_per_node)
 
-    def step_s(self) -> float:
-        """Seconds with the least recomputation that fits the memory."""
-        order = ticks(self.stages, len(self.microbatches))
-        first, second = (self._ticks(order, nano_batch) for nano_batch in (0, 1))
-        for recompute in ("none", "full"):
-            if self._fits([first, second], recompute):
-                setup = Setup("replay", recompute, pipeline=self.stages, engine="rounds")
-                return simulate_ticks(first, self.case.machine, setup, second).step_s
-        return inf
+    def of_all(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
+        return plan_owned(lengths, owned, case.cluster, *on)
 
-    def _ticks(self, order: Sequence[Tick], nano_batch: int) -> tuple[TickPlan, ...]:
-        case = self.case
-        stage = Cluster(case.num_nodes // self.stages, case.cluster.ranks_per_node)
-        cost = AnalyticCost(case.cluster, case.model, TENSOR)
-        plans = [
-            plan(
-                Batch(tuple(documents[i] for i in nano_batches(documents)[nano_batch])),
-                stage,
-                case.model,
-                cost,
-                OPTIONS,
-            )
-            for documents in self.microbatches
-        ]
+    def ticks_of(half: int) -> tuple[TickPlan, ...]:
+        batches = (Batch(tuple(documents[i] for i in nano_batches(documents)[half])) for documents in microbatches)
+        return plan_ticks(ticks(stages, len(microbatches)), [plan(batch, stage, *on) for batch in batches], of_all)
 
-        def of_all(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
-            return plan_owned(lengths, owned, case.cluster, case.model, cost, OPTIONS)
-
-        return plan_ticks(order, plans, of_all)
-
-    def _fits(self, ping_pong: Sequence[Sequence[TickPlan]], recompute: Recompute) -> bool:
-        received = max(max(_received([one.plan for one in nano_batch], self.case)) for nano_batch in ping_pong)
-        tokens = max(map(sum, self.microbatches)) / (self.case.num_nodes // self.stages)
-        return self.case.fits(_held(self.stages, tokens, float(received), len(self.microbatches), recompute))
+    first, second = map(ticks_of, (0, 1))
+    received = float(max(_received([one.plan for one in (*first, *second)], case)))
+    tokens = max(map(sum, microbatches)) / stage.num_ranks
+    for recompute in ("none", "full"):
+        if case.fits(_held(stages, tokens, received, len(microbatches), recompute)):
+            setup = Setup("replay", recompute, pipeline=stages, engine="rounds")
+            return simulate_ticks(first, case.machine, setup, second).step_s
+    return inf
 
 
 TOKENS_PER_NODE = 128 * K
@@ -483,7 +425,7 @@ def _fig3(_: Effort) -> Ours:
     for degree in (2, 4, 8, 16, 32):
         case = DistcaCase("8B", degree, degree * TOKENS_PER_NODE, 32 * K)
         share = per_document([32 * K] * (case.num_tokens // (32 * K)), degree)
-        gather_s = all_gather_s(case.cost.kv_bytes(float(TOKENS_PER_NODE)), _group_on(case, degree))
+        gather_s = parallel.all_gather_s(case.cost.kv_bytes(float(TOKENS_PER_NODE)), _group_on(case, degree))
         yield f"{degree} nodes: all-gather", gather_s / layer_s(case, share)[0]
         sharding, others = Sharding(TENSOR, optimizer=degree), case.num_tokens - TOKENS_PER_NODE
         held = rank_memory(case.model, TOKENS_PER_NODE, others, sharding, Holding())
@@ -574,8 +516,8 @@ def _appendix_a(_: Effort) -> Ours:
 
 # Figures 9 and 10 and section 6.2: speedup over Megatron, FlexSP and WLB-LLM without pipelines, on
 # the grid of Table 4; over Megatron and WLB-LLM with pipelines, on that of Table 5.
+# Batch size by number of nodes, by model and MaxDocLen in K.
 Sizes = Mapping[tuple[str, int], Sequence[int]]
-"""Batch size by number of nodes, by model and MaxDocLen in K."""
 
 TABLE_4: Sizes = {
     ("8B", 128): (8, 16, 32),
@@ -597,14 +539,13 @@ TABLE_5: Sizes = {
 
 NODES = {"8B": (8, 16, 32), "34B": (8, 16, 32)}
 NODES_5 = {"8B": (8, 16, 32), "34B": (16, 32, 64)}
+# Of Figure 10's pipelines.
 STAGES = (1, 2, 4)
-"""Of Figure 10's pipelines."""
-
 GREEDY = "FlexSP's groups, greedy"
 Seconds = Callable[[DistcaCase, Sequence[int]], float]
+# By configuration and data set, DistCA's speedup over each of the others; infinite: one that does
+# not fit the memory.
 Speedups = dict[tuple[DistcaCase, str], dict[str, float]]
-"""By configuration and data set, DistCA's speedup over each of the others; infinite: one that does not
-fit the memory."""
 
 
 def grid(sizes: Sizes, nodes: Mapping[str, Sequence[int]], stages: tuple[int, ...] = (1,)) -> list[DistcaCase]:
@@ -643,11 +584,8 @@ def _fig9(effort: Effort) -> Ours:
     for system in others:
         finite = [each[system] for each in found.values() if each[system] < inf]
         left = len(found) - len(finite)
-        yield (
-            f"over {system}, largest",
-            max(finite),
-            f"without {left} configurations that do not fit the memory" if left else "",
-        )
+        note = f"without {left} configurations that do not fit the memory" if left else ""
+        yield f"over {system}, largest", max(finite), note
         yield f"over {system}, mean", fmean(finite)
     yield from _cells(found)
 
@@ -665,14 +603,14 @@ def _fig10(effort: Effort) -> Ours:
 
 # Appendix E, Tables 6 and 7: splitting and merging of tensors, and the bandwidth that hides all
 # exchanges.
+# Model and nodes.
 TABLE_6 = (("8B", 8), ("8B", 16), ("8B", 32), ("34B", 16), ("34B", 32), ("34B", 64))
-"""Model and nodes."""
 
+# Model, batch size, nodes, tolerance.
 TABLE_7 = (
     *(("8B", 2, 8, 0.15), ("8B", 4, 16, 0.05), ("8B", 8, 32, 0.05)),
     *(("34B", 2, 8, 0.10), ("34B", 4, 16, 0.05), ("34B", 8, 32, 0.05)),
 )
-"""Model, batch size, nodes, tolerance."""
 
 
 def _moved(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
@@ -686,6 +624,7 @@ def _moved(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
 
 def _table6(effort: Effort) -> Ours:
     """Share of the time of all layers that splitting and merging take, tokens as in Table 4."""
+    names = ("QKV", "O", "QKV, what travels", "O, what travels")
     for model, nodes in effort.progress(list(TABLE_6), "table6"):
         per_node = TABLE_4[model, 128][0] * 128 * K // 8
         case = DistcaCase(model, nodes, nodes * per_node, 128 * K)
@@ -699,9 +638,7 @@ def _table6(effort: Effort) -> Ours:
             travels = [2 * sum(part[i].sum() for part in parts) / nodes for i in (0, 1)]
             layers = 2 * case.model.num_layers
             shares.append([100 * layers * case.cost.pack_s(each) / seconds for each in (*of_all, *travels)])
-        for what, each in zip(
-            ("QKV", "O", "QKV, what travels", "O, what travels"), zip(*shares, strict=True), strict=True
-        ):
+        for what, each in zip(names, zip(*shares, strict=True), strict=True):
             yield f"{model}, {nodes} nodes: {what}", fmean(each)
 
 

@@ -77,8 +77,8 @@ class TrainedCase:
 
 B32 = TrainedCase("32b", 64)
 HOMOGENEOUS = Strategy.parse("4*tp16-pp1-cp1")
+# A mix that Figure 15a's kind of strategies is like: one pipeline for the longest sequences.
 HETEROGENEOUS = Strategy.parse("tp16-pp1-cp1+6*tp8-pp1-cp1")
-"""A mix that Figure 15a's kind of strategies is like: one pipeline for the longest sequences."""
 
 
 @lru_cache(maxsize=8)
@@ -115,16 +115,10 @@ def seconds(source: str, job: TrainedCase, strategy: Strategy, batch: Lengths) -
     return deal(batch, costs_of(strategy, costs(source, job.size), job.num_ranks))[1]
 
 
-def chosen(source: str, job: TrainedCase, batch: Lengths) -> tuple[Strategy, float]:
-    """The candidate that Hydraulis takes for a step, and its seconds."""
-    strategy, _, found_s = _chosen_step(source, job, batch)
-    return strategy, found_s
-
-
-def _chosen_step(
+def chosen(
     source: str, job: TrainedCase, batch: Lengths, base: Strategy | None = None
-) -> tuple[Strategy, Microbatches, float]:
-    """The candidate that Hydraulis takes for a step, its microbatches, and its seconds."""
+) -> tuple[Strategy, float, Microbatches]:
+    """The candidate that Hydraulis takes for a step, its seconds, and its microbatches."""
     # `base`: the layout that owns weights; choice and seconds then count what pull and push leave
     # uncovered, as planner hydraulis does. None: propagation alone.
     known = costs(source, job.size)
@@ -133,12 +127,12 @@ def _chosen_step(
     ways = [_moving(job, base, each, overlap=True) for each in held] if base is not None else []
     best, made, found = fastest(batch, [pipelines[each] for each in held], moving=ways)
     added_s = ways[best].added_s(batch, made, pipelines[held[best]]) if ways else 0.0
-    return held[best], made, max(found) + added_s
+    return held[best], max(found) + added_s, made
 
 
 def _exchange_s(source: str, job: TrainedCase, batch: Lengths) -> tuple[float, float]:
     """Seconds of pull and push by links alone from `HOMOGENEOUS`: without overlap, and with it."""
-    strategy, made, _ = _chosen_step(source, job, batch)
+    strategy, _, made = chosen(source, job, batch)
     own = costs_of(strategy, costs(source, job.size), job.num_ranks)
     ways = (_moving(job, HOMOGENEOUS, strategy, overlap=each) for each in (False, True))
     without, overlapped = (each.added_s(batch, made, own) for each in ways)
@@ -164,10 +158,8 @@ def _packed_to_the_most(
 ) -> tuple[float, ...]:
     """Seconds of each pipeline; sequences are dispatched, then packed to the context length."""
     pipelines: tuple[PipelineCost, ...] = costs_of(strategy, costs(source, job.size), job.num_ranks)
-    found: list[float] = []
-    for own, cost in zip(dispatch(batch, pipelines), pipelines, strict=True):
-        found.append(pipeline_s(full([batch[seq] for seq in own], job.longest), cost))
-    return tuple(found)
+    each = zip(dispatch(batch, pipelines), pipelines, strict=True)
+    return tuple(pipeline_s(full([batch[seq] for seq in own], job.longest), cost) for own, cost in each)
 
 
 def full(lengths: Lengths, most: int) -> list[list[int]]:
@@ -230,6 +222,7 @@ def _microbatch_s(job: TrainedCase, degree: int, lengths: Lengths, *, recompute:
 # first one owns, and what Hydraulis' pull and push leave uncovered. The optimizer is left out,
 # alike for all.
 SHORT, LONG = 16 * K, 32 * K
+# Table 3's Megatron-LM: model, GPUs, context length (F1; F2 and F3), strategy.
 CELLS = (
     ("7b", 8, SHORT, "2*tp2-pp2-cp1"),
     ("7b", 8, LONG, "tp4-pp2-cp1"),
@@ -244,7 +237,8 @@ CELLS = (
     ("32b", 64, SHORT, "4*tp8-pp2-cp1"),
     ("32b", 64, LONG, "4*tp8-pp1-cp2"),
 )
-"""Table 3's Megatron-LM: model, GPUs, context length (F1; F2 and F3), strategy."""
+# Table 3's HotSPa, for the longest sequences first (Appendix G). For 7B on 8 GPUs with 32K it names
+# strategies of 16 GPUs; those of 16K stand in.
 HOTSPA = {
     ("7b", 8, SHORT): ("2*tp2-pp2-cp1", "8*tp1-pp1-cp1"),
     ("7b", 8, LONG): ("tp4-pp2-cp1", "2*tp2-pp2-cp1", "8*tp1-pp1-cp1"),
@@ -259,15 +253,13 @@ HOTSPA = {
     ("32b", 64, SHORT): ("4*tp8-pp2-cp1", "8*tp4-pp2-cp1"),
     ("32b", 64, LONG): ("4*tp16-pp1-cp1", "4*tp8-pp2-cp1", "8*tp4-pp2-cp1"),
 }
-"""Table 3's HotSPa, for the longest sequences first (Appendix G). For 7B on 8 GPUs with 32K it names
-strategies of 16 GPUs; those of 16K stand in."""
+# Table 3's DeepSpeed: GPUs of a replica, by context length; with recomputation for 32B.
 ULYSSES = {SHORT: 4, LONG: 8}
-"""Table 3's DeepSpeed: GPUs of a replica, by context length; with recomputation for 32B."""
+# Longest sequences of its strategies, from the last one on.
 RANGES = (4 * K, 16 * K, 32 * K)
-"""Longest sequences of its strategies, from the last one on."""
 TOKENS = 100_000
+# GPUs of Table 4, whose steps have the three strategies of Table 3 (assumed).
 SWITCHED = (32, 64)
-"""GPUs of Table 4, whose steps have the three strategies of Table 3 (assumed)."""
 
 
 def hotspa(source: str, job: TrainedCase, strategies: Sequence[str], batch: Lengths) -> float:
@@ -302,7 +294,7 @@ def step_s(source: str, job: TrainedCase, text: str, batches: Sequence[Lengths],
         degree, recompute = ULYSSES[job.longest], job.size == "32b"
         others_s.append(fmean(deepspeed(job, degree, batch, recompute=recompute) for batch in batches))
     base = base_for(candidates(source, job), job.num_ranks) if whole else None
-    return min(others_s), fmean(_chosen_step(source, job, batch, base)[2] for batch in batches)
+    return min(others_s), fmean(chosen(source, job, batch, base)[1] for batch in batches)
 
 
 def _fig13(effort: Effort) -> Ours:
@@ -343,8 +335,8 @@ JOBS = {
     "400K tokens": replace(BASE, tokens=400_000),
 }
 
+# Of a search for Eq. 3.
 NODES = 20
-"""Of a search for Eq. 3."""
 
 
 def _fig14(effort: Effort) -> Ours:
@@ -364,9 +356,9 @@ def _fig15a(effort: Effort) -> Ours:
     for source in effort.progress(SOURCES, "fig15a"):
         taken = [chosen(source, B32, batch) for batch in batches]
         homo_s = [max(seconds(source, B32, HOMOGENEOUS, batch)) for batch in batches]
-        for name, number in Counter(str(strategy) for strategy, _ in taken).most_common():
+        for name, number in Counter(str(strategy) for strategy, *_ in taken).most_common():
             yield f"{name}, {source}", number / len(batches)
-        gains = sorted(slow / fast for slow, (_, fast) in zip(homo_s, taken, strict=True))
+        gains = sorted(slow / fast for slow, (_, fast, _) in zip(homo_s, taken, strict=True))
         yield f"chosen strategy over <16,1,1> x 4, median, {source}", gains[len(gains) // 2]
 
 
@@ -432,7 +424,7 @@ def _table1(effort: Effort) -> Ours:
         mixed_s = fmean(max(seconds(source, B32, HETEROGENEOUS, batch)) for batch in batches)
         hetero_s = fmean(chosen(source, B32, batch)[1] for batch in batches)
         without_s, overlapped_s = map(fmean, zip(*(_exchange_s(source, B32, batch) for batch in batches), strict=True))
-        counted_s = fmean(_chosen_step(source, B32, batch, HOMOGENEOUS)[2] for batch in batches)
+        counted_s = fmean(chosen(source, B32, batch, HOMOGENEOUS)[1] for batch in batches)
         exchanges_s = (homo_exchange_s, without_s, overlapped_s)
         steps_s = [
             own_s + each + optimizer_s for own_s, each in zip((homo_s, hetero_s, hetero_s), exchanges_s, strict=True)

@@ -32,36 +32,27 @@ from megatron_balance.planners.knapformer import KnapFormerOptions
 from megatron_balance.planners.knapformer import plan as balance
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
-from megatron_balance.workloads.distributions import (
-    IMAGES_AND_VIDEOS,
-    LOW_RESOLUTION,
-    MIXED_RESOLUTION,
-    TEXT_TOKENS,
-    draw_by_gpu,
-    parse_codes,
-)
+from megatron_balance.workloads import distributions
 
 NUM_GPUS, NODE = 32, 8
 PEAK_FLOPS_PER_S = 989.4e12
 SEED = 0
+# Share of the peak that matrix products reach, so that g1n32 takes 2.95 s on low-resolution images;
+# what is read and written between them comes on top.
 RATE = 0.2738
-"""Share of the peak that matrix products reach, so that g1n32 takes 2.95 s on low-resolution images;
-what is read and written between them comes on top."""
-
+# Forward passes that a step costs: forward 1, recomputation 1, backward 2 (Table 1, HFU).
 PASSES = 4
-"""Forward passes that a step costs: forward 1, recomputation 1, backward 2 (Table 1, HFU)."""
-
 WITHOUT = "w/o Balancer"
 TOPOLOGIES = ("g1n32", "g2n16", "g4n8", "g8n4")
 WORKLOADS = {
-    "low-resolution images": LOW_RESOLUTION,
-    "mixed-resolution images": MIXED_RESOLUTION,
-    "images and videos": IMAGES_AND_VIDEOS,
+    "low-resolution images": distributions.LOW_RESOLUTION,
+    "mixed-resolution images": distributions.MIXED_RESOLUTION,
+    "images and videos": distributions.IMAGES_AND_VIDEOS,
 }
 
 MODEL = load_model("flux-12b")
+# Lengths of the samples that each GPU loads.
 ByGpu = tuple[tuple[int, ...], ...]
-"""Lengths of the samples that each GPU loads."""
 
 
 @lru_cache(maxsize=1)
@@ -75,7 +66,7 @@ def machine() -> Machine:
 
 
 def batches(codes: str, count: int) -> list[ByGpu]:
-    return draw_by_gpu(codes, count, SEED)
+    return distributions.draw_by_gpu(codes, count, SEED)
 
 
 def plan(system: str, loaded: ByGpu) -> MicrobatchPlan:
@@ -126,8 +117,9 @@ AUTO = "auto"
 
 def _fig3(_: Effort) -> Ours:
     """A row a data code."""
-    for text, code in zip(IMAGES_AND_VIDEOS.split(","), parse_codes(IMAGES_AND_VIDEOS), strict=True):
-        yield f"{text}: tokens a GPU", code.samples * (code.visual_tokens + TEXT_TOKENS / 2)
+    codes = distributions.IMAGES_AND_VIDEOS
+    for text, code in zip(codes.split(","), distributions.parse_codes(codes), strict=True):
+        yield f"{text}: tokens a GPU", code.samples * (code.visual_tokens + distributions.TEXT_TOKENS / 2)
 
 
 def _table1(effort: Effort) -> Ours:

@@ -41,7 +41,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY
+from megatron_balance.ir.step import EMPTY, StepPlan
 from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, paper
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.wlb_llm import WlbLlmOptions, WlbShardingOptions, packed_step, shard
@@ -50,13 +50,15 @@ from megatron_balance.simulator.attention import attention_call, linear_s
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Distribution, K, Pareto
-from megatron_balance.workloads.documents import pack as deal
 from megatron_balance.workloads.lengths import Lengths
 
+# By microbatch, the documents of a sample.
+GlobalBatch = tuple[Lengths, ...]
 SKEW, COUNTED = "wlb-skew", "wlb"
-SEED = 0
+SEED, TABLE_2_SEED = 0, 2
+WINDOW, PIPELINE = 128 * K, 4
+# Windows that S_max shall hold at least, or packing by workload could lengthen nothing.
 ROOM = 1.25
-"""Windows that S_max shall hold at least, or packing by workload could lengthen nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,6 @@ class WlbCase(SimulatedCase):
 
     @property
     def name(self) -> str:
-        """As the paper names it: 7B-128K."""
         return f"{self.model_name.removeprefix('llama-').upper()}-{self.window // K}K"
 
     @property
@@ -116,20 +117,21 @@ class WlbCase(SimulatedCase):
         free = self.cluster.memory_bytes / self.tensor - used(0.0)
         return int(self.window * free / (used(float(self.window)) - used(0.0)))  # used bytes are linear in tokens
 
-    def batches(self, dataset: str, count: int) -> list[tuple[Lengths, ...]]:
+    def batches(self, dataset: str, count: int) -> list[GlobalBatch]:
         """Global batches as dealt: by microbatch, the documents of a sample."""
-        documents = samples(_documents(dataset, self.window), self.window)
-        return [tuple(islice(documents, self.num_microbatches)) for _ in range(count)]
+        return global_batches(dataset, count, self.num_microbatches, self.window, SEED)
 
 
-def _documents(dataset: str, window: int) -> Iterator[int]:
-    """Lengths of documents without end, none longer than the context window."""
+def global_batches(
+    dataset: str, count: int, num_samples: int = PIPELINE, window: int = WINDOW, seed: int = TABLE_2_SEED
+) -> list[GlobalBatch]:
+    """Global batches of so many samples, which hold documents whole and in their order."""
     distribution: Distribution = DISTRIBUTIONS[dataset]
     if isinstance(distribution, Pareto):
         distribution = replace(distribution, most=window)  # a longer window has longer documents
-    generator = np.random.default_rng(SEED)
-    while True:
-        yield min(distribution.document(generator), window)
+    generator = np.random.default_rng(seed)
+    drawn = samples(iter(lambda: min(distribution.document(generator), window), None), window)
+    return [tuple(islice(drawn, num_samples)) for _ in range(count)]
 
 
 def samples(documents: Iterator[int], window: int) -> Iterator[Lengths]:
@@ -153,7 +155,6 @@ TABLE_1: Sequence[WlbCase] = (
     WlbCase("llama-70b", 128 * K, 16, 4, 4),
 )
 B7_128K = TABLE_1[3]
-WINDOW = 128 * K
 
 THRESHOLDS = {
     "wlb-skew": {1: (65536,), 2: (10321, 52016), 3: (16384, 32768, 65536)},
@@ -170,14 +171,12 @@ THRESHOLDS = {
 # proportion to the window. All are planners: `wlb_llm` for packing and delay, `wlb_sharding` inside
 # a microbatch. Every system trains all documents of a run: steps without new ones come behind it
 # until nothing waits, and count.
+# Parts of a run, by which its standard error is estimated.
 BLOCKS = 4
-"""Parts of a run, by which its standard error is estimated."""
-
+# Tokens that some steps of a run train, and their seconds.
 Block = tuple[int, float]
-"""Tokens that some steps of a run train, and their seconds."""
-
+# Of WLB-LLM's own choice (section 7.4: with a third the imbalance stays the same).
 QUEUES = 2
-"""Of WLB-LLM's own choice (section 7.4: with a third the imbalance stays the same)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +188,7 @@ class WlbSystem:
     packing: Mapping[str, Any] = field(default_factory=dict[str, Any])
     delays: bool = False
 
-    def steps(self, case: WlbCase, dataset: str, batches: Sequence[tuple[Lengths, ...]]) -> list[tuple[Lengths, ...]]:
+    def steps(self, case: WlbCase, dataset: str, batches: Sequence[GlobalBatch]) -> list[GlobalBatch]:
         """The documents of each microbatch of each step; further steps train what waits at the end."""
         if not self.packing:
             return list(batches)
@@ -201,15 +200,14 @@ class WlbSystem:
             }
         plan_step = choose_planner("wlb_llm", options).plan_step
         context, carry = StepContext(case.cluster, case.model, case.cost), EMPTY
-        packed: list[tuple[Lengths, ...]] = []
+        planned: list[StepPlan] = []
         for batch in batches:
-            planned, carry = plan_step(batch, context, carry)
-            packed.append(tuple(plan.lengths for plan in planned.plans))
+            step, carry = plan_step(batch, context, carry)
+            planned.append(step)
         while carry.waiting:
-            nothing_new: tuple[Lengths, ...] = ((),) * case.num_microbatches
-            planned, carry = plan_step(nothing_new, replace(context, may_delay=False), carry)
-            packed.append(tuple(plan.lengths for plan in planned.plans))
-        return packed
+            step, carry = plan_step(((),) * case.num_microbatches, replace(context, may_delay=False), carry)
+            planned.append(step)
+        return [tuple(plan.lengths for plan in step.plans) for step in planned]
 
     def plan(self, case: WlbCase, lengths: Lengths) -> MicrobatchPlan:
         """The plan of a microbatch on the context-parallel ranks of a stage."""
@@ -273,24 +271,21 @@ def error_of(each: Sequence[float]) -> str:
     return f"standard error {stdev(each[1:]) / (len(each) - 1) ** 0.5:.3f}" if len(each) > 2 else ""
 
 
-# Table 2: imbalance of microbatches by packing method, and what packing takes.
+# Table 2: imbalance of microbatches by packing method, and what packing takes, of the job of B7_128K:
+# two context-parallel ranks, each a node of 8 GPUs.
 #
-# The paper's metric: largest forward latency x PP / all forward latencies of a global batch, for 7B
-# with a window of 128K (Table 1: TP 8, CP 2, PP 4, DP 1; a global batch is four microbatches). Its
-# data are not published. `wlb-skew` stands in for them: fixed by the rows of other systems before
-# WLB-LLM's were computed (`workloads.distributions`). `wlb`, lengths that DistCA publishes for this
-# paper, is beside it.
-#
-# Documents are dealt whole, one after another, into samples of 128K. Thresholds are candidates of
+# The paper's metric: largest forward latency x PP / all forward latencies of a global batch, which is
+# four microbatches. Its data are not published. `wlb-skew` stands in for them: fixed by the rows of
+# other systems before WLB-LLM's were computed (`workloads.distributions`). `wlb`, lengths that DistCA
+# publishes for this paper, is beside it. Thresholds are candidates of
 # `megatron-balance tune`, two queues under a delay of 0.4 steps, chosen on seeds 0 and 1 of 16
 # pairs that were tried; the table draws seed 2. S_max is 1.5 windows.
 #
 # Attention at the rate of FlashAttention-3 on an H100, at which `wlb-skew` was fixed.
-TENSOR, CONTEXT_PARALLEL, PIPELINE = 8, 2, 4
+RANKS = 2
 MOST_TOKENS = 3 * WINDOW // 2
-TABLE_2_SEED = 2
+# Global batches that are packed at once.
 AT_ONCE = {"greedy": (1, 2, 4, 8), "solver": (1, 2, 4)}
-"""Global batches that are packed at once."""
 OWN_DATA = "the paper's own data are not published; data set {} stands in for them"
 SOLVER_NOTE = "the best that HiGHS finds in so many nodes as planner wlb_llm gives it"
 
@@ -301,7 +296,6 @@ class Method:
 
     # `error`: the standard error of `imbalance`; `ms`: of packing a global batch; `delay`: mean
     # steps that a token waits; `delayed`: share of the tokens that wait at all.
-
     imbalance: float
     error: float
     count: int
@@ -309,46 +303,31 @@ class Method:
     delay: float
     delayed: float
 
+    @property
+    def spread(self) -> str:
+        return f"{self.count} global batches, standard error {self.error:.3f}"
+
 
 def context(**options: Any) -> StepContext:
-    """The job of Table 2: two context-parallel ranks, each a node of 8 GPUs."""
-    gpus = load_cluster("h100").build(num_ranks=TENSOR * CONTEXT_PARALLEL).with_kernel("flash_attn_3")
-    cluster = wide_ranks(gpus, TENSOR)
-    model = load_model("llama-7b")
-    chosen = WlbLlmOptions(tokens_per_rank=MOST_TOKENS // CONTEXT_PARALLEL, **options)
-    return StepContext(cluster, model, AnalyticCost(cluster, model, TENSOR), options=chosen)
-
-
-def global_batches(dataset: str, count: int, seed: int = TABLE_2_SEED) -> list[tuple[Lengths, ...]]:
-    """Global batches of four samples of at most 128K tokens, documents whole and in order."""
-    generator, distribution = np.random.default_rng(seed), DISTRIBUTIONS[dataset]
-    documents: list[int] = []
-    bounds = [0]
-    while len(bounds) <= count * PIPELINE + 1:
-        documents += [distribution.document(generator) for _ in range(5000)]
-        bounds = deal(np.array(documents, dtype=np.int64), WINDOW).tolist()
-    samples = [tuple(documents[begin:end]) for begin, end in pairwise(bounds)]
-    return [tuple(samples[at * PIPELINE : (at + 1) * PIPELINE]) for at in range(count)]
+    chosen = WlbLlmOptions(tokens_per_rank=MOST_TOKENS // RANKS, **options)
+    return StepContext(B7_128K.cluster, B7_128K.model, B7_128K.cost, options=chosen)
 
 
 def _forward_s(lengths: Sequence[int], cost: AnalyticCost) -> float:
     """Seconds of a layer's forward pass of a microbatch, sharded per document: all ranks are alike."""
-    tokens = sum(lengths) / CONTEXT_PARALLEL
-    received = cost.kv_bytes(sum(lengths)) * (CONTEXT_PARALLEL - 1) / CONTEXT_PARALLEL
-    attention = sum(
-        cost.attention_s(n * (n + 1) / 2 / CONTEXT_PARALLEL, max(1.0, n / (2 * CONTEXT_PARALLEL))) for n in lengths
-    )
+    tokens = sum(lengths) / RANKS
+    received = cost.kv_bytes(sum(lengths)) * (RANKS - 1) / RANKS
+    attention = sum(cost.attention_s(n * (n + 1) / 2 / RANKS, max(1.0, n / (2 * RANKS))) for n in lengths)
     return attention + cost.launch_s(1) + cost.layer_s(tokens) + cost.inter_node_s(received)
 
 
-def measure(batches: Sequence[tuple[Lengths, ...]], step: StepContext) -> Method:
+def measure(batches: Sequence[GlobalBatch], step: StepContext) -> Method:
     """Pack global batch after global batch, `options.window` of them at once."""
     window, cost = step.options.window, step.cost
     assert isinstance(cost, AnalyticCost)
-    carry = EMPTY
+    carry, packing_s = EMPTY, 0.0
     imbalances: list[float] = []
     drawn = waited = delayed = 0
-    begin_s, packing_s = 0.0, 0.0
     for at in range(0, len(batches) - window + 1, window):
         lengths = tuple(chain.from_iterable(batches[at : at + window]))
         begin_s = time.process_time()
@@ -357,17 +336,13 @@ def measure(batches: Sequence[tuple[Lengths, ...]], step: StepContext) -> Method
         drawn += sum(map(sum, lengths))
         waited += window * carry.waiting_tokens
         delayed += left
-        for group in _groups(microbatches):
-            seconds = [_forward_s([each.length for each in microbatch], cost) for microbatch in group]
+        each_s = [_forward_s([each.length for each in microbatch], cost) for microbatch in microbatches]
+        for first in range(0, len(each_s), PIPELINE):
+            seconds = each_s[first : first + PIPELINE]
             imbalances.append(max(seconds) * PIPELINE / sum(seconds))
     count = len(batches) - len(batches) % window
     error = stdev(imbalances) / len(imbalances) ** 0.5 if len(imbalances) > 1 else 0.0
     return Method(fmean(imbalances), error, count, 1e3 * packing_s / count, waited / drawn, delayed / drawn)
-
-
-def _groups(microbatches: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    for at in range(0, len(microbatches), PIPELINE):
-        yield microbatches[at : at + PIPELINE]
 
 
 def _table2(effort: Effort) -> Ours:
@@ -375,32 +350,21 @@ def _table2(effort: Effort) -> Ours:
     for dataset in effort.progress([SKEW, COUNTED], "table2"):
         batches = global_batches(dataset, max(8, effort.batches))
         stands_in = OWN_DATA.format(dataset)
-
-        def of(
-            name: str,
-            found: Method,
-            *,
-            timed: bool = True,
-            note: str = "",
-            dataset: str = dataset,
-            own: str = stands_in,
-        ) -> Ours:
-            spread = f"{found.count} global batches, standard error {found.error:.3f}"
-            yield f"{dataset}: {name}: imbalance", found.imbalance, "; ".join(filter(None, (own, spread, note)))
-            if timed:
-                yield f"{dataset}: {name}: packing", found.ms
-
-        yield from of("original packing", measure(batches, context(packing="original")), timed=False)
-        for packing, method, note in (("fixed", "greedy", ""), ("ilp", "solver", SOLVER_NOTE)):
+        original = measure(batches, context(packing="original"))
+        yield f"{dataset}: original packing: imbalance", original.imbalance, f"{stands_in}; {original.spread}"
+        for packing, method, note in (("fixed", "greedy", ""), ("ilp", "solver", f"; {SOLVER_NOTE}")):
             for window in AT_ONCE[method]:
                 found = measure(batches, context(packing=packing, window=window, context_tokens=WINDOW))
-                yield from of(f"fixed-length {method}, {window} global batches", found, note=note)
-        for queues in THRESHOLDS[dataset]:
-            found = measure(batches, context(thresholds=THRESHOLDS[dataset][queues]))
-            name = f"wlb_llm, {queues} queue{'s' * (queues > 1)}"
-            yield from of(name, found)
-            yield f"{dataset}: {name}: delay", found.delay, stands_in
-            yield f"{dataset}: {name}: tokens delayed", found.delayed, stands_in
+                name = f"{dataset}: fixed-length {method}, {window} global batches"
+                yield f"{name}: imbalance", found.imbalance, f"{stands_in}; {found.spread}{note}"
+                yield f"{name}: packing", found.ms
+        for queues, thresholds in THRESHOLDS[dataset].items():
+            found = measure(batches, context(thresholds=thresholds))
+            name = f"{dataset}: wlb_llm, {queues} queue{'s' * (queues > 1)}"
+            yield f"{name}: imbalance", found.imbalance, f"{stands_in}; {found.spread}"
+            yield f"{name}: packing", found.ms
+            yield f"{name}: delay", found.delay, stands_in
+            yield f"{name}: tokens delayed", found.delayed, stands_in
 
 
 FIG15_CASES = (replace(TABLE_1[2], context=4), replace(B7_128K, context=4))
@@ -450,8 +414,8 @@ def _speedups(seconds: Mapping[str, Sequence[float]], system: str, over: str) ->
 FIXED = "Fixed-4D"
 BY_WINDOW = (64 * K, 128 * K)
 WINDOWS = (32 * K, 64 * K, 96 * K, 128 * K, 160 * K)
+# By case and system, speedup over Plain-4D: of all blocks together, then of each.
 Found = Mapping[WlbCase, Mapping[str, Sequence[float]]]
-"""By case and system, speedup over Plain-4D: of all blocks together, then of each."""
 
 
 def _over_plain(case: WlbCase, dataset: str, num_batches: int) -> dict[str, list[float]]:

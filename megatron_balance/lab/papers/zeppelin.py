@@ -136,8 +136,8 @@ def _table2(_: Effort) -> Ours:
 SINGLE = (64 * K,)
 SEVERAL = (32 * K, 16 * K, 8 * K, 4 * K, 4 * K)
 SEVERAL_ROUNDS = 8
+# The rank that receives from the other node.
 ACROSS = 8
-"""The rank that receives from the other node."""
 
 
 def _call_of(case: ZeppelinCase, system: _ZeppelinSystem, lengths: Sequence[int]) -> BothPhases:
@@ -360,13 +360,13 @@ def _tokens(low: float, high: float, bins: Bins) -> float:
 CONTEXTS = (64 * K, 128 * K, 256 * K)
 SYSTEMS = (TE, LLAMA, HYBRID, ZEPPELIN, OURS, DEFAULT)
 
+# Routing to experts: documents that prefer some, and as much as two of eight experts a token allow;
+# an expert that all prefer.
 UNEVEN = {
     "documents apart by 1": ExpertLoad(spread=1.0),
     "documents apart by 1.73": ExpertLoad(spread=1.73),
     "one expert 3 times as busy": ExpertLoad.counted((3, 1, 1, 1, 1, 1, 1, 1)),
 }
-"""Routing to experts: documents that prefer some, and as much as two of eight experts a token allow;
-an expert that all prefer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,8 +387,8 @@ class _Panel:
 B7, B13 = _Panel("7B", "llama-7b", "a800"), _Panel("13B", "llama-13b", "a800", tensor=2)
 B30, MOE = _Panel("30B", "llama-30b", "h200", tensor=2), _Panel("8x550M", "moe-8x550m", "a800", experts=8)
 MODELS = (B7, B13, B30, MOE)
+# Label of a model, context length, data set.
 Cell = tuple[str, int, str]
-"""Label of a model, context length, data set."""
 
 
 def _speedups(case: ZeppelinCase, batches: list[Lengths]) -> dict[str, float]:
@@ -545,8 +545,8 @@ def _remap_s(case: ZeppelinCase, plan: MicrobatchPlan) -> Floats:
 SCALES = (16, 32, 64, 128)
 SMALL = SCALES[:2]
 FIG9_SYSTEMS = (TE, LLAMA, HYBRID, ZEPPELIN, DEFAULT)
+# Tokens per second by data set and number of GPUs, then by system.
 RatesByCase = Mapping[tuple[str, int], Mapping[str, float]]
-"""Tokens per second by data set and number of GPUs, then by system."""
 
 
 def _fig9(effort: Effort) -> Ours:

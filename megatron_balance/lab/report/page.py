@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from megatron_balance.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
     from markupsafe import Markup
 
+# Origin of a number; `exact`: counted from lengths and plans.
 Kind = Literal["exact", "measured", "simulated", "published"]
-"""Origin of a number; `exact`: counted from lengths and plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Bullets:
-    items: tuple[str, ...]
+    items: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    cards: tuple[Card, ...]
+    cards: Sequence[Card]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,8 @@ class HtmlTable:
     """Rows of text under column heads; the first column names the row."""
 
     caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
     kind: Kind | tuple[Kind, ...]
 
     @property
@@ -85,7 +84,7 @@ class Fold:
     """Items that the reader unfolds."""
 
     summary: str
-    items: tuple[Item, ...]
+    items: Sequence[Item]
 
 
 Item: TypeAlias = Text | Bullets | Cards | HtmlTable | Plot | Fold
@@ -97,7 +96,7 @@ class Section:
 
     id: str
     title: str
-    items: tuple[Item, ...]
+    items: Sequence[Item]
 
 
 _NUMBER = re.compile(r"(under )?[-+]?[\d.,]+(x|( (%|s|ms|us|bytes|[kMGT]B)))?( \(.*\))?")
@@ -119,30 +118,20 @@ def plot_library() -> str:
 
 def render(title: str, lead: Sequence[str], sections: Sequence[Section], library: str) -> str:
     """The page as text; `lead`: paragraphs on what it is about, `library`: the source of plotly.js."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    plots = [
-        {"id": plot.id, "data": plot.data, "layout": plot.layout} for each in sections for plot in _plots(each.items)
-    ]
+    shown = (plot for section in sections for plot in _plots(section.items))
+    plots = [{"id": plot.id, "data": plot.data, "layout": plot.layout} for plot in shown]
     style, script = _part("page.css"), _part("page.js")
     ours = {"policy": _policy(library, script), "style": style, "library": library, "script": script}
     trusted = {name: Markup(text) for name, text in ours.items()}
-    template = _environment().get_template("page.html.j2")
+    loader = PackageLoader("megatron_balance.lab.report", "")
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    pages.filters.update(inline=_inline, type_name=_type_name)  # pyright: ignore[reportUnknownMemberType]
+    pages.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    template = pages.get_template("page.html.j2")
     return template.render(title=title, lead=lead, sections=sections, plots=plots, **trusted)
-
-
-def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    made = Environment(
-        loader=PackageLoader("megatron_balance.lab.report", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    made.filters.update(inline=_inline, type_name=_type_name)  # pyright: ignore[reportUnknownMemberType]
-    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return made
 
 
 def _type_name(item: Item) -> str:
@@ -177,8 +166,6 @@ def _part(name: str) -> str:
 # Numbers as people read them.
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-
-
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -209,16 +196,6 @@ def percent(share: float) -> str:
     if 0 < value < 0.05:
         return "under 0.1 %"
     return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
-
-
-def times(ratio: float) -> str:
-    """'1.61 times'."""
-    return f"{ratio:.2f} times"
-
-
-def tokens(number: float) -> str:
-    """'4,096'."""
-    return f"{number:,.0f}"
 
 
 def count(number: int, one: str, several: str | None = None) -> str:

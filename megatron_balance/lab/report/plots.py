@@ -16,15 +16,14 @@ from megatron_balance.lab.report.limits import PARTS
 from megatron_balance.lab.report.study import ACTIVITIES
 
 Json = dict[str, Any]
+# Traces and layout.
 Figure = tuple[list[Json], Json]
-"""Traces and layout."""
-
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
 PINK, YELLOW, GREY, SLATE = "#CC79A7", "#D9C300", "#8C96A3", "#5A6570"
 PURPLE, BROWN, LIME = "#7A4B9A", "#A65628", "#B3DE69"
-
 WHERE = dict(zip(study.KINDS, (RED, SKY, GREEN), strict=True))
 
+# Phases of a step as they are drawn.
 PHASES = {
     "outside attention": (("forward_linear", "backward_linear"), GREY),
     "attention forward, with its transfers": (("forward_attention",), SKY),
@@ -34,7 +33,6 @@ PHASES = {
     "gradients": (("gradient_sync",), PINK),
     "optimizer": (("optimizer",), YELLOW),
 }
-"""Phases of a step as they are drawn."""
 
 _PART_COLOURS = {
     "linear": GREY,
@@ -51,8 +49,8 @@ _PART_COLOURS = {
     "gradient_sync": PINK,
 }
 
+# Nodes that are told apart by lines.
 _MOST_LINES = 32
-"""Nodes that are told apart by lines."""
 
 
 def _label(text: str) -> str:
@@ -62,17 +60,11 @@ def _label(text: str) -> str:
 
 def _layout(height: int, **more: Any) -> Json:
     """Layout of a plot, with the parts that all plots share."""
+    place = {"y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"}
     return {
         "height": height,
         "margin": {"l": 60, "r": 15, "t": 10, "b": 55},
-        "legend": {
-            "orientation": "h",
-            "y": 1.02,
-            "yanchor": "bottom",
-            "x": 0,
-            "xanchor": "left",
-            "traceorder": "normal",
-        },
+        "legend": {"orientation": "h", **place, "traceorder": "normal"},
         "hovermode": "closest",
         "showlegend": True,
         **more,
@@ -140,30 +132,22 @@ def _k(tokens: int) -> str:
 def planners(rows: Sequence[Figures]) -> Figure:
     """Phases of each planner's step, the fastest planner on top."""
     names = [_label(row["planner"]) for row in rows]
-    data = [
-        _bars(
-            name, names, [sum(row["phases_s"][phase] for phase in phases) for row in rows], colour, "%{y}: %{x:.3f} s"
-        )
-        for name, (phases, colour) in PHASES.items()
-        if any(row["phases_s"][phase] for row in rows for phase in phases)
-    ]
+    data: list[Json] = []
+    for name, (phases, colour) in PHASES.items():
+        seconds = [sum(row["phases_s"][phase] for phase in phases) for row in rows]
+        if any(seconds):
+            data.append(_bars(name, names, seconds, colour, "%{y}: %{x:.3f} s"))
+    totals: list[float] = [sum(row["phases_s"].values()) for row in rows]
+    beside = {"showarrow": False, "xanchor": "left", "xshift": 6}
     ends = [
-        {
-            "x": sum(row["phases_s"].values()),
-            "y": _label(row["planner"]),
-            "text": f"{row['speedup']:.2f}x",
-            "showarrow": False,
-            "xanchor": "left",
-            "xshift": 6,
-        }
-        for row in rows
+        {"x": total, "y": name, "text": f"{row['speedup']:.2f}x", **beside}
+        for row, name, total in zip(rows, names, totals, strict=True)
     ]
-    most: float = max(sum(row["phases_s"].values()) for row in rows)
     return data, _layout(
         110 + 34 * len(rows),
         barmode="stack",
         annotations=ends,
-        xaxis=_axis("seconds of a step, mean", range=[0, 1.12 * most]),
+        xaxis=_axis("seconds of a step, mean", range=[0, 1.12 * max(totals)]),
         yaxis=_axis("", autorange="reversed", type="category"),
     )
 
@@ -245,7 +229,7 @@ def loads(of_planners: Figures, shown: Sequence[str], num_ranks: int, size: int)
             data.append(trace if name in shown else {**trace, "visible": "legendonly"})
     axes = {
         f"yaxis{at + 1 if at else ''}": _axis(what, domain=[0.70 - 0.35 * at, 1.0 - 0.35 * at], rangemode="tozero")
-        for at, (_, what) in enumerate((("", "pairs"), ("", "tokens"), ("", "KV tokens")))
+        for at, what in enumerate(("pairs", "tokens", "KV tokens"))
     }
     return data, _layout(
         560, xaxis=_axis("rank", anchor="y3", tickformat=",d"), shapes=_node_lines(num_ranks, size), **axes
@@ -291,17 +275,11 @@ def timeline(traced: Figures, most_ms: float) -> Figure:
 
 def limits(of_planners: Figures) -> Figure:
     names = [_label(name) for name in of_planners]
-    data = [
-        _bars(
-            words,
-            names,
-            [each["parts_s"][part] for each in of_planners.values()],
-            _PART_COLOURS[part],
-            "%{y}: %{x:.3f} s",
-        )
-        for part, words in PARTS.items()
-        if any(each["parts_s"][part] > 0 for each in of_planners.values())
-    ]
+    data: list[Json] = []
+    for part, words in PARTS.items():
+        seconds = [each["parts_s"][part] for each in of_planners.values()]
+        if max(seconds) > 0:
+            data.append(_bars(words, names, seconds, _PART_COLOURS[part], "%{y}: %{x:.3f} s"))
     return data, _stacked(names, 190, xaxis=_axis("seconds of a step, mean"))
 
 
@@ -310,18 +288,13 @@ def gains(rows: Sequence[Figures]) -> Figure:
     colours = {"planner": BLUE, "step": GREEN, "machine": GREY}
     whose = {"planner": "the planner and its settings", "step": "the training step", "machine": "another machine"}
     names = [_label(row["name"]) + ("" if row["fits"] else " (too much memory)") for row in rows]
-    data = [
-        _bars(
-            whose[where],
-            [name for name, row in zip(names, rows, strict=True) if row["where"] == where],
-            [100 * row["saves"] for row in rows if row["where"] == where],
-            colour,
-            "",
-            hovertemplate="%{y}: %{x:.1f} % less time<extra></extra>",
-        )
-        for where, colour in colours.items()
-        if any(row["where"] == where for row in rows)
-    ]
+    data: list[Json] = []
+    for where, colour in colours.items():
+        own = [(name, 100 * row["saves"]) for name, row in zip(names, rows, strict=True) if row["where"] == where]
+        if own:
+            y, x = zip(*own, strict=True)
+            hover = "%{y}: %{x:.1f} % less time<extra></extra>"
+            data.append(_bars(whose[where], list(y), list(x), colour, "", hovertemplate=hover))
     return data, _layout(
         120 + 28 * len(rows),
         barmode="overlay",
@@ -331,16 +304,13 @@ def gains(rows: Sequence[Figures]) -> Figure:
 
 
 COLOURS = (RED, BLUE)
+# Number of points up to which a curve marks them.
 FEW = 40
-"""Number of points up to which a curve marks them."""
 
 
 def _curve(runs: Sequence[Figures], key: str, title: str, **axis: Any) -> Figure:
-    data = [
-        _line(run, key, run["label"], colour)
-        for run, colour in zip(runs, COLOURS, strict=False)
-        if key in run["curves"]
-    ]
+    pairs = zip(runs, COLOURS, strict=False)
+    data = [_line(run, key, run["label"], colour) for run, colour in pairs if key in run["curves"]]
     return data, _layout(330, xaxis=_step_axis(), yaxis=_axis(title, **axis))
 
 
@@ -360,14 +330,8 @@ def imbalance(runs: Sequence[Figures]) -> Figure:
             for key, dash, word in (("imbalance_before", "dot", "before"), ("imbalance_after", "solid", "after")):
                 if f"{key}.{what}" in run["curves"]:
                     line = _line(run, f"{key}.{what}", f"{run['label']}, {word}", colour, dash=dash)
-                    data.append(
-                        {
-                            **line,
-                            "legendgroup": f"{run['label']} {word}",
-                            "showlegend": at == 0,
-                            "yaxis": "y2" if at else "y",
-                        }
-                    )
+                    shown = {"showlegend": at == 0, "yaxis": "y2" if at else "y"}
+                    data.append({**line, "legendgroup": f"{run['label']} {word}", **shown})
     axes = {
         "yaxis": _axis("attention, most/mean", domain=[0.56, 1.0]),
         "yaxis2": _axis("tokens, most/mean", domain=[0.0, 0.44]),
@@ -377,9 +341,8 @@ def imbalance(runs: Sequence[Figures]) -> Figure:
 
 def keys_and_values(runs: Sequence[Figures]) -> Figure:
     """Received by a rank, mean over ranks; those of other nodes dotted."""
-    data = _dashed(
-        runs, ("kv_tokens_received", "solid", "all"), ("kv_tokens_received_inter_node", "dot", "from other nodes")
-    )
+    crossing = ("kv_tokens_received_inter_node", "dot", "from other nodes")
+    data = _dashed(runs, ("kv_tokens_received", "solid", "all"), crossing)
     return data, _layout(340, xaxis=_step_axis(), yaxis=_axis("KV tokens, mean rank", rangemode="tozero"))
 
 

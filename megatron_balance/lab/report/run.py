@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -23,25 +23,18 @@ from megatron_balance.lab.bench import Figures
 from megatron_balance.lab.report import page
 
 STEPS_FILE = "steps.jsonl"
+# Of every record. A line that begins so and is no JSON was cut short, not damaged.
 BEGINNING = '{"step": '
-"""Of every record. A line that begins so and is no JSON was cut short, not damaged."""
 
+# Keys that a record may lack; a number, or null.
 NUMBERS = (
-    *(
-        "loss",
-        "grad_norm",
-        "num_sequences",
-        "num_tokens",
-        "num_microbatches",
-        "kv_tokens_received",
-        "kv_tokens_received_inter_node",
-    ),
+    *("loss", "grad_norm", "num_sequences", "num_tokens", "num_microbatches"),
+    *("kv_tokens_received", "kv_tokens_received_inter_node"),
     *("kernel_calls", "remapped_tokens", "routed_transfers", "plan_ms", "plan_wait_ms", "predicted_ms"),
 )
-"""Keys that a record may lack; a number, or null."""
 
+# Keys that a record may lack: largest over mean load, of `tokens` and of `attention`.
 LOADS = ("imbalance_before", "imbalance_after")
-"""Keys that a record may lack: largest over mean load, of `tokens` and of `attention`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +49,9 @@ class _LoggedRun:
 
     def series(self, key: str) -> list[float | None]:
         """A number of every step; `imbalance_after.tokens` reaches into an object."""
-        values: list[float | None] = []
         outer, _, inner = key.partition(".")
-        for step in self.steps:
-            value = step.get(outer)
-            values.append(cast(Figures, value).get(inner) if inner and value is not None else value)
-        return values
+        values = [step.get(outer) for step in self.steps]
+        return [value.get(inner) if value else None for value in values] if inner else values
 
     def numbers(self, key: str) -> list[float]:
         """`series` without the steps that lack the key."""
@@ -71,20 +61,21 @@ class _LoggedRun:
 def read(path: Path, option: str = "--steps") -> _LoggedRun:
     """The run whose `--balance-log` folder or `steps.jsonl` this is."""
     file = path / STEPS_FILE if path.is_dir() else path
+    give = "give the folder of --balance-log, or the steps.jsonl in it"
     if file.exists() and not file.is_file():
-        raise ConfigError(f"{option} {path}: not a file; give the folder of --balance-log, or the steps.jsonl in it")
+        raise ConfigError(f"{option} {path}: not a file; {give}")
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         what = "holds no steps.jsonl" if path.is_dir() and not file.exists() else f"cannot be read: {error.strerror}"
-        raise ConfigError(
-            f"{option} {path}: {what}; give the folder of --balance-log, or the steps.jsonl in it"
-        ) from None
+        raise ConfigError(f"{option} {path}: {what}; {give}") from None
     records, notes = _records(text, file)
     if not records:
         raise ConfigError(f"{option} {file}: has no steps; the run ended before its first one, or logged elsewhere")
-    steps, repeated = _each_once(records)
-    if repeated:
+    # The last record of each step, in their order.
+    by_step = {record["step"]: record for record in records}
+    steps = [by_step[step] for step in sorted(by_step)]
+    if repeated := len(records) - len(steps):
         notes.append(
             f"{page.count(repeated, 'step')} ran more than once, as after a restart from a checkpoint; the last "
             "time counts."
@@ -102,7 +93,7 @@ def _read_all(paths: Sequence[Path]) -> list[_LoggedRun]:
         raise ConfigError(f"--steps {paths[0]}: is given twice; a run is held against another one")
     if len({run.label for run in runs}) == len(runs):
         return runs
-    return [_LoggedRun(run.path, run.path, run.steps, run.notes, run.missing) for run in runs]
+    return [replace(run, label=run.path) for run in runs]
 
 
 def _records(text: str, file: Path) -> tuple[list[Figures], list[str]]:
@@ -144,7 +135,7 @@ def _checked(loaded: Any, where: str) -> Figures:
         raise ConfigError(f"{where}: expected an object with the keys of a step, got {json.dumps(loaded)[:60]}")
     record = dict(cast(Figures, loaded))
     step, step_ms = record.get("step"), record.get("step_ms")
-    if not isinstance(step, int) or isinstance(step, bool):
+    if type(step) is not int:
         raise ConfigError(
             f"{where}: expected the number of the step in the key 'step', {_got(record, 'step')}; is this a "
             "steps.jsonl?"
@@ -189,12 +180,6 @@ def _got(record: Figures, key: str) -> str:
     return f"got {json.dumps(record[key])[:40]}" if key in record else "which is missing"
 
 
-def _each_once(records: Sequence[Figures]) -> tuple[list[Figures], int]:
-    """Records in order of step, the last of each, and the number of earlier ones dropped."""
-    by_step = {record["step"]: record for record in records}
-    return [by_step[step] for step in sorted(by_step)], len(records) - len(by_step)
-
-
 def _unsound(steps: Sequence[Figures]) -> list[str]:
     """Gaps, and losses that are not numbers."""
     notes: list[str] = []
@@ -206,16 +191,13 @@ def _unsound(steps: Sequence[Figures]) -> list[str]:
         )
     lost = sum(step["loss"] is None for step in steps)
     if 0 < lost < len(steps):
-        notes.append(
-            f"{page.count(lost, 'step')} has no loss, or one that is not a finite number."
-            if lost == 1
-            else f"{lost} steps have no loss, or one that is not a finite number."
-        )
+        have = "1 step has" if lost == 1 else f"{lost} steps have"
+        notes.append(f"{have} no loss, or one that is not a finite number.")
     return notes
 
 
+# Steps of a run that are simulated, evenly spread over it.
 MOST_STEPS = 8
-"""Steps of a run that are simulated, evenly spread over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +267,8 @@ def _is_lengths(given: Any) -> bool:
     return bool(every) and all(type(length) is int and length > 0 for length in every)
 
 
+# Points of a curve; longer runs are drawn as means of neighbouring steps.
 MOST_POINTS = 1500
-"""Points of a curve; longer runs are drawn as means of neighbouring steps."""
 
 CURVES = (
     "step_ms",
@@ -294,42 +276,37 @@ CURVES = (
     *(f"{when}.{what}" for when in ("imbalance_before", "imbalance_after") for what in ("tokens", "attention")),
 )
 
+# First steps of a run, which allocate and connect; left out of means if there are enough others.
 WARM_UP = 2
-"""First steps of a run, which allocate and connect; left out of means if there are enough others.
-"""
 
 
 def document(paths: Sequence[Path]) -> Figures:
     """The figures of one run, or of two side by side."""
     runs = _read_all(paths)
-    described_runs = [_described(run) for run in runs]
+    described = {run.label: _described(run) for run in runs}
     compared = _compared(runs) if len(runs) > 1 else None
-    limited = {run.label: _limits(each) for run, each in zip(runs, described_runs, strict=True)}
+    limited = {label: _limits(each) for label, each in described.items()}
     return {
         "report": "trained",
         "kind": "measured",
-        "answer": [*([compared["sentence"]] if compared else []), *(limited[run.label]["sentence"] for run in runs)],
-        "runs": described_runs,
+        "answer": [*([compared["sentence"]] if compared else []), *(each["sentence"] for each in limited.values())],
+        "runs": list(described.values()),
         "compared": compared,
         "limits": limited,
-        "try_next": {
-            run.label: _suggestions(each, limited[run.label]) for run, each in zip(runs, described_runs, strict=True)
-        },
+        "try_next": {label: _suggestions(each, limited[label]) for label, each in described.items()},
     }
 
 
 def _described(run: _LoggedRun) -> Figures:
     """One run: means without the warm-up, and curves with it."""
-    steady = _LoggedRun(
-        run.label, run.path, run.steps[WARM_UP:] if len(run.steps) >= 3 * WARM_UP else run.steps, (), ()
-    )
+    steady = replace(run, steps=run.steps[WARM_UP:] if len(run.steps) >= 3 * WARM_UP else run.steps)
     step_ms = steady.numbers("step_ms")
-    tokens = steady.numbers("num_tokens")
-    num_ranks = _num_ranks(run)
+    tokens, losses = steady.numbers("num_tokens"), run.numbers("loss")
+    num_ranks, config = _num_ranks(run), Path(run.path).parent / "config.yaml"
     return {
         "label": run.label,
         "path": run.path,
-        "config": _config(run),
+        "config": str(config) if config.is_file() else None,
         "num_ranks": num_ranks,
         "planners": dict(Counter(str(step.get("planner") or "unnamed") for step in run.steps)),
         "num_steps": len(run.steps),
@@ -340,16 +317,11 @@ def _described(run: _LoggedRun) -> Figures:
         "missing": list(run.missing),
         "step_ms": {name: float(np.percentile(step_ms, at)) for name, at in (("median", 50), ("p5", 5), ("p95", 95))},
         "tokens_per_s": 1e3 * sum(tokens) / sum(step_ms) if len(tokens) == len(step_ms) else None,
-        "loss": _ends(run.numbers("loss")),
+        "loss": {"first": losses[0], "last": losses[-1], "lowest": min(losses)} if losses else None,
         "means": {key: fmean(steady.numbers(key)) if steady.numbers(key) else None for key in CURVES},
         "follows": _follows(steady),
         "curves": _curves(run),
     }
-
-
-def _config(run: _LoggedRun) -> str | None:
-    file = Path(run.path).parent / "config.yaml"
-    return str(file) if file.is_file() else None
 
 
 def _num_ranks(run: _LoggedRun) -> int | None:
@@ -359,10 +331,6 @@ def _num_ranks(run: _LoggedRun) -> int | None:
         return None
     lengths = {len(cast("list[Any]", each)) for each in cast(Figures, counters).values() if isinstance(each, list)}
     return lengths.pop() if len(lengths) == 1 else None
-
-
-def _ends(losses: Sequence[float]) -> Figures | None:
-    return {"first": losses[0], "last": losses[-1], "lowest": min(losses)} if losses else None
 
 
 def _curves(run: _LoggedRun) -> Figures:
@@ -384,26 +352,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 # What goes with what
 
-FOLLOWED = (
-    "kv_tokens_received_inter_node",
-    "kv_tokens_received",
-    "predicted_ms",
-    "num_tokens",
-    "num_sequences",
-    "kernel_calls",
-    "remapped_tokens",
-    "plan_wait_ms",
-)
-
+# Steps below which nothing is said about what goes with what.
 FEWEST = 8
-"""Steps below which nothing is said about what goes with what."""
 
 
 def _follows(run: _LoggedRun) -> Figures:
     """Spearman's rank correlation of the time of a step with its other figures, where both vary."""
     correlations: Figures = {}
     step_ms = run.series("step_ms")
-    for key in FOLLOWED:
+    for key in NAMES:
         pairs = [(a, b) for a, b in zip(step_ms, run.series(key), strict=True) if a is not None and b is not None]
         if len(pairs) >= FEWEST and len({b for _, b in pairs}) > 1 and len({a for a, _ in pairs}) > 1:
             a, b = (_ranked(values) for values in zip(*pairs, strict=True))
@@ -427,18 +384,13 @@ def _compared(runs: Sequence[_LoggedRun]) -> Figures:
     common = sorted(first.keys() & second.keys())
     a, b = runs
     if not common:
-        return {
-            "common_steps": 0,
-            "sentence": f"{a.label} and {b.label} have no step in common; they are not held against each other.",
-        }
+        none = f"{a.label} and {b.label} have no step in common; they are not held against each other."
+        return {"common_steps": 0, "sentence": none}
     steady = common[WARM_UP:] if len(common) >= 3 * WARM_UP else common
     times = [float(np.median([run[step]["step_ms"] for step in steady])) for run in (first, second)]
     ratio = times[0] / times[1]
-    losses = [
-        (first[s]["loss"], second[s]["loss"])
-        for s in common
-        if first[s]["loss"] is not None and second[s]["loss"] is not None
-    ]
+    both = [(first[step]["loss"], second[step]["loss"]) for step in common]
+    losses = [pair for pair in both if None not in pair]
     apart = max((abs(x - y) / max(abs(x), abs(y), 1e-30) for x, y in losses), default=None)
     same = all(first[s].get(key) == second[s].get(key) for s in common for key in ("num_tokens", "num_sequences"))
     said = _versus(a, b, times, ratio)
@@ -461,26 +413,21 @@ def _versus(a: _LoggedRun, b: _LoggedRun, times: Sequence[float], ratio: float) 
     """The faster one first."""
     fast, slow, near, far = (b, a, times[1], times[0]) if ratio >= 1 else (a, b, times[0], times[1])
     return (
-        f"{fast.label} is {page.times(max(ratio, 1 / ratio))} as fast as {slow.label}: "
+        f"{fast.label} is {max(ratio, 1 / ratio):.2f} times as fast as {slow.label}: "
         f"{page.seconds(near / 1e3)} instead of {page.seconds(far / 1e3)} a step (medians, measured)."
     )
 
 
+# Share of a step that waiting for plans may take before it is worth a word.
 WAITS = 0.02
-"""Share of a step that waiting for plans may take before it is worth a word."""
-
+# Largest over mean load from which balance is worth a word.
 UNEVEN = 1.1
-"""Largest over mean load from which balance is worth a word."""
-
+# A prediction below this share of the step says little about it.
 OFF = 0.5
-"""A prediction below this share of the step says little about it."""
-
+# Rank correlation from which step time is said to follow something.
 FOLLOWS = 0.6
-"""Rank correlation from which step time is said to follow something."""
-
+# Share of received keys and values that come from other nodes, from which routing is worth a word.
 CROSSING = 0.25
-"""Share of received keys and values that come from other nodes, from which routing is worth a word.
-"""
 
 NAMES = {
     "kv_tokens_received_inter_node": "keys and values received from other nodes",

@@ -25,19 +25,8 @@ def page(study: Figures, library: str) -> str:
         "long the slowest GPU takes, for which all others wait. This page compares ways to decide it (planners) on a "
         "machine that was simulated, not run.",
     )
-    sections = (
-        _short(study),
-        _question(study),
-        _lengths(study),
-        _planners(study),
-        _places(study),
-        _loads(study),
-        _timeline(study),
-        _limits(study),
-        _what_next(study),
-        _made(study),
-    )
-    return html.render(title, lead, sections, library)
+    parts = (_short, _question, _lengths, _planners, _places, _loads, _timeline, _limits, _what_next, _made)
+    return html.render(title, lead, [part(study) for part in parts], library)
 
 
 def _row(study: Figures, name: str) -> Figures:
@@ -48,102 +37,68 @@ def _short(study: Figures) -> Section:
     best, limits = _row(study, study["shown"]), study["limits"][study["shown"]]
     base = _row(study, study["baseline"])
     part = limits["largest_loss"]
-    cards = [
-        Card(
-            f"a step of {best['planner']}{' (median)' if study['lengths']['num_batches'] > 1 else ''}",
-            html.seconds(best["step_s"]),
-            f"{html.tokens(best['tokens_per_s'])} tokens a second",
-            "simulated",
+    step = f"a step of {best['planner']}{' (median)' if study['lengths']['num_batches'] > 1 else ''}"
+    rate, before = f"{best['tokens_per_s']:,.0f} tokens a second", f"{html.seconds(base['step_s'])} before"
+    loss = f"{PARTS[part]}, of a step of {best['planner']}"
+    room = html.size(study["asked"]["cluster"]["memory_bytes"])
+    found = (
+        (step, html.seconds(best["step_s"]), rate),
+        (f"speedup over {named(base)}", f"{best['speedup']:.2f}x", before),
+        ("largest loss", html.percent(limits["parts_s"][part] / limits["step_s"]), loss),
+        (
+            *("memory of a rank, at most", html.size(best["peak_bytes"])),
+            f"of {room}{'' if best['fits'] else ', so it does not fit'}",
         ),
-        Card(
-            f"speedup over {named(base)}",
-            f"{best['speedup']:.2f}x",
-            f"{html.seconds(base['step_s'])} before",
-            "simulated",
-        ),
-        Card(
-            "largest loss",
-            html.percent(limits["parts_s"][part] / limits["step_s"]),
-            f"{PARTS[part]}, of a step of {best['planner']}",
-            "simulated",
-        ),
-        Card(
-            "memory of a rank, at most",
-            html.size(best["peak_bytes"]),
-            f"of {html.size(study['asked']['cluster']['memory_bytes'])}"
-            f"{'' if best['fits'] else ', so it does not fit'}",
-            "simulated",
-        ),
-    ]
-    return Section("short", "In short", (Cards(tuple(cards)), Bullets(tuple(study["answer"]))))
+    )
+    cards = Cards([Card(*each, "simulated") for each in found])
+    return Section("short", "In short", (cards, Bullets(study["answer"])))
 
 
 def _question(study: Figures) -> Section:
     asked = study["asked"]
     cluster, model, step, lengths = asked["cluster"], asked["model"], asked["step"], study["lengths"]
-    rank = (
-        "a rank is a GPU"
-        if cluster["gpus_per_rank"] == 1
-        else f"a rank is {cluster['gpus_per_rank']} GPUs (tensor parallelism)"
-    )
-    nics = (
-        f"one NIC for every {cluster['ranks_per_nic']} ranks"
-        if cluster["ranks_per_nic"] > 1
-        else "one NIC for each rank"
-    )
+    gpus, sharing = cluster["gpus_per_rank"], cluster["ranks_per_nic"]
+    rank = "a rank is a GPU" if gpus == 1 else f"a rank is {gpus} GPUs (tensor parallelism)"
+    nics = f"one NIC for every {sharing} ranks" if sharing > 1 else "one NIC for each rank"
+    nodes = f"{html.count(cluster['num_nodes'], 'node')} of {cluster['ranks_per_node']}"
     source = f"measured: {cluster['costs']}" if cluster["costs"] else "data sheets"
     rows = [
-        (
-            "ranks",
-            f"{cluster['num_ranks']:,}: {html.count(cluster['num_nodes'], 'node')} of {cluster['ranks_per_node']}; "
-            f"{rank}",
-        ),
+        ("ranks", f"{cluster['num_ranks']:,}: {nodes}; {rank}"),
         ("between nodes", f"{nics}, {html.rate(cluster['nic_bytes_per_s'])} each way"),
         ("inside a node", f"{html.size(cluster['intra_bytes_per_s'])}/s a rank, each way"),
         ("arithmetic of a rank", f"{cluster['flops_per_s'] / 1e12:,.0f} Tflop/s at its peak, by its data sheet"),
         ("memory of a rank", html.size(cluster["memory_bytes"])),
         ("times are from", source),
     ]
-    kv = (
-        "every query head has a key and value head"
-        if model["num_kv_heads"] == model["num_heads"]
-        else f"{model['num_kv_heads']} key and value heads"
-    )
+    as_many = model["num_kv_heads"] == model["num_heads"]
+    kv = "every query head has a key and value head" if as_many else f"{model['num_kv_heads']} key and value heads"
     of_model = [
         ("layers", f"{model['num_layers']}, of width {model['hidden_size']:,}"),
         ("attention heads", f"{model['num_heads']} of {model['head_dim']}; {kv}"),
         ("keys and values of a token", f"{html.size(model['kv_bytes_per_token'])} a layer"),
     ]
     batch = lengths["tokens_per_batch"]
-    spread = f" ({html.tokens(batch['min'])} to {html.tokens(batch['max'])})" if batch["min"] != batch["max"] else ""
+    spread = f" ({batch['min']:,.0f} to {batch['max']:,.0f})" if batch["min"] != batch["max"] else ""
+    count = html.count(lengths["num_batches"], "batch", "batches")
+    capacities = sorted({f"{each:,.0f} tokens" for each in asked["planners"].values()})
+    slow = [f"rank {rank} ({by:g} times)" for rank, by in step["slow_ranks"].items()]
     of_step = [
         ("lengths", asked["lengths"]),
-        (
-            "batches",
-            f"{html.count(lengths['num_batches'], 'batch', 'batches')} of {html.tokens(batch['mean'])} "
-            f"tokens{spread}; {step['batches']} in a step",
-        ),
-        (
-            "capacity of a rank",
-            "; ".join(sorted({f"{html.tokens(each)} tokens" for each in asked["planners"].values()})),
-        ),
+        ("batches", f"{count} of {batch['mean']:,.0f} tokens{spread}; {step['batches']} in a step"),
+        ("capacity of a rank", "; ".join(capacities)),
         ("kept for the backward", _kept(step)),
         ("pipeline", _pipeline(step)),
-        (
-            "slow ranks",
-            html.listed([f"rank {rank} ({by:g} times)" for rank, by in step["slow_ranks"].items()]) or "none",
-        ),
+        ("slow ranks", html.listed(slow) or "none"),
         *([("experts", f"{step['experts']} ranks share a layer's")] if step["experts"] > 1 else []),
     ]
-    items: list[Item] = [
-        Text(f"Nobody said which model or cluster: {asked['assumed']}.")
-        if asked["assumed"]
-        else Text("Model and cluster were given."),
-        HtmlTable(f"the cluster {cluster['name']}", ("", "what it has"), tuple(rows), cluster["kind"]),
-        HtmlTable(f"the model {model['name']}", ("", "what it has"), tuple(of_model), "published"),
-        HtmlTable("the training step", ("", "as asked"), tuple(of_step), "exact"),
-    ]
-    return Section("question", "What was asked", tuple(items))
+    nobody = f"Nobody said which model or cluster: {asked['assumed']}."
+    items = (
+        Text(nobody if asked["assumed"] else "Model and cluster were given."),
+        HtmlTable(f"the cluster {cluster['name']}", ("", "what it has"), rows, cluster["kind"]),
+        HtmlTable(f"the model {model['name']}", ("", "what it has"), of_model, "published"),
+        HtmlTable("the training step", ("", "as asked"), of_step, "exact"),
+    )
+    return Section("question", "What was asked", items)
 
 
 def _kept(step: Figures) -> str:
@@ -152,9 +107,7 @@ def _kept(step: Figures) -> str:
         "replay": "keys and values of others are received again",
         "auto": "keys and values that came from others are kept in as many layers as memory allows",
     }[step["policy"]]
-    return (
-        f"{received}; {'all activations are recomputed' if step['recompute'] == 'full' else 'all activations are kept'}"
-    )
+    return f"{received}; all activations are {'recomputed' if step['recompute'] == 'full' else 'kept'}"
 
 
 def _pipeline(step: Figures) -> str:
@@ -171,33 +124,25 @@ def _lengths(study: Figures) -> Section:
     heavy = max(bins, key=lambda each: each["attention_pairs"])
     share = {key: heavy[key] / totals[key] for key in totals}
     caption = (
-        f"{html.count(histogram['num_sequences'], 'sequence')} of {html.tokens(histogram['shortest'])} to "
-        f"{html.tokens(histogram['longest'])} tokens, half of them of {html.tokens(histogram['median'])} or "
+        f"{html.count(histogram['num_sequences'], 'sequence')} of {histogram['shortest']:,.0f} to "
+        f"{histogram['longest']:,.0f} tokens, half of them of {histogram['median']:,.0f} or "
         f"fewer. Sequences of {plots.length_range(heavy['from'], heavy['below'])} tokens are "
         f"{html.percent(share['sequences'])} of all, hold {html.percent(share['tokens'])} of the tokens and are "
         f"{html.percent(share['attention_pairs'])} of the attention work, which grows with the square of the "
         "length. Equal numbers of tokens are therefore not equal work."
     )
-    rows = tuple(
+    rows = [
         (
-            plots.length_range(each["from"], each["below"]),
-            f"{each['sequences']:,}",
-            html.percent(each["sequences"] / totals["sequences"]),
-            f"{each['tokens']:,}",
-            html.percent(each["tokens"] / totals["tokens"]),
-            html.percent(each["attention_pairs"] / totals["attention_pairs"]),
+            *(plots.length_range(each["from"], each["below"]), f"{each['sequences']:,}"),
+            *(html.percent(each["sequences"] / totals["sequences"]), f"{each['tokens']:,}"),
+            *(html.percent(each[key] / totals[key]) for key in ("tokens", "attention_pairs")),
         )
         for each in bins
-    )
-    plot = Plot(
-        "plot-lengths", "Sequences, tokens and attention work by length", caption, "exact", *plots.lengths(histogram)
-    )
-    table = HtmlTable(
-        "by length",
-        ("tokens of a sequence", "sequences", "of all", "tokens", "of all", "attention work"),
-        rows,
-        "exact",
-    )
+    ]
+    title = "Sequences, tokens and attention work by length"
+    plot = Plot("plot-lengths", title, caption, "exact", *plots.lengths(histogram))
+    columns = ("tokens of a sequence", "sequences", "of all", "tokens", "of all", "attention work")
+    table = HtmlTable("by length", columns, rows, "exact")
     return Section("lengths", "How long the sequences are", (plot, Fold("The same as a table", (table,))))
 
 
@@ -207,62 +152,38 @@ def _planners(study: Figures) -> Section:
     slowest = max(rows, key=lambda row: row["step_s"])
     caption = (
         "Each bar is a planner's step, by what the rank that is done last spends it on; behind it how many times as "
-        f"fast as {base} the "
-        f"median step is. The first is {rows[0]['planner']} with {html.seconds(rows[0]['step_s'])}; the slowest, "
-        f"{slowest['planner']}, takes {html.seconds(slowest['step_s'])}."
+        f"fast as {base} the median step is. The first is {rows[0]['planner']} with "
+        f"{html.seconds(rows[0]['step_s'])}; the slowest, {slowest['planner']}, takes "
+        f"{html.seconds(slowest['step_s'])}."
     )
-    table = HtmlTable(
-        f"planners that a job can run, fastest first, then the others; speedup over {base}",
+    loads = ("attention, most/mean", "tokens, most/mean")
+    columns = ("planner", "step", "speedup", "tokens/s", "MFU", *loads, "planning", "memory at most")
+    cells = [
         (
-            "planner",
-            "step",
-            "speedup",
-            "tokens/s",
-            "MFU",
-            "attention, most/mean",
-            "tokens, most/mean",
-            "planning",
-            "memory at most",
-        ),
-        tuple(
-            (
-                named(row),
-                _step(row),
-                f"{row['speedup']:.2f}x",
-                html.tokens(row["tokens_per_s"]),
-                html.percent(row["mfu"]),
-                f"{row['imbalance']['attention']:.2f}",
-                f"{row['imbalance']['tokens']:.2f}",
-                f"{html.seconds(row['plan_ms'] / 1e3)}{'' if row['hides'] else ' (does not hide)'}",
-                f"{html.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
-            )
-            for row in rows
-        ),
-        ("simulated", "exact", "measured"),
-    )
-    items: list[Item] = [
-        Plot(
-            "plot-planners",
-            "Where the step's time goes, planner by planner",
-            caption,
-            "simulated",
-            *plots.planners(rows),
-        ),
-        table,
+            *(named(row), _step(row), f"{row['speedup']:.2f}x", f"{row['tokens_per_s']:,.0f}"),
+            *(html.percent(row["mfu"]), *(f"{row['imbalance'][key]:.2f}" for key in ("attention", "tokens"))),
+            f"{html.seconds(row['plan_ms'] / 1e3)}{'' if row['hides'] else ' (does not hide)'}",
+            f"{html.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
+        )
+        for row in rows
     ]
-    items.append(
+    order = f"planners that a job can run, fastest first, then the others; speedup over {base}"
+    title = "Where the step's time goes, planner by planner"
+    items: list[Item] = [
+        Plot("plot-planners", title, caption, "simulated", *plots.planners(rows)),
+        HtmlTable(order, columns, cells, ("simulated", "exact", "measured")),
         Text(
             "Steps are medians over all steps, with the 5 % fastest and slowest where they differ. Times and memory "
             "are simulated; most/mean is the most loaded rank's load over the mean, counted from the plans; planning "
             "is of one batch, timed where this page was made."
-        )
-    )
+        ),
+    ]
     if any(not row["hides"] for row in rows):
         items.append(Text("Where planning does not hide, it takes longer than the step that it should hide behind."))
     if not best["fits"]:
         items.append(Text("Where memory is too much, the time is what a step would take if it fitted."))
     items += [Text(f"{name} was left out: {reason}") for name, reason in study["left_out"].items()]
-    return Section("planners", "Planners compared", tuple(items))
+    return Section("planners", "Planners compared", items)
 
 
 def _step(row: Figures) -> str:
@@ -273,75 +194,44 @@ def _step(row: Figures) -> str:
 
 def _made(study: Figures) -> Section:
     measured = study["asked"]["cluster"]["costs"]
-    source = (
-        f"the measured cost table {measured}"
-        if measured
-        else "data sheets and published microbenchmarks (docs/costs.md names each)"
+    sheets = "data sheets and published microbenchmarks (docs/costs.md names each)"
+    source = f"the measured cost table {measured}" if measured else sheets
+    kinds = (
+        f"simulated: the programs of the plans ran on clocks instead of GPUs, with times from {source}. Nothing was "
+        "fitted to a training run.",
+        "exact: counted from the lengths and the plans.",
+        "measured: taken with a clock on a real machine; here, how long planning took where this page was made.",
+        "published: from a data sheet or a paper.",
     )
-    return Section(
-        "made",
-        "Where the numbers come from, and what the words mean",
-        (
-            Bullets(
-                (
-                    f"simulated: the programs of the plans ran on clocks instead of GPUs, with times from {source}. "
-                    "Nothing was fitted to a training run.",
-                    "exact: counted from the lengths and the plans.",
-                    "measured: taken with a clock on a real machine; here, how long planning took where this page was "
-                    "made.",
-                    "published: from a data sheet or a paper.",
-                )
-            ),
-            *WORDS,
-        ),
-    )
+    words = Fold("The words of this page", [HtmlTable("words", ("word", "what it means"), WORDS, "exact")])
+    return Section("made", "Where the numbers come from, and what the words mean", (Bullets(kinds), words))
 
 
-WORDS: tuple[Item, ...] = (
-    Fold(
-        "The words of this page",
-        (
-            HtmlTable(
-                "words",
-                ("word", "what it means"),
-                (
-                    ("sequence", "one document; its tokens attend to one another and to no other document's"),
-                    ("batch, step", "what all ranks work on together; one or more batches make an optimizer step"),
-                    (
-                        "rank, node",
-                        "a GPU, or a few that work as one; a machine with several of them, joined by fast links",
-                    ),
-                    ("NIC", "a network card; what leaves a node goes through one"),
-                    (
-                        "keys and values (KV)",
-                        "what other tokens of a sequence need of a token to attend to it; sent where a sequence is cut",
-                    ),
-                    ("attention work", "pairs of a token and one that it attends to, in the same sequence"),
-                    ("most / mean", "the most loaded rank's load over the mean; 1.00 is perfect balance"),
-                    (
-                        "planner",
-                        "what decides which rank attends to what; te_ring, which cuts every sequence over all ranks, "
-                        "is how it is usually done",
-                    ),
-                    ("routing", "a transfer between nodes is cut over all NICs of both, not only over its own rank's"),
-                    (
-                        "remap",
-                        "tokens move between ranks around attention, so that the rest of a layer has equally many on "
-                        "each",
-                    ),
-                    ("forward, backward", "computing a layer's output, and its gradients"),
-                ),
-                "exact",
-            ),
-        ),
+WORDS = (
+    ("sequence", "one document; its tokens attend to one another and to no other document's"),
+    ("batch, step", "what all ranks work on together; one or more batches make an optimizer step"),
+    ("rank, node", "a GPU, or a few that work as one; a machine with several of them, joined by fast links"),
+    ("NIC", "a network card; what leaves a node goes through one"),
+    (
+        "keys and values (KV)",
+        "what other tokens of a sequence need of a token to attend to it; sent where a sequence is cut",
     ),
+    ("attention work", "pairs of a token and one that it attends to, in the same sequence"),
+    ("most / mean", "the most loaded rank's load over the mean; 1.00 is perfect balance"),
+    (
+        "planner",
+        "what decides which rank attends to what; te_ring, which cuts every sequence over all ranks, is how it is "
+        "usually done",
+    ),
+    ("routing", "a transfer between nodes is cut over all NICs of both, not only over its own rank's"),
+    ("remap", "tokens move between ranks around attention, so that the rest of a layer has equally many on each"),
+    ("forward, backward", "computing a layer's output, and its gradients"),
 )
 
+# Variants that are drawn.
 SHOWN_TRIES = 14
-"""Variants that are drawn."""
-
+# A share of the step that is no difference.
 SAME = 0.0005
-"""A share of the step that is no difference."""
 
 
 def _limits(study: Figures) -> Section:
@@ -355,19 +245,14 @@ def _limits(study: Figures) -> Section:
     )
     steps = next(iter(of_planners.values()))["num_steps"]
     parts = [part for part in PARTS if any(each["parts_s"][part] > 0 for each in of_planners.values())]
-    rows = tuple(
-        (
-            PARTS[part],
-            "computing" if part in COMPUTING else "loss",
-            *(
-                f"{html.seconds(each['parts_s'][part])} ({html.percent(each['parts_s'][part] / each['step_s'])})"
-                for each in of_planners.values()
-            ),
-        )
-        for part in parts
-    )
+
+    def cell(each: Figures, part: str) -> str:
+        return f"{html.seconds(each['parts_s'][part])} ({html.percent(each['parts_s'][part] / each['step_s'])})"
+
+    kinds = {part: "computing" if part in COMPUTING else "loss" for part in parts}
+    rows = [(PARTS[part], kinds[part], *(cell(each, part) for each in of_planners.values())) for part in parts]
     items: list[Item] = [
-        Bullets(tuple(each["sentence"] for each in of_planners.values())),
+        Bullets([each["sentence"] for each in of_planners.values()]),
         Plot("plot-limits", "What a step's seconds are lost to", caption, "simulated", *plots.limits(of_planners)),
         HtmlTable("the same as a table", ("part", "", *of_planners), rows, "simulated"),
         Text(
@@ -377,30 +262,25 @@ def _limits(study: Figures) -> Section:
             "computing, and the rest is imbalance or waiting. Transfers that are hidden behind computing cost nothing."
         ),
     ]
-    items += _kernels(study)
-    return Section("limits", "What limits the step", tuple(items))
-
-
-def _kernels(study: Figures) -> list[Item]:
-    """A note where one planner computes the same attention much faster than the baseline."""
+    # The same attention may take one planner much less than the baseline.
     base, best = (study["limits"][study[key]] for key in ("baseline", "shown"))
     slow, fast = base["parts_s"]["attention"], best["parts_s"]["attention"]
-    if slow < 1.15 * fast:
-        return []
-    return [
-        Text(
-            f"The attention itself is the same work under every planner, but {base['planner']} computes "
-            f"{html.seconds(slow)} for what {best['planner']} computes in {html.seconds(fast)}: the smaller the "
-            "pieces that sequences are cut into, the worse they fill a GPU."
+    if slow >= 1.15 * fast:
+        items.append(
+            Text(
+                f"The attention itself is the same work under every planner, but {base['planner']} computes "
+                f"{html.seconds(slow)} for what {best['planner']} computes in {html.seconds(fast)}: the smaller the "
+                "pieces that sequences are cut into, the worse they fill a GPU."
+            )
         )
-    ]
+    return Section("limits", "What limits the step", items)
 
 
 def _what_next(study: Figures) -> Section:
     tried = study["try_next"]
     rows = [row for row in tried["tries"] if abs(row["saves"]) >= SAME]
     best = study["shown"]
-    items: list[Item] = [Bullets(tuple(tried["suggestions"]))]
+    items: list[Item] = [Bullets(tried["suggestions"])]
     if rows:
         top = sorted(rows, key=standing)[:SHOWN_TRIES]
         caption = (
@@ -411,30 +291,25 @@ def _what_next(study: Figures) -> Section:
             f"{html.seconds(top[0]['step_s'])}."
         )
         items.append(Plot("plot-next", "What a step would gain", caption, "simulated", *plots.gains(top)))
-        table = HtmlTable(
-            f"all that was simulated, beside {best} as it is",
-            ("change", "options", "step", "times as fast", "memory at most"),
-            tuple(
-                (
-                    row["name"],
-                    f"`{row['options']}`" if row["options"] else "",
-                    html.seconds(row["step_s"]),
-                    f"{row['times_as_fast']:.2f}x",
-                    f"{html.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}"
-                    f"{'' if row['hides'] else '; planning does not hide'}",
-                )
-                for row in rows
-            ),
-            "simulated",
-        )
+        cells = [
+            (
+                *(row["name"], f"`{row['options']}`" if row["options"] else ""),
+                *(html.seconds(row["step_s"]), f"{row['times_as_fast']:.2f}x"),
+                f"{html.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}"
+                f"{'' if row['hides'] else '; planning does not hide'}",
+            )
+            for row in rows
+        ]
+        columns = ("change", "options", "step", "times as fast", "memory at most")
+        table = HtmlTable(f"all that was simulated, beside {best} as it is", columns, cells, "simulated")
         items.append(Fold(f"All {html.count(len(rows), 'change')} as a table", (table,)))
     same = [*tried["unchanged"], *(row["name"] for row in tried["tries"] if abs(row["saves"]) < SAME)]
     if same:
-        items.append(Fold(f"{html.count(len(same), 'change')} made no difference", (Bullets(tuple(same)),)))
+        items.append(Fold(f"{html.count(len(same), 'change')} made no difference", (Bullets(same),)))
     if tried["impossible"]:
-        reasons = tuple(f"{name}: {reason}" for name, reason in tried["impossible"].items())
+        reasons = [f"{name}: {reason}" for name, reason in tried["impossible"].items()]
         items.append(Fold(f"{html.count(len(reasons), 'change')} cannot be", (Bullets(reasons),)))
-    return Section("next", "What to try next", tuple(items))
+    return Section("next", "What to try next", items)
 
 
 def _shown(study: Figures) -> list[str]:
@@ -452,27 +327,17 @@ def _places(study: Figures) -> Section:
     for name in _shown(study):
         placed = study["placement"][name]
         items.append(_kinds(name, placed))
-        drawn = len(placed["longest"])
-        which = (
-            "All sequences"
-            if drawn == placed["num_sequences"]
-            else f"The {drawn} longest of {html.count(placed['num_sequences'], 'sequence')}"
-        )
+        drawn, every = len(placed["longest"]), placed["num_sequences"]
+        longest = f"The {drawn} longest of {html.count(every, 'sequence')}"
+        which = "All sequences" if drawn == every else longest
         alone = next(kind for kind in placed["kinds"] if kind["where"] == "one rank")
         caption = (
             f"{which} from top to bottom, each as a bar over the ranks that share it; dotted lines are between nodes. "
             f"{_alone(alone, placed)}"
         )
-        items.append(
-            Plot(
-                f"plot-places-{len(items)}",
-                f"Who gets which sequence: {name}",
-                caption,
-                "exact",
-                *plots.ranks_of_sequences(placed),
-            )
-        )
-    return Section("places", "Where each sequence went", tuple(items))
+        title = f"Who gets which sequence: {name}"
+        items.append(Plot(f"plot-places-{len(items)}", title, caption, "exact", *plots.ranks_of_sequences(placed)))
+    return Section("places", "Where each sequence went", items)
 
 
 def _alone(kind: Figures, placed: Figures) -> str:
@@ -480,27 +345,24 @@ def _alone(kind: Figures, placed: Figures) -> str:
         return "Every sequence is shared by several ranks."
     return (
         f"{html.count(kind['sequences'], 'sequence')} of {placed['num_sequences']:,}, of up to "
-        f"{html.tokens(kind['longest'])} tokens, stay on one rank."
+        f"{kind['longest']:,.0f} tokens, stay on one rank."
     )
 
 
 def _kinds(name: str, placed: Figures) -> HtmlTable:
-    rows = tuple(
+    rows = [
         (
-            kind["where"],
-            f"{kind['sequences']:,}",
-            f"{kind['tokens']:,}",
+            *(kind["where"], f"{kind['sequences']:,}", f"{kind['tokens']:,}"),
             _span(kind["shortest"], kind["longest"]) if kind["sequences"] else "",
             _span(kind["fewest_ranks"], kind["most_ranks"]) if kind["sequences"] else "",
         )
         for kind in placed["kinds"]
-    )
+    ]
     moved = placed["remapped_tokens"]
-    remap = f"; {html.tokens(moved)} tokens have another rank outside attention (the remap)" if moved else ""
+    remap = f"; {moved:,.0f} tokens have another rank outside attention (the remap)" if moved else ""
     routed = "; transfers between nodes go over all NICs where that pays (routing)" if placed["routed"] else ""
-    return HtmlTable(
-        f"{name}{remap}{routed}", ("where", "sequences", "tokens", "lengths", "ranks of a sequence"), rows, "exact"
-    )
+    columns = ("where", "sequences", "tokens", "lengths", "ranks of a sequence")
+    return HtmlTable(f"{name}{remap}{routed}", columns, rows, "exact")
 
 
 def _span(low: int, high: int) -> str:
@@ -511,30 +373,17 @@ def _loads(study: Figures) -> Section:
     shown = _shown(study)
     cluster = study["asked"]["cluster"]
     sentences = [_load(study, name) for name in shown]
-    others = (
-        ""
-        if len(study["load"]) == len(shown)
-        else " The other planners are drawn when their names in the legend are clicked."
-    )
+    hidden = " The other planners are drawn when their names in the legend are clicked."
+    others = "" if len(study["load"]) == len(shown) else hidden
     caption = f"{' '.join(sentences)} KV tokens are keys and values of others, which a rank has to receive.{others}"
     plot = plots.loads(study["load"], shown, cluster["num_ranks"], cluster["ranks_per_node"])
     names = " and ".join(
         f"{'before' if name == study['baseline'] and len(shown) > 1 else 'after'} ({name})" for name in shown
     )
-    return Section(
-        "loads",
-        "The load of each rank, before and after",
-        (
-            Text(f"One layer of the first batch, {names}: a step waits for the rank with the most."),
-            Plot(
-                "plot-loads",
-                "Attention work, tokens and received keys and values of each rank",
-                caption,
-                "exact",
-                *plot,
-            ),
-        ),
-    )
+    told = Text(f"One layer of the first batch, {names}: a step waits for the rank with the most.")
+    title = "Attention work, tokens and received keys and values of each rank"
+    drawn = Plot("plot-loads", title, caption, "exact", *plot)
+    return Section("loads", "The load of each rank, before and after", (told, drawn))
 
 
 def _load(study: Figures, name: str) -> str:
@@ -543,17 +392,16 @@ def _load(study: Figures, name: str) -> str:
     balance = load["imbalance"]
     return (
         f"With {name} the most loaded rank has {balance['attention']:.2f} times the mean attention work and "
-        f"{balance['tokens']:.2f} times "
-        f"the mean tokens, and a rank receives {html.tokens(sum(received) / len(received))} KV tokens in the mean."
+        f"{balance['tokens']:.2f} times the mean tokens, and a rank receives "
+        f"{sum(received) / len(received):,.0f} KV tokens in the mean."
     )
 
 
 def _timeline(study: Figures) -> Section:
     timelines = study["timeline"]
+    title = "One layer on the clock"
     if not timelines:
-        return Section(
-            "timeline", "One layer on the clock", (Text(f"There is no timeline. {study['timeline_left_out']}"),)
-        )
+        return Section("timeline", title, [Text(f"There is no timeline. {study['timeline_left_out']}")])
     longest = max(each["total_ms"] for each in timelines.values())
     items: list[Item] = [
         Text(
@@ -564,18 +412,14 @@ def _timeline(study: Figures) -> Section:
         )
     ]
     for at, (name, each) in enumerate(timelines.items()):
-        share = each["computing_share"]
-        some = (
-            f"{len(each['ranks'])} of {study['asked']['cluster']['num_ranks']} ranks are shown, from the busiest to "
-            "the least busy. " * (len(each["ranks"]) < study["asked"]["cluster"]["num_ranks"])
-        )
+        share, drawn, every = each["computing_share"], len(each["ranks"]), study["asked"]["cluster"]["num_ranks"]
+        some = f"{drawn} of {every} ranks are shown, from the busiest to the least busy. " * (drawn < every)
         caption = (
             f"{name} takes {html.seconds(each['total_ms'] / 1e3)} for a layer, "
             f"{html.seconds(each['forward_ms'] / 1e3)} of it forward. A "
             f"rank computes {html.percent(share['mean'])} of that time in the mean, rank {share['most_rank']} "
             f"{html.percent(share['most'])} and rank {share['least_rank']} {html.percent(share['least'])}. {some}"
         ).strip()
-        items.append(
-            Plot(f"plot-timeline-{at}", f"One layer of {name}", caption, "simulated", *plots.timeline(each, longest))
-        )
-    return Section("timeline", "One layer on the clock", tuple(items))
+        plot = plots.timeline(each, longest)
+        items.append(Plot(f"plot-timeline-{at}", f"One layer of {name}", caption, "simulated", *plot))
+    return Section("timeline", title, items)

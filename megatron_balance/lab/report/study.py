@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from megatron_balance.lab.bench import (
     best_of,
     in_the_mean,
     named,
-    runs,
     saving,
     standing,
     why_not,
@@ -63,7 +62,7 @@ def study(
         "kind": "simulated",
         "answer": [
             *answer(rows, (base.name, best.name), limiting[best.name], tried, cluster.memory_bytes),
-            *([saving(best.row, base.row, bench.price) + "."] if best is not base and runs(best.row) else []),
+            *([saving(best.row, base.row, bench.price) + "."] if best is not base and not why_not(best.row) else []),
         ],
         "asked": _described(bench, choices, lengths, costs),
         "lengths": length_histogram(bench.given.batches, model.mask),
@@ -85,7 +84,7 @@ def _best(played: Sequence[PlayedCase], base: PlayedCase) -> PlayedCase:
     """The fastest beside the baseline that a job can run, or the nearest to that."""
     # Where there is none: the baseline if a job can run it, else the fastest that fits if any does.
     others = [each for each in played if each is not base]
-    if not any(runs(each.row) for each in others) and runs(base.row):
+    if all(why_not(each.row) for each in others) and not why_not(base.row):
         return base
     return min(others, key=lambda each: standing(each.row), default=base)
 
@@ -94,11 +93,8 @@ def _timelines(shown: Sequence[PlayedCase], bench: Bench) -> tuple[Figures, str]
     if bench.setup.transport == "sockets":
         return {}, "With --transport sockets ranks have no streams, which is what a timeline shows."
     if bench.machine.num_ranks > MOST_RANKS:
-        return (
-            {},
-            f"A timeline plays every transfer of every rank, and is made for at most {MOST_RANKS} ranks; ask for "
-            "fewer with --ranks.",
-        )
+        most = f"is made for at most {MOST_RANKS} ranks; ask for fewer with --ranks."
+        return {}, f"A timeline plays every transfer of every rank, and {most}"
     made = bench.progress(shown, "timeline")
     return {each.name: timeline(each.first_plan, bench.machine, bench.setup.drawn) for each in made}, ""
 
@@ -156,15 +152,11 @@ LOADS = (
 
 def _load(plan: MicrobatchPlan, model: Model, ranks_per_nic: int) -> Figures:
     loads = plan_statistics(plan, model, ranks_per_nic)
-    return {
-        "kind": "exact",
-        "planner": plan.planner,
-        **{key: loads[key] for key in LOADS},
-    }
+    return {"kind": "exact", "planner": plan.planner, **{key: loads[key] for key in LOADS}}
 
 
+# Shorter sequences share a bin.
 SMALLEST = 256
-"""Shorter sequences share a bin."""
 
 
 def length_histogram(batches: Sequence[Batch], mask: Mask) -> Figures:
@@ -208,28 +200,33 @@ def _bins(lengths: np.ndarray, mask: Mask) -> list[Figures]:
 
 
 KINDS = ("across nodes", "inside one node", "one rank")
+# The longest sequences are listed one by one.
 LISTED = 40
-"""The longest sequences are listed one by one."""
 
 
 def placement(plan: MicrobatchPlan) -> Figures:
     """By kind of place: how many sequences and tokens; and the longest sequences with their ranks."""
+    context = Context.of(plan)
+    # Ranks that hold or attend some of a sequence, in order.
     rows = [
-        (seq, plan.lengths[seq], _kind(ranks, plan.ranks_per_node), zone, ranks) for zone, seq, ranks in _places(plan)
+        (seq, plan.lengths[seq], _kind(ranks, plan.ranks_per_node), zone.name, ranks)
+        for zone in plan.zones
+        for seq, ranks in pattern_of(zone).sequences(zone, context)
     ]
     rows.sort(key=lambda row: (-row[1], row[0]))
     kinds: list[Figures] = []
     for kind in KINDS:
         held = [row for row in rows if row[2] == kind]
+        lengths, counts = [row[1] for row in held] or [0], [len(row[4]) for row in held] or [0]
         kinds.append(
             {
                 "where": kind,
                 "sequences": len(held),
-                "tokens": sum(row[1] for row in held),
-                "shortest": min((row[1] for row in held), default=0),
-                "longest": max((row[1] for row in held), default=0),
-                "fewest_ranks": min((len(row[4]) for row in held), default=0),
-                "most_ranks": max((len(row[4]) for row in held), default=0),
+                "tokens": sum(lengths),
+                "shortest": min(lengths),
+                "longest": max(lengths),
+                "fewest_ranks": min(counts),
+                "most_ranks": max(counts),
             }
         )
     longest = [
@@ -273,28 +270,16 @@ def _kind(ranks: list[int], ranks_per_node: int) -> str:
     return KINDS[1] if ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node else KINDS[0]
 
 
-def _places(plan: MicrobatchPlan) -> Iterator[tuple[str, int, list[int]]]:
-    """(zone, sequence, ranks that hold or attend some of it, in order)."""
-    context = Context.of(plan)
-    for zone in plan.zones:
-        for seq, ranks in pattern_of(zone).sequences(zone, context):
-            yield zone.name, seq, ranks
-
-
+# Ranks of a timeline.
 SHOWN_RANKS = 8
-"""Ranks of a timeline."""
 
 ACTIVITIES = (
-    "outside attention",
-    "attention",
-    "packing and adding up",
-    "transfers inside the node",
-    "transfers between nodes",
+    *("outside attention", "attention", "packing and adding up"),
+    *("transfers inside the node", "transfers between nodes"),
 )
 
+# Spans of one activity closer than this share of the whole are drawn as one.
 _FINEST = 1 / 3000
-"""Spans of one activity closer than this share of the whole are drawn as one."""
-
 Span = tuple[float, float]
 
 
@@ -341,8 +326,7 @@ def timeline(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
 def _activity(span: trace_format.TrackSpan) -> str:
     """Transfers by the link they take; a routed one's legs in the node are inside it."""
     if span.track == COMPUTE:
-        kinds = {LINEAR: ACTIVITIES[0], ATTENTION: ACTIVITIES[1]}
-        return kinds.get(span.what, ACTIVITIES[2])
+        return {LINEAR: ACTIVITIES[0], ATTENTION: ACTIVITIES[1]}.get(span.what, ACTIVITIES[2])
     return ACTIVITIES[4] if span.track.startswith("inter_node") else ACTIVITIES[3]
 
 
@@ -366,8 +350,8 @@ def _merged(spans: list[Span], gap: float) -> list[list[float]]:
 
 
 FIRST = 3
+# Number of suggestions that become sentences: changes that cost nothing, and machines to buy.
 BOUGHT = 2
-"""Number of suggestions that become sentences: changes that cost nothing, and machines to buy."""
 
 
 def answer(
@@ -385,7 +369,7 @@ def _fastest(base: Figures, best: Figures) -> str:
             f"{today} takes {page.seconds(base['step_s'])} a step (simulated); there is no other planner to hold it "
             "against that fits in memory and plans within a step."
         )
-    if not runs(best):
+    if why_not(best):
         return (
             f"No planner that was compared fits in memory and plans within a step; the nearest, {best['planner']}, "
             f"takes {page.seconds(best['step_s'])} a step (simulated)."
@@ -393,7 +377,7 @@ def _fastest(base: Figures, best: Figures) -> str:
     versus = f"{page.seconds(best['step_s'])} instead of {page.seconds(base['step_s'])} a step (simulated)"
     if best["speedup"] >= 1:
         cannot = f" {base['planner']} {why_not(base)}: no job takes its time." if why_not(base) else ""
-        return f"{best['planner']} is {page.times(best['speedup'])} as fast as {today}: {versus}.{_mean(best)}{cannot}"
+        return f"{best['planner']} is {best['speedup']:.2f} times as fast as {today}: {versus}.{_mean(best)}{cannot}"
     return f"No planner that was compared beats {today}; the nearest, {best['planner']}, takes {versus}."
 
 
@@ -419,22 +403,20 @@ def _suggestions(tried: Figures) -> list[str]:
     """Suggestions, best first, each with its gain: changes that cost nothing, then another machine."""
     own, bought = recommended(tried, ("planner", "step")), recommended(tried, ("machine",))
     sentences = [_suggestion(row, tried) for row in own[:FIRST]]
-    if not own and tried["fits"]:
+    if not own:
         rows = [row for row in tried["tries"] if row["where"] != "machine" and row["fits"]]
         sentences.append(
             f"None of the {len(rows)} other settings that were simulated and fit in memory makes a step of "
             f"{tried['planner']} more than 1 % faster."
-        )
-    if not own and not tried["fits"]:
-        sentences.append(
-            "None of the settings that were simulated fits in memory; use fewer tokens on a rank, or more ranks."
+            if tried["fits"]
+            else "None of the settings that were simulated fits in memory; use fewer tokens on a rank, or more ranks."
         )
     return [*sentences, *(_suggestion(row, tried) for row in bought[:BOUGHT])]
 
 
 def _suggestion(row: Figures, tried: Figures) -> str:
     before, after = page.seconds(tried["step_s"]), page.seconds(row["step_s"])
-    gain = f"{before} would become {after} a step, {page.times(row['times_as_fast'])} as fast (simulated)"
+    gain = f"{before} would become {after} a step, {row['times_as_fast']:.2f} times as fast (simulated)"
     if row["where"] == "machine":
         return f"With {row['name']}, {gain}."
     how = f" (`{row['options']}`)" if row["options"] else ""

@@ -18,8 +18,8 @@ def page(document: Figures, library: str) -> str:
     names = [run["label"] for run in document["runs"]]
     lead = (
         "Every step of this training run was planned: which GPU (rank) attends to which documents, and how their keys "
-        "and values travel. "
-        "This page is what the run logged about it, step by step: measured, but for what the plans predicted.",
+        "and values travel. This page is what the run logged about it, step by step: measured, but for what the plans "
+        "predicted.",
     )
     sections = (
         _short(document),
@@ -27,7 +27,7 @@ def page(document: Figures, library: str) -> str:
         *(_section(document, curve) for curve in CURVES),
         _limits(document),
         _next(document),
-        _made(),
+        Section("made", "Where the numbers come from", [Bullets(KINDS)]),
     )
     return html.render(f"Training run: {html.listed(names)}", lead, sections, library)
 
@@ -37,6 +37,11 @@ def _each(document: Figures, sentence: Callable[[Figures], str]) -> str:
 
 
 BOTH: tuple[Kind, ...] = ("measured", "simulated")
+KINDS = (
+    "measured: with a clock, or by the training itself, and written to the log of the run.",
+    "exact: counted from the plans that ran.",
+    "simulated: what the plans' cost model predicted of computing, before it ran.",
+)
 
 
 class _StepCurve(NamedTuple):
@@ -63,7 +68,7 @@ def _section(document: Figures, curve: _StepCurve) -> Section:
         items.append(Plot(f"plot-{curve.id}", curve.title, caption, curve.kind, *curve.figure(runs)))
     if lacking:
         items.append(Text(f"The log of {html.listed(lacking)} has no `{key}`, so it is not shown here."))
-    return Section(curve.id, curve.heading, tuple(items))
+    return Section(curve.id, curve.heading, items)
 
 
 def _behind(document: Figures, key: str) -> str:
@@ -71,12 +76,8 @@ def _behind(document: Figures, key: str) -> str:
     if key == "loss":
         compared: Figures = document["compared"] or {}
         apart = compared.get("largest_loss_difference")
-        return (
-            ""
-            if apart is None
-            else f" At the same step the two differ by at most {apart:.1e} of their value: balancing must not change "
-            "the loss."
-        )
+        said = " At the same step the two differ by at most {:.1e} of their value: balancing must not change the loss."
+        return "" if apart is None else said.format(apart)
     points = max(run["curves"]["steps_per_point"] for run in document["runs"])
     return f" A point is the mean of {points} steps." if key == "step_ms" and points > 1 else ""
 
@@ -89,67 +90,49 @@ def _short(document: Figures) -> Section:
         note = f"5 % took less than {low}, 5 % more than {high}"
         cards.append(Card(f"a step of {run['label']}, median", html.seconds(step["median"] / 1e3), note, "measured"))
         if run["tokens_per_s"] is not None:
-            cards.append(Card(f"tokens a second of {run['label']}", html.tokens(run["tokens_per_s"]), "", "measured"))
+            cards.append(Card(f"tokens a second of {run['label']}", f"{run['tokens_per_s']:,.0f}", "", "measured"))
     for run in document["runs"]:
         if run["loss"] is not None:
-            cards.append(
-                Card(
-                    f"last loss of {run['label']}",
-                    f"{run['loss']['last']:.4g}",
-                    f"from {run['loss']['first']:.4g}",
-                    "measured",
-                )
-            )
+            first, last = (f"{run['loss'][name]:.4g}" for name in ("first", "last"))
+            cards.append(Card(f"last loss of {run['label']}", last, f"from {first}", "measured"))
     if document["compared"] and document["compared"]["common_steps"]:
-        names = [run["label"] for run in document["runs"]]
-        cards.append(
-            Card(
-                f"{names[1]} over {names[0]}",
-                f"{document['compared']['times_as_fast']:.2f}x",
-                "median step of the steps of both",
-                "measured",
-            )
-        )
-    return Section("short", "In short", (Cards(tuple(cards)), Bullets(tuple(document["answer"]))))
+        one, other = (run["label"] for run in document["runs"])
+        ratio = f"{document['compared']['times_as_fast']:.2f}x"
+        cards.append(Card(f"{other} over {one}", ratio, "median step of the steps of both", "measured"))
+    return Section("short", "In short", (Cards(cards), Bullets(document["answer"])))
 
 
 def _ran(document: Figures) -> Section:
     runs = document["runs"]
 
-    def row(name: str, cell: Callable[[Figures], str]) -> tuple[str, ...]:
-        return (name, *(cell(run) for run in runs))
-
-    rows = (
-        row("log", lambda run: run["path"]),
-        row(
-            "planner",
-            lambda run: ", ".join(
-                name if len(run["planners"]) == 1 else f"{name} ({n} steps)" for name, n in run["planners"].items()
-            ),
-        ),
-        row("ranks", lambda run: "not in the log" if run["num_ranks"] is None else str(run["num_ranks"])),
-        row("steps", lambda run: f"{run['num_steps']:,}: {run['first_step']:,} to {run['last_step']:,}"),
-        row("sequences of a step", lambda run: _mean(run, "num_sequences")),
-        row("tokens of a step", lambda run: _mean(run, "num_tokens")),
-        row("microbatches of a step", lambda run: _mean(run, "num_microbatches")),
-    )
+    of_step = (f"{what} of a step" for what in ("sequences", "tokens", "microbatches"))
+    rows = list(zip(("log", "planner", "ranks", "steps", *of_step), *map(_facts, runs), strict=True))
+    title = "the run" if len(runs) == 1 else "the runs"
     items: list[Item] = [
-        HtmlTable("the run" if len(runs) == 1 else "the runs", ("", *(run["label"] for run in runs)), rows, "measured")
+        HtmlTable(title, ("", *(run["label"] for run in runs)), rows, "measured"),
+        Text(_each(document, _steady)),
     ]
-    steady = _each(
-        document,
-        lambda run: f"Means of {run['label']} are over {html.count(run['steady_steps'], 'step')}{_warm(run)}.",
-    )
     notes = [f"{run['label']}: {note}" for run in runs for note in run["notes"]]
-    items.append(Text(steady))
     if notes:
-        items += [Text("What was unusual about the log:"), Bullets(tuple(notes))]
-    return Section("ran", "What ran", tuple(items))
+        items += [Text("What was unusual about the log:"), Bullets(notes)]
+    return Section("ran", "What ran", items)
 
 
-def _warm(run: Figures) -> str:
+def _facts(run: Figures) -> list[str]:
+    planners = run["planners"]
+    return [
+        run["path"],
+        ", ".join(name if len(planners) == 1 else f"{name} ({n} steps)" for name, n in planners.items()),
+        "not in the log" if run["num_ranks"] is None else str(run["num_ranks"]),
+        f"{run['num_steps']:,}: {run['first_step']:,} to {run['last_step']:,}",
+        *(_mean(run, key) for key in ("num_sequences", "num_tokens", "num_microbatches")),
+    ]
+
+
+def _steady(run: Figures) -> str:
     left_out = run["num_steps"] - run["steady_steps"]
-    return f", without the first {left_out}, in which a run allocates and connects" if left_out else ""
+    warm = f", without the first {left_out}, in which a run allocates and connects" if left_out else ""
+    return f"Means of {run['label']} are over {html.count(run['steady_steps'], 'step')}{warm}."
 
 
 def _mean(run: Figures, key: str) -> str:
@@ -191,10 +174,7 @@ def _traffic(run: Figures) -> str:
         return ""
     known = crossing is not None and received
     share = f", {html.percent(crossing / received)} of them from other nodes" if known else ""
-    return (
-        f"A rank of {run['label']} receives the keys and values of {html.tokens(received)} tokens a step in the "
-        f"mean{share}."
-    )
+    return f"A rank of {run['label']} receives the keys and values of {received:,.0f} tokens a step in the mean{share}."
 
 
 def _planning(run: Figures) -> str:
@@ -247,17 +227,13 @@ CURVES = (
 
 def _limits(document: Figures) -> Section:
     of_runs = document["limits"]
-    rows = tuple(
-        (
-            name,
-            *(
-                f"{html.seconds(each['parts_ms'][part] / 1e3)} "
-                f"({html.percent(each['parts_ms'][part] / each['step_ms'])})"
-                for each in of_runs.values()
-            ),
+
+    def cell(each: Figures, part: str) -> str:
+        return (
+            f"{html.seconds(each['parts_ms'][part] / 1e3)} ({html.percent(each['parts_ms'][part] / each['step_ms'])})"
         )
-        for part, (name, _) in plots.RUN_PARTS.items()
-    )
+
+    rows = [(name, *(cell(each, part) for each in of_runs.values())) for part, (name, _) in plots.RUN_PARTS.items()]
     closest = [
         Fold(f"What the time of a step of {run['label']} goes with", (_correlations(run),))
         for run in document["runs"]
@@ -267,27 +243,21 @@ def _limits(document: Figures) -> Section:
         "Computing is what the plans predicted of the most loaded rank; the last part is measured time that "
         "no prediction accounts for."
     )
-    return Section(
-        "limits",
-        "What limits the step, as far as the log tells",
-        (
-            Bullets(tuple(each["sentence"] for each in of_runs.values())),
-            Plot("plot-limits", "What a mean step is made of", caption, BOTH, *plots.parts(of_runs)),
-            HtmlTable("the same as a table", ("part", *of_runs), rows, BOTH),
-            *closest,
-        ),
+    items = (
+        Bullets([each["sentence"] for each in of_runs.values()]),
+        Plot("plot-limits", "What a mean step is made of", caption, BOTH, *plots.parts(of_runs)),
+        HtmlTable("the same as a table", ("part", *of_runs), rows, BOTH),
+        *closest,
     )
+    return Section("limits", "What limits the step, as far as the log tells", items)
 
 
 def _correlations(run: Figures) -> HtmlTable:
     ordered: Sequence[tuple[str, float]] = sorted(run["follows"].items(), key=lambda each: -each[1])
-    return HtmlTable(
-        "rank correlation with the time of a step: 1 goes up and down together, 0 has nothing to do with it; not a "
-        "cause",
-        ("figure of a step", "correlation"),
-        tuple((NAMES[key], f"{value:.2f}") for key, value in ordered),
-        "measured",
-    )
+    rows = [(NAMES[key], f"{value:.2f}") for key, value in ordered]
+    meaning = "1 goes up and down together, 0 has nothing to do with it; not a cause"
+    caption = f"rank correlation with the time of a step: {meaning}"
+    return HtmlTable(caption, ("figure of a step", "correlation"), rows, "measured")
 
 
 def _next(document: Figures) -> Section:
@@ -295,21 +265,5 @@ def _next(document: Figures) -> Section:
     for name, sentences in document["try_next"].items():
         if len(document["try_next"]) > 1:
             items.append(Text(f"{name}:"))
-        items.append(Bullets(tuple(sentences)))
-    return Section("next", "What to try next", tuple(items))
-
-
-def _made() -> Section:
-    return Section(
-        "made",
-        "Where the numbers come from",
-        (
-            Bullets(
-                (
-                    "measured: with a clock, or by the training itself, and written to the log of the run.",
-                    "exact: counted from the plans that ran.",
-                    "simulated: what the plans' cost model predicted of computing, before it ran.",
-                )
-            ),
-        ),
-    )
+        items.append(Bullets(sentences))
+    return Section("next", "What to try next", items)

@@ -38,24 +38,11 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, run_bounds
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.columns import Placed, Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca.greedy import Drain, Rule, empty_light_servers
-from megatron_balance.planners.distca.servers import (
-    RANK,
-    SEQ,
-    START,
-    STOP,
-    Caps,
-    Edges,
-    HeadTail,
-    Plain,
-    Seconds,
-    Servers,
-    TaskSizes,
-    enforce_caps,
-)
+from megatron_balance.planners.distca.servers import Edges, HeadTail, Plain, Seconds, Servers, TaskSizes, enforce_caps
 from megatron_balance.solvers.groups import check_pool
 
 
@@ -155,8 +142,6 @@ def _spread(num_chosen: int, num_ranks: int) -> list[int]:
 # Share of the tolerance with which the limit starts; first steps by which it gives way are in the
 # rest.
 _AIM = 0.95
-
-
 # Shares of the tolerance: the least that the limit leaves above the mean, and the mean padding up
 # to which pairs have a limit of their own.
 _LEAST, _MOST_PADDING = 0.25, 2.0
@@ -187,23 +172,20 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
         InfeasibleError: a rank's own tokens pass a cap, and no other rank can take these over.
     """
     _check(options)
-    owned = owned[owned[:, STOP] > owned[:, START]]
+    owned = owned[owned[:, Placed.STOP] > owned[:, Placed.START]]
     if not len(owned):
         return np.empty((0, 6), dtype=np.int64)
-    owned = owned[np.argsort(owned[:, RANK], kind="stable")]
+    owned = owned[np.argsort(owned[:, Placed.RANK], kind="stable")]
     seconds = Seconds.of(cost, max(lengths))
     edges = Edges.of(owned, min(options.block, max(lengths)), seconds)
     sizes = TaskSizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
     shards = Plain(edges, sizes) if options.shards == "plain" else HeadTail(edges, sizes)
-    caps = Caps(
-        options.max_kv_tokens or inf,
-        inf if options.max_received_tokens is None else options.max_received_tokens,
-    )
-    servers = Servers(edges, shards, num_ranks, caps)
+    most_received = inf if options.max_received_tokens is None else options.max_received_tokens
+    servers = Servers(edges, shards, num_ranks, options.max_kv_tokens or inf, most_received)
     enforce_caps(servers)
     least_score = options.least_score * cost.inter_node_s(1, 0)
     limit, limit_of_pairs = _limits(servers, owned, seconds, options.tolerance)
-    rule = Rule(limit, options.tolerance, sizes, least_score)
+    rule = Rule(limit, options.tolerance, least_score)
     if options.empty_light_servers:
         empty_light_servers(servers, rule)
     # What the second limit forbids counts as load from here on (`_padding`).
@@ -215,7 +197,7 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
 
 def _limits(servers: Servers, owned: Ints, seconds: Seconds, tolerance: float) -> tuple[float, float]:
     """The load that no server may exceed, and what of that in pairs: both within the tolerance."""
-    start, stop = owned[:, START].astype(np.float64), owned[:, STOP].astype(np.float64)
+    start, stop = owned[:, Placed.START].astype(np.float64), owned[:, Placed.STOP].astype(np.float64)
     mean = float(servers.load.mean())
     mean_pairs_s = float(_pairs(start, stop).sum()) * seconds.pair_s / len(servers.load)
     by_pairs = max((1 + _AIM * tolerance) * mean_pairs_s, servers.heaviest_block())
@@ -239,7 +221,7 @@ def _spans(servers: Servers) -> tuple[Ints, Ints, Ints, Ints]:
     flat = chain.from_iterable(chain.from_iterable(servers.pieces))
     pieces = np.fromiter(flat, np.int64, 3 * sum(held)).reshape(-1, 3)
     which, start, stop = servers.shards.spans(pieces)
-    return np.repeat(np.arange(len(held)), held)[which], servers.edges.owned[pieces[which, 0], SEQ], start, stop
+    return np.repeat(np.arange(len(held)), held)[which], servers.edges.owned[pieces[which, 0], Placed.SEQ], start, stop
 
 
 def _tasks(servers: Servers) -> Ints:

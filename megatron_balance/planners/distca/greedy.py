@@ -16,24 +16,12 @@ import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.planners.distca.servers import (
-    Items,
-    Parts,
-    Piece,
-    Servers,
-    TaskSizes,
-    at_hand,
-    at_least,
-    at_most,
-    num_bytes,
-)
+from megatron_balance.planners.distca.servers import Items, Parts, Piece, Servers, at_least, at_most
 
 # Differences below this share of the mean load are none.
 _ROUNDING = 1e-9
-
 # Share by which the limit gives way where no cut at whole blocks fits; doubled up to the most.
 _RAISE, _MOST_RAISE = 0.001, 0.005
-
 # Share of the tolerance that a cut may leave unused, or take off a source in vain, for fewer
 # bytes.
 _SPARE = 0.25
@@ -45,7 +33,6 @@ class Rule:
 
     limit: float
     tolerance: float
-    sizes: TaskSizes
     least_score: float
 
 
@@ -88,8 +75,8 @@ class Drain:
     def __init__(self, servers: Servers, rule: Rule) -> None:
         self.servers, self.rule, self.limit = servers, rule, rule.limit
         self.mean = float(servers.load.mean())
-        self._query_size = rule.sizes.query / rule.sizes.kv
-        self._least_score = rule.least_score * rule.sizes.kv
+        sizes = servers.shards.sizes
+        self._query_size, self._least_score = sizes.query / sizes.kv, rule.least_score * sizes.kv
         over: list[int] = np.flatnonzero(servers.load > self.limit).tolist()
         self.rows: list[tuple[int, Piece]] = []
         self.rows_of: dict[int, list[int]] = defaultdict(list)
@@ -160,9 +147,7 @@ class Drain:
             if self.rule.least_score > 0 and closed:
                 return
             source = self.rows[row][0]
-            if times_shed < most_times_shed and _shed_light_work(
-                self.servers, self.limit, block, source, self.rule.sizes
-            ):
+            if times_shed < most_times_shed and _shed_light_work(self.servers, self.limit, block, source):
                 times_shed += 1
                 self._update(source)
             else:
@@ -201,7 +186,7 @@ class Drain:
                 for _, stop in self.servers.held(target, seq):
                     if stop > reach[seq]:
                         rows = columns.seq == columns.seqs[seq]
-                        keys[rows] = key_stop[rows] - at_hand(self.servers, target, seq, key_stop[rows])
+                        keys[rows] = key_stop[rows] - self.servers.at_hand(target, seq, key_stop[rows])
         else:
             queries, keys = columns.items.cheapest(seconds)
         # In place: `cheapest` returns its buffers, and bytes count in keys' worth.
@@ -223,7 +208,7 @@ class Drain:
         low, stop, _ = parts
         if len(low) == 1:
             return int(low[0]), stop
-        costs = num_bytes(self.servers, piece, parts, target, self.rule.sizes)
+        costs = self.servers.num_bytes(piece, parts, target)
         costs[wasted > allowed] = inf
         best = int(costs.argmin())
         return int(low[best]), stop + best
@@ -288,7 +273,7 @@ def empty_light_servers(servers: Servers, rule: Rule) -> None:
         takers.pop(bisect_left(takers, (giver_load, name)))
         at = bisect_right(takers, (rule.limit - giver_load, 1)) - 1
         full = at >= 0 and takers[at][0] + giver_load >= _FULL * rule.limit
-        if full and _pays(servers, -name, -takers[at][1], keys * rule.sizes.kv * giver_load / mean, rule):
+        if full and _pays(servers, -name, -takers[at][1], keys * servers.shards.sizes.kv * giver_load / mean, rule):
             taker = -takers.pop(at)[1]
             for piece in list(servers.pieces[-name]):
                 servers.move(piece, piece[1], piece[2], -name, taker)
@@ -305,11 +290,11 @@ def _keys_of_surplus(servers: Servers, surplus: Floats) -> float:
 
 def _pays(servers: Servers, giver: int, taker: int, saved_bytes: float, rule: Rule) -> bool:
     """Whether moving all tasks of a server saves more bytes than it costs."""
-    costs_bytes = 0.0
+    costs_bytes, sizes = 0.0, servers.shards.sizes
     most_bytes = min(saved_bytes, float(servers.load[giver]) / rule.least_score) if rule.least_score else saved_bytes
     for piece in servers.pieces[giver]:
         keys = servers.missing(taker, servers.seq(piece), servers.shards.key_stop(piece)) - servers.freed(giver, piece)
-        costs_bytes += servers.shards.num_queries(piece) * rule.sizes.query + keys * rule.sizes.kv
+        costs_bytes += servers.shards.num_queries(piece) * sizes.query + keys * sizes.kv
         if costs_bytes >= most_bytes or not servers.allows(taker, piece):
             return False
     return True
@@ -319,7 +304,7 @@ def _pays(servers: Servers, giver: int, taker: int, saved_bytes: float, rule: Ru
 _GIVERS, _MOST_GIVERS = 2, 32
 
 
-def _shed_light_work(servers: Servers, limit: float, block: float, source: int, sizes: TaskSizes) -> bool:
+def _shed_light_work(servers: Servers, limit: float, block: float, source: int) -> bool:
     """Move light work off a server so that a block of `block` seconds, on `source`, fits it;
     whether any moved.
 
@@ -345,7 +330,7 @@ def _shed_light_work(servers: Servers, limit: float, block: float, source: int, 
         for bound, piece in _cheapest_first(servers, giver, need, takers) if takers else ():
             if best is not None and bound >= best[0]:
                 break
-            for costs, low, high, to in _light_parts(servers, piece, need, takers, sizes):
+            for costs, low, high, to in _light_parts(servers, piece, need, takers):
                 if best is None or costs < best[0]:
                     best = (costs, piece, low, high, giver, to)
     if best is None:
@@ -380,14 +365,14 @@ def _cheapest_first(
 
 
 def _light_parts(
-    servers: Servers, piece: Piece, need: float, takers: Sequence[tuple[int, float]], sizes: TaskSizes
+    servers: Servers, piece: Piece, need: float, takers: Sequence[tuple[int, float]]
 ) -> Iterator[tuple[float, int, int, int]]:
     """For each taker the cheapest part of at least `need` seconds that fits its headroom."""
     parts = low, stop, moved = at_least(servers.shards, piece, need)
     least = float(moved[moved.argmin()])
     for taker, headroom in takers:
         if least <= headroom:
-            costs = num_bytes(servers, piece, parts, taker, sizes)
+            costs = servers.num_bytes(piece, parts, taker)
             costs[moved > headroom] = inf
             best = int(costs.argmin())
             bounds = int(low[best]), stop + best

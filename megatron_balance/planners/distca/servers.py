@@ -15,34 +15,27 @@ from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.arrays import Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Caps:
-    """Most tokens whose keys a server holds at once, and that it receives."""
-
-    held: float = inf
-    received: float = inf
-
-
-_NO_CAPS = Caps()
+from megatron_balance.ir.columns import Placed
 
 
 class Servers:
     """Loads and pieces of all servers [R]. The fragments of `edges` are in the order of their ranks.
 
     `load`: seconds of attention; `reach`: by sequence, where the keys end that are there; `keys`,
-    `queries`: tokens that come from others.
+    `queries`: tokens that come from others. `most_held`, `most_received`: tokens whose keys a server
+    holds at once, and that it receives.
     """
 
-    def __init__(self, edges: Edges, shards: Shards, num_ranks: int, caps: Caps) -> None:
-        self.edges, self.shards, self.caps = edges, shards, caps
-        self.counted = caps != _NO_CAPS
-        rank = edges.owned[:, RANK]
+    def __init__(
+        self, edges: Edges, shards: Shards, num_ranks: int, most_held: float = inf, most_received: float = inf
+    ) -> None:
+        self.edges, self.shards, self.most_held, self.most_received = edges, shards, most_held, most_received
+        self.counted = (most_held, most_received) != (inf, inf)
+        rank = edges.owned[:, Placed.RANK]
         self.owned: list[list[int]] = edges.owned.tolist()
         self.mass = shards.seconds
         self.load: Floats = np.bincount(rank, shards.mass[shards.ends] - shards.mass[shards.begins], num_ranks)
-        own: Floats = np.bincount(rank, edges.owned[:, STOP] - edges.owned[:, START], num_ranks)
+        own: Floats = np.bincount(rank, edges.owned[:, Placed.STOP] - edges.owned[:, Placed.START], num_ranks)
         self.own: list[int] = own.astype(np.int64).tolist()
         self._held: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(num_ranks)]
         self.reach: list[dict[int, int]] = [{} for _ in range(num_ranks)]
@@ -107,16 +100,18 @@ class Servers:
         if not self.counted:
             return True
         keys = self.missing(server, self.seq(piece), self.shards.key_stop(piece))
-        held, received = self.own[server] + self.keys[server] + keys, self.keys[server] + self.queries[server] + keys
-        return held <= self.caps.held and received + self._foreign(server, piece) <= self.caps.received
+        held, received = self.counts(server)
+        received += keys + self._foreign(server, piece)
+        return held + keys <= self.most_held and received <= self.most_received
 
-    def over_caps(self, server: int) -> bool:
-        held, received = self.own[server] + self.keys[server], self.keys[server] + self.queries[server]
-        return held > self.caps.held or received > self.caps.received
+    def counts(self, server: int) -> tuple[int, int]:
+        """Tokens whose keys a server holds, and that it receives."""
+        return self.own[server] + self.keys[server], self.keys[server] + self.queries[server]
 
     def keys_allowed(self, server: int) -> float:
-        held, received = self.own[server] + self.keys[server], self.keys[server] + self.queries[server]
-        return min(self.caps.held - held, self.caps.received - received)
+        """Further keys that the caps leave room for; below 0: it is above them."""
+        held, received = self.counts(server)
+        return min(self.most_held - held, self.most_received - received)
 
     def received_keys(self, server: int, seq: int) -> int:
         return self._not_held(server, seq, 0, self.reach[server].get(seq, 0))
@@ -152,6 +147,24 @@ class Servers:
         self.load[target] += seconds
         return rest
 
+    def num_bytes(self, piece: Piece, parts: Parts, target: int) -> Floats:
+        """Bytes that migrate parts of a piece."""
+        low, stop, _ = parts
+        costs, seq = self.shards.num_bytes(piece, low, stop), self.seq(piece)
+        if seq in self.reach[target]:
+            costs -= self.shards.sizes.kv * self.at_hand(target, seq, self.shards.key_stops(piece, low, stop))
+        return costs
+
+    def at_hand(self, server: int, seq: int, key_stop: Ints | Floats) -> Ints | Floats:
+        """Number of keys below each `key_stop` that a server has of a sequence (it has some)."""
+        reach = self.reach[server][seq]
+        # First keys up to `reach`, then runs that it owns beyond.
+        keys = np.minimum(key_stop, reach)
+        for start, stop in self.held(server, seq):
+            if stop > reach:
+                keys += np.maximum(np.minimum(key_stop, stop) - max(reach, start), 0)
+        return keys
+
 
 # Parts of a piece: where each begins, where the first one stops (the next a block later), their
 # seconds.
@@ -183,25 +196,6 @@ def at_most(shards: Shards, piece: Piece, most: float) -> Parts:
     return low, stop, ends - mass[low]
 
 
-def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: TaskSizes) -> Floats:
-    low, stop, _ = parts
-    costs, seq = servers.shards.num_bytes(piece, low, stop), servers.seq(piece)
-    if seq in servers.reach[target]:
-        costs -= sizes.kv * at_hand(servers, target, seq, servers.shards.key_stops(piece, low, stop))
-    return costs
-
-
-def at_hand(servers: Servers, server: int, seq: int, key_stop: Ints | Floats) -> Ints | Floats:
-    """Number of keys below each `key_stop` that a server has of a sequence (it has some)."""
-    reach = servers.reach[server][seq]
-    # First keys up to `reach`, then runs that it owns beyond.
-    keys = np.minimum(key_stop, reach)
-    for start, stop in servers.held(server, seq):
-        if stop > reach:
-            keys += np.maximum(np.minimum(key_stop, stop) - max(reach, start), 0)
-    return keys
-
-
 def enforce_caps(servers: Servers) -> None:
     """Give tasks of servers above a cap to servers with room below it, before anything is balanced.
 
@@ -210,12 +204,9 @@ def enforce_caps(servers: Servers) -> None:
     """
     if not servers.counted:
         return
-    need = [
-        (own + keys, keys + queries)
-        for own, keys, queries in zip(servers.own, servers.keys, servers.queries, strict=True)
-    ]
-    for server in sorted(range(len(need)), key=lambda rank: need[rank], reverse=True):
-        while servers.over_caps(server):
+    need = [servers.counts(server) for server in range(len(servers.pieces))]
+    for server in sorted(range(len(need)), key=need.__getitem__, reverse=True):
+        while servers.keys_allowed(server) < 0:
             if not any(_give_away(servers, server, seq) for seq in _by_keys(servers, server)):
                 raise InfeasibleError(_sentence(servers, server, need))
 
@@ -268,19 +259,14 @@ def _lowest(servers: Servers, piece: Piece, server: int) -> int:
 
 
 def _sentence(servers: Servers, server: int, need: list[tuple[int, int]]) -> str:
-    caps = servers.caps
-    held, received = servers.own[server] + servers.keys[server], servers.keys[server] + servers.queries[server]
-    what, needed, cap, which = (
-        ("max_kv_tokens", held, caps.held, 0)
-        if held > caps.held
-        else ("max_received_tokens", received, caps.received, 1)
-    )
+    counts = servers.counts(server)
+    which = 0 if counts[0] > servers.most_held else 1
+    what, cap = (("max_kv_tokens", servers.most_held), ("max_received_tokens", servers.most_received))[which]
     return (
-        f"distca: rank {server} would have {needed} tokens for its attention tasks and {what} is {ceil(cap)}, and no "
-        "other rank has room "
-        f"for what it would have to give away. Set {what} to {max(each[which] for each in need)}, with which nobody "
-        "has to give anything "
-        "away, or plan fewer tokens at once"
+        f"distca: rank {server} would have {counts[which]} tokens for its attention tasks and {what} is {ceil(cap)}, "
+        f"and no other rank has room for what it would have to give away. Set {what} to "
+        f"{max(each[which] for each in need)}, with which nobody has to give anything away, or plan fewer tokens at "
+        "once"
     )
 
 
@@ -313,12 +299,8 @@ class TaskSizes:
 
 # A fragment, and the first and last of its edges (or pairs of blocks) that bound a part of it.
 Piece: TypeAlias = tuple[int, int, int]
-
-
 # Queries that move, and up to where they need keys.
 Part: TypeAlias = tuple[Floats, Floats]
-
-
 # Share that counts as all of an item, so that no rounding makes it more.
 _ALL = 1 - 1e-14
 
@@ -532,10 +514,6 @@ class HeadTail:
 Shards: TypeAlias = Plain | HeadTail
 
 
-# Columns of `owned`: rows of the tokens that each rank holds outside attention.
-RANK, SEQ, START, STOP = range(4)
-
-
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """S as knots. `pair_s`: the least time of another (query, key) pair, of the longest runs."""
@@ -561,7 +539,9 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Where the fragments of `owned` may be cut: at multiples of the block, and at their end."""
+    """Where the fragments of `owned` may be cut: at multiples of the block, and at their end. `owned`:
+    `Placed` rows of the tokens that each rank holds outside attention.
+    """
 
     owned: Ints
     first: Ints
@@ -571,7 +551,7 @@ class Edges:
 
     @classmethod
     def of(cls, owned: Ints, block: int, seconds: Seconds) -> Edges:
-        starts, stops = owned[:, START], owned[:, STOP]
+        starts, stops = owned[:, Placed.START], owned[:, Placed.STOP]
         counts = -(-(stops - starts) // block) + 1
         last = np.cumsum(counts) - 1
         first = last - counts + 1

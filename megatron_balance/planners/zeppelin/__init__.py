@@ -55,17 +55,9 @@ from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone
 from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.zeppelin import shares
 from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, PlacementPrice, cheapest, rings_s, with_lead
-from megatron_balance.planners.zeppelin.shares import (
-    Shares,
-    Trimmed,
-    aligned,
-    more_even,
-    num_parts,
-    one_run_each,
-    placements,
-    shared_zone,
-)
+from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
 from megatron_balance.solvers.groups import (
     INTRA_NODE,
     LOCAL,
@@ -80,21 +72,16 @@ from megatron_balance.solvers.packing import longest_first
 
 # Targets of rings of groups, over the mean seconds of a group; rings over all groups are tried, too.
 _TARGETS = (1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
-
 # Price over the cheapest up to which the next rings are estimated, too; of more than `_MANY`
 # groups none.
 _CLOSE = 1.05
-
 # Layer over even computation from which on rings of groups are asked for beside waves.
 _SHOWS = 1.08
-
 # By how much waves must be ahead of rings by closed forms, and of `_SHOWS`, to need no whole
 # estimates.
 _SURELY = 1.01
-
 # Groups from which on rings are not tried, and fewer starts are: the longest never fills them.
 _MANY = 32
-
 # Smaller shares of a sequence are left out; the second where cuts are to be fewer.
 _LEAST_SHARE = 0.03
 _LEAST_OF_FEW = 0.1
@@ -112,16 +99,12 @@ class _Starts(NamedTuple):
 
 _STARTS = _Starts((0.0, None), (0.15, 0.3, 0.5, 0.8), 0.03)
 _OF_MANY = _Starts((0.0,), (0.3, 0.8), 0.09)
-
 # Share of a layer's seconds up to which that is not so; then narrower groups may pay.
 _HIDDEN = 0.03
-
 # Narrower groups are tried where one of them holds this much of the longest sequence.
 _FITTING = 0.5
-
 # Share from which on wider groups may.
 _EXPOSED = 0.1
-
 # By how much another size must be cheaper to go on in its direction.
 _BETTER = 0.995
 
@@ -170,7 +153,7 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
     if options.rule == "paper":
         return search.plan(zones(paper_placement(lengths, cluster, capacity), cluster))
     if isinstance(model.mask, SlidingWindow):
-        return search.plan((one_run_each(lengths, cluster),))
+        return search.plan((shares.one_run_each(lengths, cluster),))
     return search.in_rings() if options.rule == "groups" else search.in_waves()
 
 
@@ -272,7 +255,7 @@ class Search:
         mean_s, capacity = sum(seconds) / costs.num_groups, self.capacity * costs.size
         targets, close = (_TARGETS, _CLOSE) if costs.num_groups <= _MANY else (_TARGETS[1::2], 1.0)
         found: list[Placement] = [[tuple(range(costs.num_groups))] * len(seconds)]
-        found += [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
+        found += [shares.aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
         found = [placement for at, placement in enumerate(found) if placement not in found[:at]]
         priced = sorted((rings_s(placement, self.lengths, costs), at) for at, placement in enumerate(found))
         self.known[key] = found = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
@@ -321,7 +304,7 @@ class Search:
         of, price, costs = found
         # Runs of two parts may be a token longer.
         for lead in dict.fromkeys((price.lead, 0)):
-            zone = shared_zone(of, self.lengths, self.context.cluster, costs.size, (price.num_waves, lead))
+            zone = shares.shared_zone(of, self.lengths, self.context.cluster, costs.size, (price.num_waves, lead))
             if self._fits(plan := self.plan((zone,))):
                 return InWaves(plan, found)
         return None
@@ -373,14 +356,14 @@ class Search:
 
         def begun(every: Sequence[float | None], least: float) -> Trimmed:
             ways = _distinct(every, work, num_groups) if num_groups > 1 else every[:1]
-            of_each = (placements(work, lengths, num_groups, above) for above in ways)
+            of_each = (shares.placements(work, lengths, num_groups, above) for above in ways)
             return Trimmed.without(list(chain.from_iterable(of_each)), least)
 
         yield begun(starts.always, _LEAST_SHARE)
         if num_groups <= _MANY and not costs.replays:
             rings = [dict.fromkeys(groups, 1 / len(groups)) for groups in self._aligned(costs)[0]]
             placed = Shares.begin(work, lengths, num_groups, rings)
-            yield Trimmed.without([placed.copy(kept=True), *more_even(placed)], _LEAST_OF_FEW)
+            yield Trimmed.without([placed.copy(kept=True), *shares.more_even(placed)], _LEAST_OF_FEW)
         yield begun(starts.fewer_cuts, _LEAST_OF_FEW)
 
     # Memory of the step. The search is told before there is a placement whether layers replay, since
@@ -427,7 +410,7 @@ def _direction(price: PlacementPrice) -> int:
 
 
 def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups: int) -> list[float | None]:
-    ways = {above: None if above is None else tuple(num_parts(work, num_groups, above)) for above in starts}
+    ways = {above: None if above is None else tuple(shares.num_parts(work, num_groups, above)) for above in starts}
     first = {way: above for above, way in reversed(ways.items())}
     return [above for above in starts if first[ways[above]] == above]
 

@@ -31,22 +31,16 @@ from megatron_balance.solvers.groups import Placement
 
 # Numbers of waves that are priced.
 WAVES = (1, 2, 3, 4, 6, 8)
-
 # Leads that are tried, over the one whose work takes as long as the exchange of all else.
 _LEADS = (0.75, 1.0, 1.5)
-
 # Tokens of the sequence whose backward is compared with its forward.
 _TYPICAL = 8192
-
 # Keys that cost as much as the thread blocks of a piece of keys do beside them.
 _BLOCK_TOKENS = BLOCK_TILES * TILE_TOKENS
-
 # Bytes that a merge reads and writes, over those of the queries: three values in fp32 each.
 _MERGED = 6.0
-
 # Bytes of a gradient of keys and values over theirs: they travel in fp32.
 _GRADIENT = 2.0
-
 # Launches beside a group call: packing, in the backward also unpacking or adding.
 _MOVES_OF_EXCHANGE = (1, 2)
 
@@ -234,7 +228,7 @@ def cheapest(
     below_s: float = inf,
 ) -> tuple[int, PlacementPrice] | None:
     """The first of the cheapest placements within `capacity`; None: none is below `below_s`."""
-    each = layer_s(placed, costs, waves)
+    each = _layer_s(placed, costs, waves)
     each[placed.held.max(axis=1) > capacity] = inf
     at, wave = divmod(int(each.argmin()), len(waves))
     seconds = float(each[at, wave])
@@ -259,7 +253,7 @@ def with_lead(
     leads = [lead for lead in (int(part * enough) // ALIGN * ALIGN for part in _LEADS) if lead]
     if not leads:
         return price
-    seconds = layer_s(
+    seconds = _layer_s(
         Trimmed.without([placed] * len(leads)),
         costs,
         waves,
@@ -323,7 +317,7 @@ class _KeyFlow(NamedTuple):
     part: Floats
 
 
-def layer_s(
+def _layer_s(
     placed: Trimmed,
     costs: GroupCosts,
     waves: Sequence[int] = WAVES,

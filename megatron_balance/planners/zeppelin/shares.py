@@ -30,19 +30,14 @@ from megatron_balance.solvers.packing import longest_first
 
 # Shares up to this are none.
 _NOTHING = 1e-3
-
 # Work, and tokens, of a group above the mean that are taken as even.
 _TOLERANCE = 0.01
-
 # Steps of each levelling, for each group, at most.
 _STEPS = 4
-
 # Sequences of each of two groups among which a trade is looked for.
 _TRADED = 12
-
 # A placement is offered whenever what is uneven has become this much less.
 _LESS = 0.7
-
 # Work above the mean, over it, of a group's whole sequences with which levelling still helps.
 _MOST_ABOVE = 0.3
 

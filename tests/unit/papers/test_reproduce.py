@@ -14,8 +14,7 @@ import pytest
 
 import megatron_balance.lab.papers as package
 from megatron_balance.cost.fits import GAMMA_H100_FLUX, gamma_of
-from megatron_balance.errors import ConfigError
-from megatron_balance.lab.papers import PAPERS, distca, knapformer, paper_of, wlb_llm, zeppelin
+from megatron_balance.lab.papers import PAPERS, distca, knapformer, wlb_llm, zeppelin
 from megatron_balance.lab.papers.base import ITSELF, Effort, Paper, PaperTable, Published, Row
 from megatron_balance.lab.papers.distca import layer_s
 from megatron_balance.lab.papers.knapformer import MODEL, WITHOUT, batches, flops, machine, plan
@@ -147,18 +146,13 @@ def test_a_mistake_is_one_line_that_says_what_would_be_right(run, command, messa
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_papers_have_tables_with_titles_and_lower_case_names(name):
-    paper = paper_of(name)
+    paper = PAPERS[name]
     assert paper.title
     assert paper.tables
     for table_name, table in paper.tables.items():
         assert table_name == table_name.lower()
         assert table.title
         assert table.batches >= 1
-
-
-def test_a_paper_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="no paper"):
-        paper_of("")
 
 
 # `reproduce zeppelin`: closed forms, and small simulations that must come out in the order that the
@@ -332,7 +326,7 @@ def test_a_group_attends_every_query_once(
     share: Callable[[list[int], int], distca.GroupQueries], num_ranks: int
 ) -> None:
     rows = share(DOCUMENTS, num_ranks).rows
-    attended = sorted((int(seq), token) for seq, start, stop, _ in rows for token in range(start, stop))
+    attended = sorted((int(seq), token) for _, seq, start, stop in rows for token in range(start, stop))
     assert attended == [(seq, token) for seq, length in enumerate(DOCUMENTS) for token in range(length)]
 
 
@@ -343,8 +337,8 @@ def test_cutting_documents_evens_attention_out_and_cutting_the_sequence_does_not
         ("document", distca.per_document(documents, 4)),
         ("sequence", distca.per_sequence(documents, 4)),
     ):
-        start, stop = share.rows[:, 1], share.rows[:, 2]
-        loads = np.bincount(share.rows[:, 3], (stop * (stop + 1) - start * (start + 1)) / 2, 4)
+        rank, _, start, stop = share.rows.T
+        loads = np.bincount(rank, (stop * (stop + 1) - start * (start + 1)) / 2, 4)
         pairs[name] = loads.max() / loads.mean()
     assert pairs["document"] < 1.01
     assert pairs["sequence"] > 1.3

@@ -26,7 +26,7 @@ def test_the_candidates_hold_the_context_and_the_choice_is_the_fastest() -> None
         >= hydraulis.B32.longest
     )
     (batch,) = hydraulis.B32.batches(1)
-    strategy, best_s = hydraulis.chosen(hydraulis.AUTHORS, hydraulis.B32, batch)
+    strategy, best_s, _ = hydraulis.chosen(hydraulis.AUTHORS, hydraulis.B32, batch)
     assert strategy in hydraulis.candidates(hydraulis.AUTHORS, hydraulis.B32)
     assert best_s == max(hydraulis.seconds(hydraulis.AUTHORS, hydraulis.B32, strategy, batch))
     assert best_s <= max(hydraulis.seconds(hydraulis.AUTHORS, hydraulis.B32, hydraulis.HOMOGENEOUS, batch))

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca import DistcaOptions, linear_owned, plan, plan_owned, schedule
 from megatron_balance.planners.distca.servers import (
-    Caps,
     Edges,
     HeadTail,
     PairItems,
@@ -33,8 +33,6 @@ from megatron_balance.planners.distca.servers import (
     Seconds,
     Servers,
     TaskSizes,
-    at_hand,
-    num_bytes,
 )
 from tests.support import flat_cost
 from tests.support.flat_cost import FlatCost
@@ -431,12 +429,12 @@ def test_the_closed_form_of_head_tail_pairs_is_what_the_cut_at_blocks_takes(bloc
 # ---- Keys that are there already
 
 
-def made_servers(owned: list[Owner], num_ranks: int, shards: str, caps: Caps | None = None) -> Servers:
+def made_servers(owned: list[Owner], num_ranks: int, shards: str, most_held: float = inf) -> Servers:
     """State of a scheduling that has not begun."""
     seconds = Seconds.of(FlatCost(flat_cost.MODEL, pair=PAIR_S), max(stop for _, _, _, stop in owned))
     edges = Edges.of(np.array(owned, dtype=np.int64), BLOCK, seconds)
     kind = Plain if shards == "plain" else HeadTail
-    return Servers(edges, kind(edges, TaskSizes(QUERY_BYTES, KEY_BYTES)), num_ranks, caps or Caps())
+    return Servers(edges, kind(edges, TaskSizes(QUERY_BYTES, KEY_BYTES)), num_ranks, most_held)
 
 
 def keys_of(spans: list[Span]) -> set[int]:
@@ -476,13 +474,11 @@ def assert_books_are_right(servers: Servers, num_seqs: int) -> None:
             key_stops = servers.shards.key_stops(piece, low, stop)
             free = [BLOCK * len(keys_of([(0, each)]) & there) for each in key_stops.tolist()]
             if seq in servers.reach[server]:
-                assert at_hand(servers, server, seq, key_stops).tolist() == free
+                assert servers.at_hand(server, seq, key_stops).tolist() == free
             else:
                 assert not any(free)
             queries = [servers.shards.num_queries((piece[0], piece[1], each)) for each in range(stop, piece[2] + 1)]
-            costs = num_bytes(
-                servers, piece, (low, stop, np.zeros(len(low))), server, TaskSizes(QUERY_BYTES, KEY_BYTES)
-            )
+            costs = servers.num_bytes(piece, (low, stop, np.zeros(len(low))), server)
             wanted = np.array(queries) * QUERY_BYTES + (key_stops - np.array(free)) * KEY_BYTES
             assert costs == pytest.approx(wanted)
 
@@ -498,7 +494,7 @@ def test_keys_at_home_and_of_earlier_tasks_are_free_whatever_moves_where(shards:
         owned += [
             (int(rng.integers(num_ranks)), seq, a * BLOCK, b * BLOCK) for a, b in zip(cuts, cuts[1:], strict=False)
         ]
-    servers = made_servers(sorted(owned), num_ranks, shards, Caps(held=1e9))
+    servers = made_servers(sorted(owned), num_ranks, shards, most_held=1e9)
     assert_books_are_right(servers, len(lengths))
     for _ in range(25):
         source = int(rng.choice([server for server, pieces in enumerate(servers.pieces) if pieces]))

@@ -282,7 +282,6 @@ def test_real_keys_are_those_that_are_read():
         key for key in ("step", "step_ms", "planner", "counters", *run.NUMBERS, *run.LOADS) if f'"{key}"' not in written
     ]
     assert missing == []
-    assert set(run.NAMES) == set(run.FOLLOWED)
 
 
 def test_the_demo_ends_with_a_page_of_its_first_and_last_planner(tmp_path):

@@ -18,13 +18,13 @@ from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.workloads import lengths
 from megatron_balance.workloads.idx import (
     INSTALLED,
+    STANDARD_LIBRARY,
     CorpusWriter,
     bin_path,
     build,
     find_files,
     idx_path,
     read_index,
-    standard_library,
 )
 from megatron_balance.workloads.lengths import document_lengths, is_path
 from tests.support.cli import CommandLine
@@ -226,8 +226,8 @@ def test_only_empty_files_make_no_corpus(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_found_without_installed_packages() -> None:
-    files = find_files([standard_library()], ".py", leave_out=INSTALLED)
-    assert standard_library() / "argparse.py" in files
+    files = find_files([STANDARD_LIBRARY], ".py", leave_out=INSTALLED)
+    assert STANDARD_LIBRARY / "argparse.py" in files
     assert not any("site-packages" in path.parts for path in files)
 
 
