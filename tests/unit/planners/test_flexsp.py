@@ -83,7 +83,7 @@ def test_groups_of_more_ranks_than_heads_are_avoided_where_memory_allows() -> No
 
 def test_the_program_is_never_worse_than_the_greedy_answer() -> None:
     pytest.importorskip("scipy")
-    cluster = Cluster(32, 8)
+    cluster = Cluster(16, 8)
     pricing = flexsp._GroupSeconds(cluster, MODEL, AnalyticCost(cluster, MODEL))  # pyright: ignore[reportPrivateUsage]
     problem = pricing.problem(LENGTHS, 8000)
     by_program, by_greed = (
