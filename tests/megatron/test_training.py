@@ -211,7 +211,7 @@ def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> Non
         assert "rank 1 of 2 does not answer: ended, or frozen" in result.log(0)
 
     flags = {"train-iters": 5000, "distributed-timeout-seconds-after-init": 2}
-    train(2, "te_ring", flags, kill_after=3, freeze=1, expect=ended, deadline_s=90)
+    train(2, "te_ring", flags, kill_after=3, freeze=1, expect=ended, deadline_s=90, grace_s=1.0)
 
 
 def test_a_refused_flag_ends_every_rank_with_one_sentence(train: Train) -> None:

@@ -146,6 +146,10 @@ def test_routing_is_zeppelins_equation_1() -> None:
     assert COST.routed_s(4e9, num_nics=1) == pytest.approx(COST.inter_node_s(4e9) + 6e-6)
 
 
+def test_launches_cost_each_the_same() -> None:
+    assert COST.launch_s(7) == pytest.approx(7 * LAUNCH_S)
+
+
 def test_transfers_take_sms_from_kernels() -> None:
     contention = COST.contention  # 400 GB/s: 16 NVLinks, two channels each
     assert (contention.intra_sms, contention.inter_sms) == (32, 2)

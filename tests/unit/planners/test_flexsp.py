@@ -111,6 +111,10 @@ def test_without_scipy_one_warning_and_the_greedy_answer(
     ]
 
 
+def test_a_program_that_would_be_too_large_is_not_tried() -> None:
+    assert plan_of(LENGTHS, Cluster(16, 8), most_variables=10) == plan_of(LENGTHS, Cluster(16, 8), solver="greedy")
+
+
 def test_a_program_whose_first_node_would_take_seconds_is_not_tried(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         few_cells = plan_of(LENGTHS, Cluster(16, 8), most_cells=100)
