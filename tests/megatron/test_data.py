@@ -79,6 +79,11 @@ def arguments(prefix: str, **changed: object) -> Any:
     return SimpleNamespace(**(usual | changed))
 
 
+def built(args: Any, *num_samples: int) -> Any:
+    """Data sets of the splits, of as many samples; of those left out none are asked."""
+    return data.build_datasets(args, (*num_samples, 0, 0)[:3], "split")
+
+
 @pytest.mark.parametrize("dtype", CODES)
 def test_the_writer_makes_the_bytes_of_megatrons_builder(tmp_path: Path, dtype: str) -> None:
     generator = np.random.default_rng(1)
@@ -259,27 +264,22 @@ def test_every_rank_is_asked_for_data(prefix: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_test_set_without_documents_is_left_out(prefix: str) -> None:
-    sets = data.build_datasets(arguments(prefix, split="50,50,0", eval_iters=1), (8, 4, 4), "split")
+    sets = built(arguments(prefix, split="50,50,0", eval_iters=1), 8, 4, 4)
     assert [part is None for part in sets] == [False, False, True]
 
 
 def test_validation_does_not_end_where_megatron_asks_for_too_little(prefix: str) -> None:
     args = arguments(prefix, split="50,50,0", eval_iters=1)
-    few, more = (data.build_datasets(args, (8, wanted, 0), "split")[1] for wanted in (2, 8))
-    assert few is not None
-    assert more is not None
+    few, more = (built(args, 8, wanted)[1] for wanted in (2, 8))
     assert few[7]["tokens"].equal(more[7]["tokens"])
     assert len(few) == len(more) > 8
-    assert data.build_datasets(args, (8, 0, 0), "split")[1] is None
+    assert built(args, 8)[1] is None
 
 
 def test_validation_is_the_same_however_training_went(prefix: str) -> None:
     args = arguments(prefix, split="50,50,0", eval_iters=1)
-    train, valid, _ = data.build_datasets(args, (8, 8, 0), "split")
-    again = data.build_datasets(args, (800, 8, 0), "split")[1]
-    assert train is not None
-    assert valid is not None
-    assert again is not None
+    train, valid, _ = built(args, 8, 8, 0)
+    again = built(args, 800, 8)[1]
     for index in range(8):
         train[index]
         assert valid[index]["tokens"].equal(again[index]["tokens"])
@@ -328,7 +328,7 @@ def test_arguments_that_cannot_work_are_refused(
     monkeypatch.chdir(tmp_path)
     Path("paths.json").write_text('{"train": []}')
     with pytest.raises(error, match=sentence):
-        data.build_datasets(arguments(prefix, **({"split": "50,50,0"} | changed)), (8, 4, 0), "split")
+        built(arguments(prefix, **({"split": "50,50,0"} | changed)), 8, 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -363,17 +363,14 @@ def test_corpora_of_the_same_lengths_have_fingerprints_of_their_own(tmp_path: Pa
         with CorpusWriter(tmp_path / name, "uint16") as writer:
             for _ in range(9):
                 writer.add_document(np.arange(first, first + 8))
-        train = data.build_datasets(arguments(str(tmp_path / name), split="1,0,0"), (8, 0, 0), "split")[0]
-        assert train is not None
+        train = built(arguments(str(tmp_path / name), split="1,0,0"), 8)[0]
         found.append(train.fingerprint)
     assert found[0] == found[1] != found[2]
 
 
 def test_the_weight_of_a_blend_of_one_corpus_changes_nothing(prefix: str) -> None:
     weighted = arguments(prefix, data_path=["1.0", prefix])
-    alone, one = (data.build_datasets(each, (8, 0, 0), "split")[0] for each in (arguments(prefix), weighted))
-    assert alone is not None
-    assert one is not None
+    alone, one = (built(each, 8)[0] for each in (arguments(prefix), weighted))
     assert one.fingerprint == alone.fingerprint
 
 
@@ -385,18 +382,17 @@ def test_a_damaged_corpus_is_found_before_the_first_step(prefix: str, cut: int, 
     bin_path(prefix).write_bytes(content[:cut] if cut < 0 else content + bytes(cut))
     IndexedDataset(prefix)  # Megatron opens it without a word
     with pytest.raises(DataError, match=sentence):
-        data.build_datasets(arguments(prefix), (8, 0, 0), "split")
+        built(arguments(prefix), 8)
 
 
 def test_a_foreign_index_is_found_before_the_first_step(prefix: str) -> None:
     idx_path(prefix).write_bytes(b"not an index at all" * 10)
     with pytest.raises(DataError, match=r"corpus\.idx: not a Megatron index"):
-        data.build_datasets(arguments(prefix), (8, 0, 0), "split")
+        built(arguments(prefix), 8)
 
 
 def test_token_ids_that_the_model_cannot_embed_are_named(prefix: str) -> None:
-    train = data.build_datasets(arguments(prefix, padded_vocab_size=500), (50, 0, 0), "split")[0]
-    assert train is not None
+    train = built(arguments(prefix, padded_vocab_size=500), 50)[0]
     with pytest.raises(
         DataError, match=r"token ids from \d+ to 999, the model's vocabulary has 500; use the tokenizer"
     ):
@@ -418,38 +414,29 @@ def is_other(sample: dict[str, torch.Tensor]) -> bool:
 
 def test_a_blend_deals_samples_of_its_corpora_by_weight(prefix: str, other: str) -> None:
     args = arguments(prefix, data_path=["3", prefix, "1", other], split="80,20,0", eval_iters=1)
-    train, valid, _ = data.build_datasets(args, (80, 16, 0), "split")
-    assert train is not None
-    assert valid is not None
+    train, valid, _ = built(args, 80, 16, 0)
     for samples in (train, valid):
         of_other = [is_other(samples[index]) for index in range(16)]
         assert [sum(of_other[at : at + 4]) for at in range(0, 16, 4)] == [1, 1, 1, 1]
-    alone = data.build_datasets(arguments(prefix, split="80,20,0", eval_iters=1), (80, 16, 0), "split")[0]
-    assert alone is not None
+    alone = built(arguments(prefix, split="80,20,0", eval_iters=1), 80, 16)[0]
     mine = [train[index]["tokens"].tolist() for index in range(80) if not is_other(train[index])]
     assert mine == [alone[index]["tokens"].tolist() for index in range(60)]
     assert train.sample_lengths(5) == data.unpack({name: column[None] for name, column in train[5].items()}).lengths
     args.data_path = ["4", prefix, "1", other]
-    heavier = data.build_datasets(args, (80, 16, 0), "split")[0]
-    assert heavier is not None
+    heavier = built(args, 80, 16)[0]
     assert len({train.fingerprint, alone.fingerprint, heavier.fingerprint}) == 3
 
 
 def test_every_way_of_naming_corpora_reads_them(prefix: str, other: str, tmp_path: Path) -> None:
     (tmp_path / "paths").write_text(f"0.5 {prefix} 0.5 {other}\n")
     (tmp_path / "splits").write_text(f'{{"train": "{prefix}", "valid": ["{other}"], "test": "{other}"}}')
-    blend = data.build_datasets(
-        arguments(prefix, data_path=None, data_args_path=str(tmp_path / "paths")), (8, 0, 0), "split"
-    )
-    assert blend[0] is not None
+    blend = built(arguments(prefix, data_path=None, data_args_path=str(tmp_path / "paths")), 8)
     assert [is_other(blend[0][index]) for index in range(4)] == [False, True, False, True]
     by_flags = {"train_data_path": [prefix], "valid_data_path": ["1.0", other]}
     for given in (by_flags, {"per_split_data_args_path": str(tmp_path / "splits")}):
         args = arguments(prefix, data_path=None, split=None, eval_iters=1, **given)
-        train, valid, _ = data.build_datasets(args, (20, 8, 0), "split")
-        assert train is not None
-        assert valid is not None
-        assert train.fingerprint == data.build_datasets(arguments(prefix), (8, 0, 0), "split")[0].fingerprint  # type: ignore[union-attr]
+        train, valid, _ = built(args, 20, 8, 0)
+        assert train.fingerprint == built(arguments(prefix), 8)[0].fingerprint
         assert not any(is_other(train[index]) for index in range(20))
         assert all(is_other(valid[index]) for index in range(8))
 
@@ -457,12 +444,10 @@ def test_every_way_of_naming_corpora_reads_them(prefix: str, other: str, tmp_pat
 def test_a_large_corpus_is_sorted_once_and_read_as_a_small_one(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = data.build_datasets(arguments(prefix), (60, 0, 0), "split")[0]
+    usual = built(arguments(prefix), 60)[0]
     monkeypatch.setattr(data, "CACHED_FROM", 1)
     args = arguments(prefix, data_cache_path=str(tmp_path / "kept"))
-    first = data.build_datasets(args, (60, 0, 0), "split")[0]
-    assert usual is not None
-    assert first is not None
+    first = built(args, 60)[0]
     samples = [first[index]["tokens"].tolist() for index in range(60)]
     assert samples == [usual[index]["tokens"].tolist() for index in range(60)]
     assert first.fingerprint == usual.fingerprint
@@ -473,8 +458,7 @@ def test_a_large_corpus_is_sorted_once_and_read_as_a_small_one(
     for name in ("cut", "shuffled", "pack_best_fit"):
         monkeypatch.setattr(f"megatron_balance.workloads.documents.{name}", sorts)
     monkeypatch.setattr("megatron_balance.workloads.idx.CorpusIndex.check", sorts)
-    again = data.build_datasets(args, (60, 0, 0), "split")[0]
-    assert again is not None
+    again = built(args, 60)[0]
     assert [again[index]["tokens"].tolist() for index in range(60)] == samples
     assert again.fingerprint == usual.fingerprint
     text = pickle.dumps(again)

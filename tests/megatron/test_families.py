@@ -315,9 +315,23 @@ def _extension() -> None:
     subprocess.run([sys.executable, "-c", build], check=True, timeout=900)
 
 
-@pytest.mark.usefixtures("_extension")
-def test_multi_latent_attention_trains_like_one_rank(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
+# Megatron's own layers lose part of a gradient (of the shared rotary key) to tensor parallelism, so
+# plan or none are compared under it.
+IN_PARALLEL = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 1}
+AGAIN = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+UP_PROJECTION = {"recompute-granularity": "selective", "recompute-modules": "mla_up_proj"}
+
+
+@pytest.fixture(scope="module")
+def latents(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run, Run]:
+    """Flags; one rank's run, and that of two tensor-parallel ones."""
     flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), FLAGS, entry="gaps")
+    two = train(2, "te_ring", {**flags, **IN_PARALLEL, "context-parallel-size": 1, "micro-batch-size": 2})
+    return flags, one, two
+
+
+def test_multi_latent_attention_trains_like_one_rank(train: Train, latents: tuple[dict[str, Any], Run, Run]) -> None:
+    flags, one, two = latents
     run = train(4, "zeppelin", flags, config={**two_nodes(4), "remap": True, "latent_kv": "pays"}, entry="gaps")
     assert_same_training(run, one)
     assert "latent_kv: pays: keys and values travel: predicted are " in run.result.log(0)
@@ -329,21 +343,24 @@ def test_multi_latent_attention_trains_like_one_rank(train: Train, tmp_path_fact
     received = sum(latent.steps[1]["counters"]["bytes_received_forward"])
     tokens = sum(latent.steps[1]["counters"]["kv_tokens_received"])
     assert received == tokens * (8 + 4) * 4, "12 numbers of a token travel in place of 6 heads of 8 and 6"
-    # Megatron's own layers lose part of a gradient (of the shared rotary key) to tensor parallelism,
-    # so plan or none are compared under it.
-    parallel = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 1}
-    again = {"recompute-granularity": "selective", "recompute-modules": "mla_up_proj"}
-    two = train(2, "te_ring", {**flags, **parallel, "context-parallel-size": 1, "micro-batch-size": 2})
-    by_heads = {**flags, **parallel, **again, "context-parallel-size": 2}
+    parallel = {**flags, **IN_PARALLEL, **AGAIN, "context-parallel-size": 2}
+    assert_same_training(train(4, "te_ring", parallel, config={"latent_kv": True}), two)
+
+
+@pytest.mark.parametrize("again", [AGAIN, pytest.param(UP_PROJECTION, marks=pytest.mark.product)], ids=["all", "up"])
+def test_where_latents_cannot_travel_keys_and_values_do_and_it_is_said(
+    train: Train, latents: tuple[dict[str, Any], Run, Run], again: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    flags, one, two = latents
+    if again is UP_PROJECTION:
+        request.getfixturevalue("_extension")
+    by_heads = {**flags, **IN_PARALLEL, **again, "context-parallel-size": 2}
     run = train(4, "ulysses", by_heads, config={"latent_kv": "pays"})
     assert_same_training(run, two)
     (told,) = re.findall("latent_kv: pays: keys and values travel, since latents cannot: .*", run.result.log(0))
-    assert "mla_up_proj" in told
     assert "the planner parts heads" in told
+    assert ("mla_up_proj" in told) == (again is UP_PROJECTION)
     assert run.column("loss") == pytest.approx(one.column("loss")[:1], rel=1e-5)
-    again = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
-    run = train(4, "te_ring", {**flags, **parallel, **again, "context-parallel-size": 2}, config={"latent_kv": True})
-    assert_same_training(run, two)
 
 
 @pytest.mark.parametrize(("query_rank", "travels"), [(16, False), (None, False), (16, True)])

@@ -88,7 +88,7 @@ def test_all_stages_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None
 
 # Microbatches of different lengths through Megatron's pipelines: shapes come from the plan.
 
-EIGHT_LAYERS, BATCH, TWO_STEPS = 8, 8, 2
+EIGHT_LAYERS, BATCH, SHAPE_STEPS = 8, 8, 1
 # Documents of samples that hold from 200 to 512 tokens.
 UNEVEN = (500, 300, 400, 90, 130, 33, 450, 60, 200, 512, 7, 410, 280, 1)
 
@@ -99,11 +99,12 @@ def loaded_shapes(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tup
     deep: dict[str, Any] = {
         "num-layers": EIGHT_LAYERS,
         "global-batch-size": BATCH,
-        "train-iters": TWO_STEPS,
+        "train-iters": SHAPE_STEPS,
         "data-path": write_corpus(folder / "documents", UNEVEN * 9),
         # The first and the last stage share a weight.
         "untie-embeddings-and-output-weights": False,
         **EVALUATION,
+        "eval-interval": SHAPE_STEPS,
     }
     return loaded_run(train, folder / "checkpoint", deep)
 
@@ -152,8 +153,8 @@ def test_microbatches_of_different_lengths_train_and_evaluate_like_one_rank(
     # training.
     first = counts[0]
     sent = per_step.pop()
-    assert len(first.forward) == sent * (TWO_STEPS + 2)
-    assert len(counts[3].backward) == sent * TWO_STEPS
+    assert len(first.forward) == sent * (SHAPE_STEPS + 2)
+    assert len(counts[3].backward) == sent * SHAPE_STEPS
     assert len(set(first.forward)) > sent // 2, "microbatches of different lengths"
 
 

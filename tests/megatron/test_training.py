@@ -175,7 +175,7 @@ def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_p
 def test_experts_train_like_one_rank(train: Train, tmp_path: Path, experts: int, parallel: dict[str, Any]) -> None:
     # The auxiliary loss takes its statistics over a replica's context-parallel ranks, so with one
     # replica it is that of one rank.
-    load = started(train, tmp_path, {**EXPERTS, "train-iters": 4})
+    load = started(train, tmp_path, {**EXPERTS, "train-iters": 2})
     sharded = {"expert-model-parallel-size": experts, "expert-tensor-parallel-size": 1, **parallel}
     context = {"context-parallel-size": 4 // parallel.get("tensor-model-parallel-size", 1)}
     assert_same_training(
@@ -187,7 +187,7 @@ def test_experts_of_several_replicas_differ_by_the_auxiliary_loss_alone(train: T
     """Replicas take the auxiliary loss's statistics apart, over the tokens a plan gave each:
     without that loss nothing differs.
     """
-    plain = {**EXPERTS, "moe-router-load-balancing-type": "none", "moe-aux-loss-coeff": 0, "train-iters": 4}
+    plain = {**EXPERTS, "moe-router-load-balancing-type": "none", "moe-aux-loss-coeff": 0, "train-iters": 2}
     load = started(train, tmp_path, plain)
     parallel = {"context-parallel-size": 1, "expert-model-parallel-size": 2}
     assert_same_training(
@@ -211,7 +211,7 @@ def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> Non
         assert "rank 1 of 2 does not answer: ended, or frozen" in result.log(0)
 
     flags = {"train-iters": 5000, "distributed-timeout-seconds-after-init": 2}
-    train(2, "te_ring", flags, kill_after=3, freeze=1, expect=ended, deadline_s=90)
+    train(2, "te_ring", flags, kill_after=3, freeze=1, expect=ended, deadline_s=90, grace_s=1.0)
 
 
 def test_a_refused_flag_ends_every_rank_with_one_sentence(train: Train) -> None:

@@ -127,38 +127,12 @@ def _fa3_forward(
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None,
     sm_margin=0,
 ):  # fmt: skip
-    assert (
-        k_new
-        is v_new
-        is qv
-        is out
-        is cu_seqlens_k_new
-        is seqused_q
-        is seqused_k
-        is page_table
-        is kv_batch_idx
-        is leftpad_k
-        is None
-    )
-    assert (
-        rotary_cos
-        is rotary_sin
-        is seqlens_rotary
-        is q_descale
-        is k_descale
-        is v_descale
-        is scheduler_metadata
-        is pack_gqa
-        is None
-    )
-    assert (window_size, attention_chunk, softcap, rotary_interleaved, num_splits, sm_margin) == (
-        (-1, -1),
-        0,
-        0.0,
-        True,
-        1,
-        0,
-    )
+    appended = (k_new, v_new, cu_seqlens_k_new, kv_batch_idx, page_table, leftpad_k)
+    rotated = (rotary_cos, rotary_sin, seqlens_rotary)
+    others = (qv, out, seqused_q, seqused_k, q_descale, k_descale, v_descale, scheduler_metadata, pack_gqa)
+    assert all(each is None for each in (*appended, *rotated, *others))
+    numbers = (window_size, attention_chunk, softcap, rotary_interleaved, num_splits, sm_margin)
+    assert numbers == ((-1, -1), 0, 0.0, True, 1, 0)
     at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
     return *_flash_forward(at, q, k, v, softmax_scale), None, None
 

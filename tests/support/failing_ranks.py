@@ -5,6 +5,7 @@ Each job's ranks are forked from this process, which has imported all, and end a
 their hooks, with their exit code.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -33,6 +34,8 @@ SIZE, FAILS = 3, 1
 MODEL = Model(4, 2, 8, num_layers=2, hidden_size=32, ffn_size=64)
 # Longer than the others wait for a rank that caught its error.
 SLOW_S = 5.0
+# Longer than the others take to end.
+STAYS_S = 12.0
 
 
 def step(balancer: SequenceBalancer, between: Callable[[Tensor], object] = lambda _: None) -> None:
@@ -117,7 +120,7 @@ def leaves_the_balancer(balancer: SequenceBalancer) -> None:
         with balancer:
             step(balancer, boom)
     except ValueError:
-        time.sleep(20.0)
+        time.sleep(STAYS_S)
 
 
 def leaves_an_evaluation(balancer: SequenceBalancer) -> None:
@@ -129,7 +132,7 @@ def leaves_an_evaluation(balancer: SequenceBalancer) -> None:
     try:
         balancer.evaluate([torch.arange(40)])
     except ValueError:
-        time.sleep(20.0)
+        time.sleep(STAYS_S)
 
 
 def caught(balancer: SequenceBalancer) -> None:
@@ -215,9 +218,12 @@ def main() -> None:
     SequenceBalancer("te_ring", MODEL)([torch.arange(4)])  # imports what a step does, for all ranks
     folder = Path(tempfile.mkdtemp(prefix="failing-"))  # not a block: ranks leave through it
     processes: dict[tuple[str, int], int] = {}
+    gc.collect()
+    gc.freeze()  # a rank's end else goes through, and so copies, all that it inherits
     for job in JOBS:
         if job is masked:
             llama()  # after the others are forked, whose end would be slow with all that it imports
+            gc.freeze()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         for rank in range(SIZE):

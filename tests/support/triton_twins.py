@@ -8,7 +8,8 @@ value in fp32, and the last place of a narrower output.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -217,6 +218,12 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     )
     dims = [width for _ in packs for width in widths]
     packs = [pack for pack in packs for _ in widths]
+
+    def moves(buffers: Sequence[Any], messages: Sequence[Tensor]) -> list[RowMove]:
+        """The rows of each pack between its buffers and its message."""
+        ends = zip(packs, buffers, messages, strict=True)
+        return [RowMove(p, tuple(x[run.buffer] for run in p.runs), m) for (p, _), x, m in ends]
+
     results = []
     for mover in movers():
         mover.prepare([MoverCall(call, moved) for call in ("fill", "place", "add")], {}, form)
@@ -229,12 +236,7 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
             {b: values((*size, dim), dtype, 7 * seed + b) for b, size in sizes.items()}
             for seed, ((_, sizes), dim) in enumerate(zip(packs, dims, strict=True))
         ]
-        mover.fill(
-            [
-                RowMove(p, tuple(x[run.buffer] for run in p.runs), m)
-                for (p, _), x, m in zip(packs, of, messages, strict=True)
-            ]
-        )
+        mover.fill(moves(of, messages))
         filled = [m.clone() for m in messages]
         for seed, m in enumerate(messages):
             m.copy_(values(tuple(m.shape), dtype, 99 + seed))
@@ -245,18 +247,8 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
             ]
             for start, of in ((0.0, dtype), (1.0, torch.float32))
         )
-        mover.place(
-            [
-                RowMove(p, tuple(x[run.buffer] for run in p.runs), m)
-                for (p, _), x, m in zip(packs, placed, messages, strict=True)
-            ]
-        )
-        mover.add(
-            [
-                RowMove(p, tuple(x[run.buffer] for run in p.runs), m)
-                for (p, _), x, m in zip(packs, summed, messages, strict=True)
-            ]
-        )
+        mover.place(moves(placed, messages))
+        mover.add(moves(summed, messages))
         results.append([*filled, *(x for of in (*placed, *summed) for x in of)])
     for found, expected in zip(*results, strict=True):
         close(found, expected, SUM_TOLERANCE[torch.float32] if found.dtype == torch.float32 else 0.0)

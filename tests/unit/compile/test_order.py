@@ -170,11 +170,6 @@ def test_a_direct_transfer_belongs_to_the_link_that_it_takes() -> None:
     assert set(backward) == {"compute", "inter_node moved", "intra_node moved"}
 
 
-def test_an_empty_batch_has_no_steps() -> None:
-    assert order((), 0) == ()
-    assert streams((), 0, 8) == {"compute": ()}
-
-
 # The order in which all ranks issue their exchanges: what passes what, and the proof that ranks
 # cannot wait for one another.
 
@@ -295,10 +290,3 @@ def test_a_rank_with_no_rows_in_a_collective_issues_it_in_its_place() -> None:
     )
     assert not back.transfers
     assert back.moves
-
-
-def test_plans_of_one_rank_and_of_no_sequences_have_nothing_to_order() -> None:
-    empty: MicrobatchPlan = replace(PLAN, lengths=(), zones=())
-    for plan in (empty, by_hand.plan((8,), 1, by_hand.local(0, 0))):
-        for backward in (False, True):
-            verify_issue_order(issued(compile_ranks(plan, "replay"), plan.ranks_per_node, backward=backward))

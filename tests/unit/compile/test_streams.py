@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from megatron_balance.compile.pipeline import Pass as CompilerPass
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import POLICIES, Policy, transpose
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
@@ -271,39 +269,6 @@ def test_parts_of_two_halves_take_turns() -> None:
     assert shown(ping_pong.backward(ping_pong.forward(1))) == "Bl1 Bs0 Al1 As0 Ba0 Aa0 BE0 Bl0 AE0 Al0"
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 5])
-def test_every_exchange_has_work_of_the_other_half_beside_it(num_layers: int) -> None:
-    """Between a start and what waits for it, forward and backward, the other nano-batch computes;
-    one after the other, nothing does."""
-    segments = ping_pong.forward(num_layers)
-    for phase in (segments, ping_pong.backward(segments)):
-        for nano_batch in (0, 1):
-            own = [
-                (at, segment)
-                for at, segment in enumerate(phase)
-                if segment.nano_batch == nano_batch and segment.part != "linear"
-            ]
-            assert [segment.part for _, segment in own] == ["start", "attend", "end"] * num_layers
-            for (begin, first), (end, second) in pairwise(own):
-                if first.part == "end":
-                    continue
-                beside = [
-                    segment.part
-                    for segment in phase[begin:end]
-                    if segment.nano_batch != nano_batch and segment.part in ("linear", "attend")
-                ]
-                assert beside, (nano_batch, first, second)
-    single = ping_pong.one_by_one(num_layers)
-    assert sorted(single) == sorted(segments)
-    for nano_batch in (0, 1):
-        at = [
-            i
-            for i, segment in enumerate(single)
-            if segment.nano_batch == nano_batch and segment.part in ("start", "attend", "end")
-        ]
-        assert all(b - a == 1 for a, b in pairwise(at) if single[a].part != "end")
-
-
 # Cuts
 
 
@@ -339,12 +304,6 @@ def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
     assert cut_segments((), (), frozenset({0})) == Cuts(0, 0)
     ops: list[Op] = [Attend(0, Rows.of(9, [(0, 0, 4, 0, 2, 0, 4, 0, 1)]))]
     assert cut_segments(ops, (RunLaunches(0),), frozenset({0})) == Cuts(0, 1)
-
-
-def test_a_batch_of_no_sequences_has_nothing_to_start() -> None:
-    nothing = replace(DISPATCH, lengths=(), zones=())
-    assert issue_orders(nothing, "keep") == (IssueOrder(), IssueOrder())
-    assert Batch(()).num_tokens == 0
 
 
 # The pass list: every pass can be watched, and all readers passes by it.

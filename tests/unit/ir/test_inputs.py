@@ -42,11 +42,6 @@ def test_lengths_are_integers_of_any_library() -> None:
         Batch(tuple(torch.tensor([3.0])))
 
 
-def test_a_batch_knows_its_tokens_and_may_be_empty() -> None:
-    assert Batch((3, 4)).num_tokens == 7
-    assert Batch(()).num_tokens == 0
-
-
 def test_ranks_are_numbered_node_by_node() -> None:
     cluster = Cluster(8, 4)
     assert (cluster.num_nodes, cluster.node_size) == (2, 4)
@@ -71,14 +66,6 @@ def test_a_cluster_smaller_than_a_node_is_one_node() -> None:
 def test_a_cluster_that_cannot_be_is_refused(num_ranks: int, ranks_per_node: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         Cluster(num_ranks, ranks_per_node)
-
-
-def test_kv_bytes_count_keys_and_values_of_the_key_value_heads() -> None:
-    assert Model(num_heads=8, num_kv_heads=2, head_dim=16, bytes_per_element=2).kv_bytes_per_token == 2 * 2 * 16 * 2
-
-
-def test_attention_takes_two_products_of_two_flops_per_pair_and_head_element() -> None:
-    assert Model(num_heads=8, num_kv_heads=2, head_dim=16).attention_flops_per_pair == 2 * 2 * 8 * 16
 
 
 def test_linear_flops_count_projections_and_a_gated_mlp() -> None:
@@ -276,22 +263,10 @@ def test_a_union_is_disjoint_and_a_token_held_twice_is_found() -> None:
             )  # touching ones are one
 
 
-def test_rows_give_back_what_they_were_made_of() -> None:
-    rows = Rows.of(3, [(0, 5, -1), (2**40, 7, 8)])
-    assert list(rows) == [(0, 5, -1), (2**40, 7, 8)]
-    assert len(rows) == 2
-
-
 def test_rows_are_compared_and_hashed_by_content() -> None:
     assert Rows.of(2, [(1, 2)]) == Rows.of(2, [[1, 2]])
     assert hash(Rows.of(2, [(1, 2)])) == hash(Rows.of(2, [(1, 2)]))
     assert Rows.of(2, [(1, 2)]) != Rows.of(1, [(1,), (2,)])
-
-
-def test_no_rows_are_false() -> None:
-    assert not Rows(4)
-    assert len(Rows(4)) == 0
-    assert list(Rows(4)) == []
 
 
 def test_a_row_of_another_width_is_refused() -> None:

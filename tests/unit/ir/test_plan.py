@@ -151,11 +151,6 @@ def test_a_carry_is_plain_data_and_equal_however_its_keys_are_ordered() -> None:
 # Programs as text, and backward programs as text.
 
 
-@pytest.mark.parametrize("name", programs.ALL)
-def test_a_small_program_reads_and_prints_the_same(name: str) -> None:
-    assert program_text(parse(programs.ALL[name])) == programs.ALL[name]
-
-
 def test_a_program_is_read_as_rows_of_numbers() -> None:
     program = parse(programs.HEADS)
     exchange, first, second, _ = program.forward

@@ -62,13 +62,6 @@ def test_zigzag_gives_each_rank_chunk_i_and_chunk_2g_minus_1_minus_i() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_no_token_is_lost_or_doubled_whatever_the_length(size: int) -> None:
-    for length in range(1, 70):
-        tokens = [token for rank in cut(length, size) for a, b in rank for token in range(a, b)]
-        assert sorted(tokens) == list(range(length)), (length, size)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_chunks_differ_by_at_most_one_token(size: int) -> None:
     for length in range(2 * size, 70):
         sizes = [b - a for rank in cut(length, size) for a, b in rank]
@@ -138,21 +131,6 @@ def test_a_zone_on_one_rank_moves_nothing(pattern: str) -> None:
     program = expand(pool(pattern, (5, 1, 8), 1))
     verify(program)
     assert [type(op) for op in program.forward] == [Attend]
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("policy", ["keep", "replay"])
-def test_one_token_on_eight_ranks(pattern: str, policy: str) -> None:
-    program = expand(pool(pattern, (1,), 8, heads=(8, 2)), policy)  # pyright: ignore[reportArgumentType]
-    verify(program)
-    assert sum(len(owned) for owned in program.owned) == 1
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_no_sequence_at_all(pattern: str) -> None:
-    program = expand(pool(pattern, (), 3), "replay")
-    verify(program)
-    assert (program.forward, program.backward) == ((), ())
 
 
 def test_a_ring_of_two_trades_only_what_is_needed() -> None:

@@ -16,7 +16,7 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.analysis.step_memory import StepMemory, stages_of
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import flexsp
@@ -76,29 +76,14 @@ def test_groups_are_disjoint_and_inside_nodes_where_they_fit() -> None:
     assert all(len({rank // 8 for rank in ranks}) == 1 for ranks in groups if len(ranks) <= 8)
 
 
-def test_no_rank_holds_more_than_its_capacity() -> None:
-    for capacity in (4600, 6000, 9000):
-        assert (
-            max(plan_statistics(plan_of(LENGTHS, Cluster(32, 8), tokens_per_rank=capacity), MODEL)["tokens_per_rank"])
-            <= capacity
-        )
-
-
 def test_groups_of_more_ranks_than_heads_are_avoided_where_memory_allows() -> None:
     plan = make_planner("flexsp", Cluster(8, 8), Model(2, 2, 128), slack=4.0)([4000] * 4)
     assert max(len(zone.ranks) for zone in plan.zones if isinstance(zone, Zone)) <= 2
 
 
-@pytest.mark.parametrize("lengths", [[23, 19, 14, 8], [64], [1] * 64, [8] * 8, [63, 1]])
-def test_a_capacity_equal_to_the_average_is_legal(lengths: list[int]) -> None:
-    plan = plan_of(lengths, Cluster(8, 4), tokens_per_rank=8)
-    verify(plan, "replay")
-    assert max(plan_statistics(plan, MODEL)["tokens_per_rank"]) <= 8
-
-
 def test_the_program_is_never_worse_than_the_greedy_answer() -> None:
     pytest.importorskip("scipy")
-    cluster = Cluster(32, 8)
+    cluster = Cluster(16, 8)
     pricing = flexsp._GroupSeconds(cluster, MODEL, AnalyticCost(cluster, MODEL))  # pyright: ignore[reportPrivateUsage]
     problem = pricing.problem(LENGTHS, 8000)
     by_program, by_greed = (
@@ -180,15 +165,6 @@ def test_a_sequence_longer_than_the_pool_is_named() -> None:
         plan_batch(
             Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=100)
         )
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("slack", 0.9), ("node_limit", 0), ("num_buckets", 0), ("most_variables", 0), ("solver", "scip")],
-)
-def test_options_out_of_range_are_errors(option: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=option):
-        plan_of([4], Cluster(8, 4), **{option: value})
 
 
 # The problem behind it

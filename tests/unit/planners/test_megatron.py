@@ -222,12 +222,6 @@ def test_a_sequence_longer_than_the_pool_is_named() -> None:
         plan_of([5, 900], Cluster(8, 4), tokens_per_rank=100)
 
 
-@pytest.mark.parametrize(("option", "value"), [("slack", 0.9), ("rules", "newest")])
-def test_options_out_of_range_are_errors(option: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=option):
-        plan_of([4], Cluster(8, 4), **{option: value})
-
-
 # hybrid_dp: short sequences alone, long ones in rings, FLOPs within the tolerance, memory by
 # microbatches.
 
@@ -337,9 +331,3 @@ def test_hybrid_dp_names_a_sequence_longer_than_the_pool() -> None:
         baselines.hybrid_dp_batch(
             Batch((5, 801)), cluster, HYBRID, AnalyticCost(cluster, HYBRID), HybridDpOptions(tokens_per_rank=100)
         )
-
-
-@pytest.mark.parametrize(("option", "value"), [("slack", 0.9), ("tolerance", -0.1)])
-def test_options_of_hybrid_dp_out_of_range_are_errors(option: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=option):
-        hybrid_plan([4], Cluster(8, 4), **{option: value})

@@ -43,10 +43,6 @@ def test_a_plan_says_where_tokens_lie() -> None:
             layout(plan, rank)
 
 
-def test_an_empty_batch_has_no_zones() -> None:
-    assert [make_planner(name, Cluster(4, 2), MODEL)([]).zones for name in PATTERN_OF] == [()] * 3
-
-
 @pytest.mark.parametrize("planner", PATTERN_OF)
 def test_a_batch_as_large_as_the_pool_is_legal_and_one_token_more_is_not(planner: str) -> None:
     plan = make_planner(planner, Cluster(4, 2), MODEL, tokens_per_rank=10)
@@ -89,6 +85,25 @@ def test_an_unknown_planner_is_an_error_with_a_suggestion() -> None:
 def test_an_unknown_option_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"token_per_rank.*tokens_per_rank"):
         make_planner("te_ring", Cluster(4, 2), MODEL, token_per_rank=3)
+
+
+# Options out of range, which are named.
+REFUSED: dict[str, dict[str, Any]] = {
+    "distca": {"tolerance": -1, "block": -1, "least_score": -1, "max_kv_tokens": -1, "max_received_tokens": -1},
+    "flexsp": {"slack": 0.9, "node_limit": 0, "num_buckets": 0, "most_variables": 0, "solver": "scip"},
+    "hybrid_dp": {"slack": 0.9, "tolerance": -0.1},
+    "knapformer": {"gamma": -1.0, "slack": 0.5, "tries": 0, "heads": "even"},
+    "megatron_dynamic": {"slack": 0.9, "rules": "newest"},
+    "zeppelin": {"slack": 0.9, "group_size": 3, "num_waves": 0, "rule": "printed"},
+}
+
+
+@pytest.mark.parametrize(
+    ("planner", "option", "value"), [(name, *each) for name, options in REFUSED.items() for each in options.items()]
+)
+def test_an_option_out_of_range_is_an_error(planner: str, option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option):
+        make_planner(planner, Cluster(8, 4), MODEL, **{option: value})([4])
 
 
 # auto chooses among the other planners: the fastest that fits.

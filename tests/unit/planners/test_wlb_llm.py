@@ -267,11 +267,6 @@ def test_a_fixed_sharding_is_one_zone_over_all_ranks(sharding: str, patterns: li
     assert [zone.seqs for zone in planned.zones] == [(0, 1, 2)]
 
 
-@pytest.mark.parametrize("sharding", ["document", "sequence", "adaptive", "mixed"])
-def test_an_empty_batch_has_no_zones(sharding: str) -> None:
-    assert made(sharding, ()).zones == ()
-
-
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 20), st.integers(1, 5000)), min_size=1, max_size=9),
     num_ranks=st.integers(1, 8),

@@ -253,10 +253,6 @@ def test_a_remap_is_made_where_it_saves_more_than_it_costs() -> None:
     assert remap_saves_s(tokens_per_rank(UNEVEN), slow.cluster, cost) == pytest.approx(saved - moved)
 
 
-def test_an_empty_batch_has_no_remap_and_no_routing() -> None:
-    assert laid(plan(()), TWO_NODES, Layers("always", remap=True)) == plan(())
-
-
 def test_a_rank_count_of_an_alignment_is_checked() -> None:
     with pytest.raises(ConfigError, match="align 0: must be at least 1"):
         Layers(align=0)

@@ -300,7 +300,7 @@ def test_numbers_read_well(said, meant):
     assert said == meant
 
 
-def test_a_runs_own_batches_are_simulated_by_every_planner_asked(study, run, tmp_path):
+def test_a_runs_own_batches_are_simulated_by_every_planner_asked(study, limits_of, run, tmp_path):
     """Its configuration's planner is the one that others are held against."""
     folder = tmp_path / "run"
     folder.mkdir()

@@ -467,11 +467,6 @@ def test_plans_run_as_the_keys_of_a_configuration_say(
     assert step_mode(choice, num_stages, ping_pong, stages) == mode  # pyright: ignore[reportArgumentType]
 
 
-def test_what_training_refuses_is_refused() -> None:
-    with pytest.raises(ConfigError, match="planner te_ring plans each stage for itself"):
-        step_mode(RING, 2, "auto", "joint")
-
-
 def test_nano_batches_hold_the_microbatch_and_one_sequence_stays_whole() -> None:
     ping_pong, alone = step_of([(4000, 3000, 900, 100), (5000,)], StepMode(ping_pong=True), Setup()).microbatches
     assert [sum(plan.lengths) for plan in parts_of(ping_pong)] == [4000, 4000]

@@ -1,7 +1,6 @@
 """Cutting, packing and numbering documents: small cases written out by hand."""
 
 import logging
-import pickle
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,46 +17,17 @@ from megatron_balance.workloads.documents import (
     WINDOW,
     Blend,
     Corpus,
-    CutPolicy,
     DocumentStream,
     OrderCache,
-    cut,
-    pack,
     pack_best_fit,
     shares,
     shuffled,
-    split_documents,
 )
 from megatron_balance.workloads.idx import CorpusWriter, read_index
 
 
 def array(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
-
-
-@pytest.mark.parametrize(
-    ("policy", "pieces"),
-    [
-        ("split", [(0, 0, 3), (2, 0, 4), (3, 0, 4), (3, 4, 8), (3, 8, 9), (4, 0, 1)]),
-        ("truncate", [(0, 0, 3), (2, 0, 4), (3, 0, 4), (4, 0, 1)]),
-    ],
-)
-def test_long_documents_are_cut_at_the_context_length(policy: CutPolicy, pieces: list[tuple[int, int, int]]) -> None:
-    assert [tuple(row) for row in cut(array(3, 0, 4, 9, 1), 4, policy).tolist()] == pieces
-
-
-@pytest.mark.parametrize(
-    ("lengths", "bounds"),
-    [
-        ((4, 3, 3, 1, 8, 8), [0, 2, 4, 5, 6]),
-        ((8, 8, 8), [0, 1, 2, 3]),
-        ((1, 1, 1, 1), [0, 4]),
-        ((8,), [0, 1]),
-        ((5, 3, 1), [0, 2, 3]),
-    ],
-)
-def test_a_piece_that_no_longer_fits_opens_the_next_sample(lengths: tuple[int, ...], bounds: list[int]) -> None:
-    assert pack(array(*lengths), 8).tolist() == bounds
 
 
 def test_best_fit_takes_the_fullest_sample_that_holds_a_piece() -> None:
@@ -108,21 +78,6 @@ def test_an_order_stays_the_same_from_version_to_version() -> None:
     assert shuffled(10, 1234, 0).tolist() == [5, 6, 3, 9, 7, 4, 1, 2, 8, 0]
 
 
-def test_samples_go_on_across_epochs_without_a_gap() -> None:
-    stream = DocumentStream(array(4, 4, 4), seq_length=4, seed=1)
-    assert [stream.num_samples(epoch) for epoch in range(3)] == [3, 3, 3]
-    assert [stream.locate(index) for index in (0, 2, 3, 8)] == [(0, 0), (0, 2), (1, 0), (2, 2)]
-    for epoch in range(3):
-        documents = [piece.document for index in range(3 * epoch, 3 * epoch + 3) for piece in stream.sample(index)]
-        assert sorted(documents) == [0, 1, 2]
-
-
-def test_lengths_agree_with_samples() -> None:
-    stream = DocumentStream(array(5, 1, 12, 3, 8), seq_length=8, seed=3)
-    for index in range(20):
-        assert stream.lengths_of(index) == tuple(piece.stop - piece.start for piece in stream.sample(index))
-
-
 def test_samples_may_be_asked_for_in_any_order() -> None:
     forward, backward = (DocumentStream(array(5, 1, 12, 3, 8), 8, 3) for _ in range(2))
     expected = [forward.sample(index) for index in range(40)]
@@ -143,12 +98,6 @@ def test_the_stream_of_a_corpus_needs_its_index_only(tmp_path: Path) -> None:
     same = DocumentStream(array(5, 1, 12, 3, 8), 8, 3)
     assert [stream.sample(index) for index in range(12)] == [same.sample(index) for index in range(12)]
     assert stream.fingerprint() == same.fingerprint()
-
-
-def test_a_stream_survives_pickling() -> None:
-    stream = DocumentStream(array(5, 1, 12, 3, 8), 8, 3)
-    copy = pickle.loads(pickle.dumps(stream))
-    assert [copy.sample(index) for index in range(12)] == [stream.sample(index) for index in range(12)]
 
 
 def test_the_fingerprint_sees_every_input() -> None:
@@ -182,18 +131,6 @@ def test_what_cannot_be_is_refused(arguments: dict[str, object], error: type[Exc
 def test_a_negative_sample_is_an_index_error() -> None:
     with pytest.raises(IndexError, match="sample -1"):
         DocumentStream(array(3), 8, 1).sample(-1)
-
-
-@pytest.mark.parametrize(
-    ("weights", "parts"),
-    [
-        ((969, 30, 1), [range(97), range(97, 100), range(100, 100)]),
-        ((100, 0, 0), [range(100), range(100, 100), range(100, 100)]),
-        ((0.5, 0.25, 0.25), [range(50), range(50, 75), range(75, 100)]),
-    ],
-)
-def test_documents_are_split_in_proportion(weights: tuple[float, ...], parts: list[range]) -> None:
-    assert list(split_documents(100, weights)) == parts
 
 
 # Blends: shares of samples by weight, spread evenly, by number alone
