@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
@@ -163,7 +162,7 @@ def _show(reports: Iterable[dict[str, Any]], given: Inputs) -> None:
                 _add_row(table, label, each)
         for label, key in (("MB received", "total"), ("  of these, inter-node", "inter_node")):
             _add_row(table, label, [result["bytes_received_per_rank"][key] for result in results], mega=True)
-        sent = [list(chain(*result["bytes_sent_per_nic"])) for result in results]
+        sent = [[num_bytes for node in result["bytes_sent_per_nic"] for num_bytes in node] for result in results]
         _add_row(table, "MB sent by each NIC", sent, mega=True)
         console.print(table)
         for line in (*_layer_lines(report, results), *report["memory"]):

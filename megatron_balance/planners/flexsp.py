@@ -78,18 +78,16 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     pool_tokens = capacity * cluster.num_ranks
     fewest = max(1, -(-batch.num_tokens // pool_tokens))
     tried = (blast(batch.lengths, count) for count in range(fewest, max(fewest + BLASTS, len(batch.lengths) + 1)))
-    fitting = [
-        microbatches
-        for microbatches in tried
-        if all(sum(batch.lengths[seq] for seq in seqs) <= pool_tokens for seqs in microbatches)
-    ][:BLASTS]
+
+    def fits(microbatches: Sequence[Sequence[int]]) -> bool:
+        return all(sum(batch.lengths[seq] for seq in seqs) <= pool_tokens for seqs in microbatches)
+
+    fitting = list(filter(fits, tried))[:BLASTS]
     best_s, best = None, None
     for microbatches in fitting:
         grouped = [pricing.groups([batch.lengths[seq] for seq in seqs], capacity, options) for seqs in microbatches]
-        total_s = sum(
-            pricing.problem([batch.lengths[s] for s in seqs], capacity).makespan(g)
-            for seqs, g in zip(microbatches, grouped, strict=True)
-        )
+        pairs = zip(microbatches, grouped, strict=True)
+        total_s = sum(pricing.problem([batch.lengths[s] for s in seqs], capacity).makespan(g) for seqs, g in pairs)
         if best_s is None or total_s < best_s:
             best_s, best = total_s, (microbatches, grouped)
     placed = (
@@ -108,9 +106,8 @@ def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
     microbatches: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for seq in order:
-        microbatches[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(
-            seq
-        )  # where its middle lies
+        # Where its middle lies.
+        microbatches[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(seq)
         before += lengths[seq]
     return [seqs for seqs in microbatches if seqs]
 
@@ -164,9 +161,8 @@ class _GroupSeconds:
         busy_s = heads * self.cost.attention_s(self.model.mask.num_pairs(length)) + self.cost.linear_s(length / size)
         # Peers on the node and beyond it; each pair exchanges 1 / size^2 of the sequence.
         inside, outside = min(size, self.cluster.node_size) - 1, max(0, size - self.cluster.node_size)
-        part = (
-            length / size / size
-        )  # tokens of which a rank sends another one all heads, or all tokens of as many heads
+        # Tokens of which a rank sends another one all heads, or all tokens of as many heads.
+        part = length / size / size
         per_peer = self.cost.kv_bytes(part) + 2 * self.cost.query_bytes(part)
         inside_s = self.cost.intra_node_s(inside * per_peer, 0) if inside else 0.0
         outside_s = self.cost.inter_node_s(outside * per_peer, 0, 1 / self.cluster.ranks_per_nic) if outside else 0.0
@@ -254,11 +250,10 @@ def _within(problem: GroupsProblem, most_s: float) -> Groups | None:
         tokens, seconds = problem.tokens[item], problem.seconds[item]
         fits = [g for g, i in enumerate(sizes) if tokens <= free_tokens[g] and time_s[g] + seconds[i] <= most_s]
         if fits:
-            group = (
-                max(fits, key=lambda g: (time_s[g] + seconds[sizes[g]], -g))
-                if most_s < inf
-                else min(fits, key=time_s.__getitem__)
-            )
+            if most_s < inf:
+                group = max(fits, key=lambda g: (time_s[g] + seconds[sizes[g]], -g))
+            else:
+                group = min(fits, key=time_s.__getitem__)
         else:
             size = next((i for i in problem.allowed(item, most_s) if problem.sizes[i] <= free), None)
             if size is None:

@@ -103,15 +103,9 @@ def _moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[pip
         return []
     cluster, model = context.cluster, context.model
     sync_s = sum(base_sync_s(layouts.base, model, cluster))
-    return [
-        pipelines.CandidateMovement(
-            None if each == layouts.base else change(layouts.base, each, model, cluster),
-            sync_s,
-            model.num_layers,
-            layouts.overlap,
-        )
-        for each in strategies
-    ]
+    known = sync_s, model.num_layers, layouts.overlap
+    changes = (None if each == layouts.base else change(layouts.base, each, model, cluster) for each in strategies)
+    return [pipelines.CandidateMovement(each, *known) for each in changes]
 
 
 def layouts_of(options: HydraulisOptions, num_ranks: int, base: Strategy | None = None) -> Layouts | None:

@@ -239,7 +239,10 @@ class TopologyPrices:
         # On the first rank's node.
         room = self.cluster.node_size - (stops - topology.sizes) % self.cluster.node_size
         here = np.minimum(room, topology.sizes).tolist()
-        exchange = np.array([self._exchange_s(*each) for each in zip(topology.sizes, here, strict=True)])
+        groups = list(zip(topology.sizes, here, strict=True))
+        for each in set(groups) - self._exchanges.keys():
+            self._exchanges[each] = self._exchange_s(*each)
+        exchange = np.array([self._exchanges[each] for each in groups])
         own = LINEAR * self.token_s * tokens + ATTENTION * attention * heads + exchange * tokens
         return own + EXPERTS * self.expert_s * tokens.max()
 
@@ -247,11 +250,6 @@ class TopologyPrices:
         """Seconds of a group's all-to-alls, both ways and both passes, for each token that a rank
         holds; `inside`: ranks on the first one's node.
         """
-        if (size, inside) not in self._exchanges:
-            self._exchanges[size, inside] = self._all_to_alls_s(size, inside)
-        return self._exchanges[size, inside]
-
-    def _all_to_alls_s(self, size: int, inside: int) -> float:
         if size == 1:
             return 0.0
         # Gradients travel in fp32.
@@ -354,13 +352,8 @@ def allowed_sizes(cluster: Cluster, num_heads: int) -> list[int]:
 
 
 def assign(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int | None) -> Ints:
-    """The group of each sequence, [S].
-
-    Args:
-        work: of each sequence, [S], above 0.
-        lengths: in tokens, [S].
-        sizes: ranks of each group, [M]; a group may stay empty.
-        tokens_per_rank: tokens that a rank can hold; None: any number.
+    """The group of each sequence, [S], by their work [S], above 0, and lengths in tokens [S]. `sizes`:
+    ranks of each group, [M]; a group may stay empty.
 
     Raises:
         InfeasibleError: no group has memory left for a sequence.

@@ -218,13 +218,8 @@ def holders(known: Sequence[Pipelines], sizes: Sequence[int]) -> list[Pipelines]
 def side_by_side(
     every: Sequence[tuple[int, int]], pipelines: Pipelines, microbatches: Microbatches, within: tuple[str, Any]
 ) -> StepPlan:
-    """The step of these microbatches, each placed by a planner on its pipeline's own ranks.
-
-    Args:
-        every: number and tokens of each sequence.
-        pipelines: that they are trained on.
-        microbatches: by pipeline and microbatch, positions in `every`.
-        within: name and options of the planner of one microbatch.
+    """The step of these microbatches, each placed by a planner on its pipeline's own ranks. `every`:
+    number and tokens of each sequence; `within`: name and options of the planner of one microbatch.
     """
     steps = [
         _pipeline_step([length for _, length in every], own, inside, within)

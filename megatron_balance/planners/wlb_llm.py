@@ -183,10 +183,8 @@ def _waiting(carry: Carry) -> tuple[list[Document], list[Document]]:
     if not carry.planner:
         return waiting, []
     numbers = set(carry.value()[REMAINED])
-    remained, queued = (
-        [each for each in waiting if (each.number in numbers) == no_queue] for no_queue in (True, False)
-    )
-    return remained, queued
+    remained = [each for each in waiting if each.number in numbers]
+    return remained, [each for each in waiting if each.number not in numbers]
 
 
 def _as_dealt(lengths: Lengths, documents: Sequence[Document], most: float) -> _PackedDocuments:
@@ -466,14 +464,8 @@ def shard(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options
     tried = candidates(batch.lengths, cluster.num_ranks, options.sharding)
     zones = tried[0]
     if len(tried) > 1:
-        context = Context(
-            np.array(batch.lengths),
-            model.num_heads,
-            model.num_kv_heads,
-            cluster.num_ranks,
-            cluster.node_size,
-            mask=model.mask,
-        )
+        on = model.num_heads, model.num_kv_heads, cluster.num_ranks, cluster.node_size
+        context = Context(np.array(batch.lengths), *on, mask=model.mask)
         zones = min(tried, key=lambda zones: predicted_s(zones, context, cluster, model, cost))
     return plan_of("wlb_sharding", batch.lengths, (cluster, model), zones)
 
@@ -528,16 +520,14 @@ def predicted_s(zones: Sequence[Zone], context: Context, cluster: Cluster, model
     """
     # Bytes of both, over those of the gather: gradients in fp32, the default of `gradient_wire`.
     both = 1 + GRADIENT_BYTES / model.bytes_per_element
-    moved_s = sum(
-        _ring_s(both * cost.kv_bytes(_widest(zone, context)), len(zone.ranks), cluster, cost) for zone in zones
-    )
+    each = ((both * cost.kv_bytes(_widest(zone, context)), len(zone.ranks)) for zone in zones)
+    moved_s = sum(_ring_s(*moved, cluster, cost) for moved in each)
     return float(kernel_s(zones, context, cost).max()) + moved_s
 
 
 def _widest(zone: Zone, context: Context) -> int:
-    return max(
-        (int(each.rows[:, Message.TOKENS].max()) for each in pattern_of(zone).messages(zone, context)), default=0
-    )
+    messages = pattern_of(zone).messages(zone, context)
+    return max((int(each.rows[:, Message.TOKENS].max()) for each in messages), default=0)
 
 
 def _ring_s(num_bytes: float, num_ranks: int, cluster: Cluster, cost: CostModel) -> float:

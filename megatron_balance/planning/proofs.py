@@ -50,6 +50,9 @@ class Proofs:
         return Proofs(self.proved + other.proved, self.left_out + other.left_out, self.wrong or other.wrong)
 
 
+NONE = Proofs()
+
+
 def prove_step(step: StepPlan, rank: int | None = None, masks: Sequence[Mask] = (CAUSAL,)) -> None:
     """Prove all plans of a step, with either way of the backward. `masks`: of the model's layers.
 

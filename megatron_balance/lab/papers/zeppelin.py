@@ -219,65 +219,47 @@ STAND_IN = "commoncrawl"
 SHOWN = {**DATASETS, STAND_IN: "CommonCrawl"}
 
 
-@dataclass(frozen=True, slots=True)
-class _CostShares:
-    """Shares of the cost of attention: needed, across sequences, and waiting for other ranks."""
-
-    needed: float = 0.0
-    redundant: float = 0.0
-    waiting: float = 0.0
-
-    def __add__(self, other: _CostShares) -> _CostShares:
-        return _CostShares(self.needed + other.needed, self.redundant + other.redundant, self.waiting + other.waiting)
-
-    def over(self, total: float) -> _CostShares:
-        """Every part divided by `total`."""
-        return _CostShares(self.needed / total, self.redundant / total, self.waiting / total)
+# Columns of shares of the cost of attention [..., 3]: needed; across sequences, so in vain; and
+# waiting for other ranks.
+VAIN, WAITING = 1, 2
 
 
 def _fig3(effort: Effort) -> Ours:
     """Shares that packing wastes, and that even splitting waits, by data set and range of lengths."""
     case = ZeppelinCase("llama-3b", "a800", 16)
-    packed: dict[str, dict[str, _CostShares]] = {}
-    split: dict[str, dict[str, _CostShares]] = {}
+    packed: dict[str, dict[str, Floats]] = {}
+    split: dict[str, dict[str, Floats]] = {}
     for dataset in effort.progress(list(SHOWN), "fig3"):
         batches = case.batches(dataset, effort.batches)
         packed[dataset] = _by_range(batches, [_packing_shares(case, lengths) for lengths in batches])
         split[dataset] = _by_range(batches, [_even_shares(case, lengths) for lengths in batches])
     worst = packed[STAND_IN]["< 1k"]
-    yield "a) packing, < 1k, many short sequences: in vain or waiting", worst.redundant + worst.waiting
+    yield "a) packing, < 1k, many short sequences: in vain or waiting", float(worst[VAIN] + worst[WAITING])
     for dataset, label in SHOWN.items():
         for name, share in packed[dataset].items():
-            yield f"a) packing, {label} {name}: in vain", share.redundant
-            yield f"a) packing, {label} {name}: waiting", share.waiting
+            yield f"a) packing, {label} {name}: in vain", float(share[VAIN])
+            yield f"a) packing, {label} {name}: waiting", float(share[WAITING])
     for dataset, label in SHOWN.items():
         for name, share in split[dataset].items():
-            yield f"b) even CP, {label} {name}: waiting", share.waiting
+            yield f"b) even CP, {label} {name}: waiting", float(share[WAITING])
 
 
-def _packing_shares(case: ZeppelinCase, lengths: Sequence[int]) -> list[_CostShares]:
+def _packing_shares(case: ZeppelinCase, lengths: Sequence[int]) -> Floats:
     """Each sequence's part where all are one causal sequence: by pairs, waiting by tokens."""
     computing, waiting = _call_s(case, (sum(lengths),))
     needed = np.array([CAUSAL.num_pairs(n) for n in lengths], dtype=np.float64)
     redundant = np.array(redundant_pairs(lengths), dtype=np.float64)
     pair_s = computing / float((needed + redundant).sum())
-    token_s = waiting / sum(lengths)
-    return [
-        _CostShares(n * pair_s, r * pair_s, t * token_s)
-        for n, r, t in zip(needed.tolist(), redundant.tolist(), lengths, strict=True)
-    ]
+    return np.column_stack([needed * pair_s, redundant * pair_s, np.array(lengths) * waiting / sum(lengths)])
 
 
-def _even_shares(case: ZeppelinCase, lengths: Sequence[int]) -> list[_CostShares]:
+def _even_shares(case: ZeppelinCase, lengths: Sequence[int]) -> Floats:
     """Each sequence's part where every one is split evenly over all ranks."""
     computing, waiting = _call_s(case, lengths)
     size = 2 * case.cluster.num_ranks
-    weights = [case.cost.attention_s(CAUSAL.num_pairs(n), max(1.0, n / size)) for n in lengths]
-    token_s = waiting / sum(lengths)
-    return [
-        _CostShares(computing * weight / sum(weights), 0.0, n * token_s)
-        for n, weight in zip(lengths, weights, strict=True)
-    ]
+    work = np.array([case.cost.attention_s(CAUSAL.num_pairs(n), max(1.0, n / size)) for n in lengths])
+    needed = computing * work / work.sum()
+    return np.column_stack([needed, np.zeros(len(lengths)), np.array(lengths) * waiting / sum(lengths)])
 
 
 def _call_s(case: ZeppelinCase, lengths: Sequence[int]) -> tuple[float, float]:
@@ -287,18 +269,11 @@ def _call_s(case: ZeppelinCase, lengths: Sequence[int]) -> tuple[float, float]:
     return computing, sum(float(outcome.end_s.max()) for outcome in call) - computing
 
 
-def _by_range(batches: Sequence[Lengths], shares: Sequence[Sequence[_CostShares]]) -> dict[str, _CostShares]:
+def _by_range(batches: Sequence[Lengths], shares: Sequence[Floats]) -> dict[str, Floats]:
     """Summed over the sequences of each range, as shares of all."""
-    each = [
-        (length, share)
-        for lengths, own in zip(batches, shares, strict=True)
-        for length, share in zip(lengths, own, strict=True)
-    ]
-    total = sum(share.needed + share.redundant + share.waiting for _, share in each)
-    return {
-        name: sum((share for length, share in each if low < length <= high), _CostShares()).over(total)
-        for name, (low, high) in RANGES.items()
-    }
+    lengths, each = np.concatenate(batches), np.concatenate(shares)
+    within = {name: (low < lengths) & (lengths <= high) for name, (low, high) in RANGES.items()}
+    return {name: each[own].sum(axis=0) / each.sum() for name, own in within.items()}
 
 
 # Figure 5: where attention on one GPU takes as long as moving the keys and values, which bounds the
@@ -343,12 +318,9 @@ def _token_shares(bins: Bins, limits: Sequence[int]) -> list[float]:
 
 def _tokens(low: float, high: float, bins: Bins) -> float:
     """Tokens in documents of `low` to `high`, in proportion; lengths are even inside a bin."""
-    total = 0.0
-    for (start, stop), share in zip(pairwise(bins.edges), bins.shares, strict=True):
-        first, last = max(low, start), min(high, stop)
-        if first < last:
-            total += share * (last**2 - first**2) / 2 / (stop - start)
-    return total
+    start, stop = np.array(bins.edges[:-1]), np.array(bins.edges[1:])
+    first, last = np.clip(start, low, high), np.clip(stop, low, high)
+    return float((np.array(bins.shares) * (last**2 - first**2) / 2 / (stop - start)).sum())
 
 
 # Figure 8 and section 5.1: speedup over Transformer Engine's ring for four models, three data sets

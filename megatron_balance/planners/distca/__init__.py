@@ -111,10 +111,10 @@ def _holders(cluster: Cluster, options: DistcaOptions) -> list[int]:
     if not 1 <= pool_ranks < cluster.num_ranks:
         raise ConfigError(
             f"distca: pool_ranks {pool_ranks} of {cluster.num_ranks} ranks; at least 1 only serves and at least 1 "
-            "holds tokens. "
-            f"Set pool_ranks to 1 .. {cluster.num_ranks - 1}, or servers: in_place"
+            f"holds tokens. Set pool_ranks to 1 .. {cluster.num_ranks - 1}, or servers: in_place"
         )
-    pool = set(_spread(pool_ranks, cluster.num_ranks))
+    # Evenly over all ranks and so over the nodes; rank 0 only if all are chosen.
+    pool = {cluster.num_ranks * (i + 1) // pool_ranks - 1 for i in range(pool_ranks)}
     return [rank for rank in range(cluster.num_ranks) if rank not in pool]
 
 
@@ -132,11 +132,6 @@ def linear_owned(lengths: Sequence[int], ranks: Sequence[int]) -> Ints:
     rank = np.searchsorted(bounds, begin, side="right") - 1
     before = ends[seq] - tokens[seq]
     return np.column_stack([np.array(ranks, dtype=np.int64)[rank], seq, begin - before, end - before])
-
-
-def _spread(num_chosen: int, num_ranks: int) -> list[int]:
-    """Ranks evenly over all and so over the nodes; rank 0 only if all are chosen."""
-    return [num_ranks * (i + 1) // num_chosen - 1 for i in range(num_chosen)]
 
 
 # Share of the tolerance with which the limit starts; first steps by which it gives way are in the
@@ -158,15 +153,8 @@ def _check(options: DistcaOptions) -> None:
 def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, options: DistcaOptions) -> Ints:
     """Attention tasks of the given tokens; none makes a rank take longer than the tolerance allows.
 
-    Args:
-        owned: rows (rank, seq, start, stop) [n, 4]; any layout: every query in it is attended.
-        lengths: tokens of each sequence; `seq` indexes it.
-        num_ranks: all of them are attention servers.
-        cost: predicts seconds of attention, and bytes.
-        options: the scheduler's part of them.
-
-    Returns:
-        Rows (rank, seq, q_start, q_stop, k_start, k_stop) [m, 6] by rank, sequence and query.
+    `owned`: `Placed` rows [n, 4] of any layout, whose every query is attended; all ranks are servers.
+    Returns `Task` rows [m, 6] by rank, sequence and query.
 
     Raises:
         InfeasibleError: a rank's own tokens pass a cap, and no other rank can take these over.

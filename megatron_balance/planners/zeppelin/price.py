@@ -138,11 +138,8 @@ class GroupCosts:
     def lead_tokens(self, held: float) -> float:
         """The lead whose work takes as long as exchanging the rest of `held` tokens."""
         none_s, all_s = _trade_s(np.array([0.0, held]), self)[0].tolist()
-        pair_s, token_s, fixed_s = (
-            self.causal_s(_TYPICAL) / _TYPICAL**2,
-            (all_s - none_s) / held,
-            none_s + self.cost.call_s,
-        )
+        pair_s, token_s = self.causal_s(_TYPICAL) / _TYPICAL**2, (all_s - none_s) / held
+        fixed_s = none_s + self.cost.call_s
         return (sqrt(token_s**2 + 4 * pair_s * (token_s * held + fixed_s)) - token_s) / (2 * pair_s)
 
     def keys_s(self, num_tokens: float, num_messages: float, *, across: bool | None = None) -> float:
@@ -253,12 +250,8 @@ def with_lead(
     leads = [lead for lead in (int(part * enough) // ALIGN * ALIGN for part in _LEADS) if lead]
     if not leads:
         return price
-    seconds = _layer_s(
-        Trimmed.without([placed] * len(leads)),
-        costs,
-        waves,
-        _lead(_first_rows(lengths, of, costs.num_groups), leads, costs),
-    )
+    lead = _lead(_first_rows(lengths, of, costs.num_groups), leads, costs)
+    seconds = _layer_s(Trimmed.without([placed] * len(leads)), costs, waves, lead)
     at, wave = divmod(int(seconds.argmin()), len(waves))
     if seconds[at, wave] >= price.seconds:
         return price

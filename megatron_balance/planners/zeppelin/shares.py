@@ -204,14 +204,9 @@ def _by(index: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
 def placements(
     work: Sequence[float], lengths: Sequence[int], num_groups: int, above: float | None = 0.0
 ) -> Iterator[Shares]:
-    """Placements of all sequences, from few cuts to the most even.
-
-    Args:
-        work: seconds of attention of each whole sequence on one group.
-        lengths: in tokens.
-        num_groups: groups of ranks, all alike.
-        above: work above the mean, over it, that groups may have at first: the more, the fewer cuts.
-            None: the longest sequence is spread over all groups at first.
+    """Placements of all sequences, from few cuts to the most even. `work`: seconds of attention of
+    each whole sequence on one group. `above`: work above the mean, over it, that groups may have at
+    first: the more, the fewer cuts; None: the longest sequence is spread over all groups at first.
     """
     order = longest_first(work)
     placed = Shares.begin(work, lengths, num_groups)
