@@ -22,7 +22,7 @@ from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.pipelines import deal
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.strategies import with_proposed
-from megatron_balance.solvers.dispatch import PipelineCost, dispatch, least_s, pack
+from megatron_balance.solvers.dispatch import PipelineCost, dispatch, pack, slowest_s
 
 MODEL = Model(4, 4, 8, num_layers=4)
 CLUSTER = Cluster(8, 4)
@@ -202,7 +202,7 @@ def test_the_least_before_packing_need_not_win() -> None:
             for _ in range(4)
         ]
         every = [max(deal(lengths, costs)[1]) for costs in candidates]
-        least = [least_s(lengths, costs, dispatch(lengths, costs)) for costs in candidates]
+        least = [slowest_s(lengths, costs, dispatch(lengths, costs), PipelineCost.least_s) for costs in candidates]
         best, _, seconds = pipelines.fastest(lengths, candidates)
         assert max(seconds) == every[best] == min(every)
         overtaken += best != least.index(min(least))
