@@ -23,8 +23,15 @@ from megatron_balance.runtime.lower.memory import CallForm, made, wide_dtype
 from megatron_balance.runtime.lower.moves import Alike, Call, Moved, MoverCall, Site
 from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers.base import HELD_PARTS, Partials, PlainMover, RowMove, Sent, Space
-from megatron_balance.runtime.movers.triton import kernels
-from megatron_balance.runtime.movers.triton.kernels import AddBlock, CopyBlock
+from megatron_balance.runtime.movers.triton.kernels import (
+    BLOCK_ROWS,
+    AddBlock,
+    CopyBlock,
+    add_rows,
+    copy_rows,
+    disguised,
+    merge_rows,
+)
 
 _CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -139,7 +146,7 @@ def _copy_tables(moved: Sequence[Moved], device: torch.device, *, take: bool) ->
             pair = _numbered(launches, numbers, sides, (place, run_at), CopyBlock.WIDTH)
             launch = launches[-1]
             begins, rows = launch.behind(pair, sides, (place, run_at))
-            starts = np.arange(0, run.count, kernels.BLOCK_ROWS)
+            starts = np.arange(0, run.count, BLOCK_ROWS)
             # (first row, place of its list in the index) of each block, of both sides; -1: no list.
             at = -1 if run.index is None else launch.listed(run.index + rows[0])
             inside = (starts + run.start + rows[0], np.full(len(starts), -1)) if at < 0 else (starts, starts + at)
@@ -151,7 +158,7 @@ def _copy_tables(moved: Sequence[Moved], device: torch.device, *, take: bool) ->
             blocks[:, CopyBlock.PAIR] = pair
             blocks[:, CopyBlock.SOURCE_ROW], blocks[:, CopyBlock.SOURCE_LIST] = source
             blocks[:, CopyBlock.TARGET_ROW], blocks[:, CopyBlock.TARGET_LIST] = target
-            blocks[:, CopyBlock.COUNT] = np.minimum(kernels.BLOCK_ROWS, run.count - starts)
+            blocks[:, CopyBlock.COUNT] = np.minimum(BLOCK_ROWS, run.count - starts)
             blocks[:, CopyBlock.SOURCE_HEAD], blocks[:, CopyBlock.TARGET_HEAD] = heads if take else heads[::-1]
             blocks[:, CopyBlock.SOURCE_BEGIN], blocks[:, CopyBlock.TARGET_BEGIN] = begins if take else begins[::-1]
             blocks[:, CopyBlock.HEADS] = run.num_heads
@@ -296,13 +303,13 @@ def _blocks_to(
 ) -> None:
     """Blocks for target rows; `sources`: first and number of each; `rest`: from SOURCE_HEAD on."""
     target_at, first_at, number_at = launch.listed(targets), launch.listed(sources[0]), launch.listed(sources[1])
-    starts = np.arange(0, len(targets), kernels.BLOCK_ROWS)
+    starts = np.arange(0, len(targets), BLOCK_ROWS)
     blocks = np.empty((len(starts), AddBlock.WIDTH), dtype=np.int64)
     blocks[:, AddBlock.PAIR] = number
     blocks[:, AddBlock.TARGET_LIST] = starts + target_at
     blocks[:, AddBlock.FIRST_LIST] = starts + first_at
     blocks[:, AddBlock.NUMBER_LIST] = starts + number_at
-    blocks[:, AddBlock.COUNT] = np.minimum(kernels.BLOCK_ROWS, len(targets) - starts)
+    blocks[:, AddBlock.COUNT] = np.minimum(BLOCK_ROWS, len(targets) - starts)
     blocks[:, AddBlock.MOST_SOURCES] = np.maximum.reduceat(sources[1], starts)
     blocks[:, AddBlock.SOURCE_HEAD :] = rest
     launch.blocks.append(blocks)
@@ -538,13 +545,13 @@ class TritonMover:
         return table
 
     def fill(self, moves: Sequence[RowMove]) -> None:
-        self._move("fill", kernels.copy_rows, moves)
+        self._move("fill", copy_rows, moves)
 
     def place(self, moves: Sequence[RowMove]) -> None:
-        self._move("place", kernels.copy_rows, moves)
+        self._move("place", copy_rows, moves)
 
     def add(self, moves: Sequence[RowMove]) -> None:
-        self._move("add", kernels.add_rows, moves)
+        self._move("add", add_rows, moves)
 
     def _move(self, call: Call, kernel: Any, moves: Sequence[RowMove]) -> None:
         """Launch what moves these rows; by the plain mover where a tensor is not aligned."""
@@ -665,19 +672,19 @@ def launch(kernel: Any, table: _BlockTable, sources: Sequence[Tensor], targets: 
     kernel[(num_blocks, triton.cdiv(table.heads * dim, cols))](
         _padded(sources, places),
         _padded(targets, places),
-        _padded([kernels.disguised(x.stride(0) // vec) for x in sources], places),
-        _padded([kernels.disguised(x.stride(0) // vec) for x in targets], places),
+        _padded([disguised(x.stride(0) // vec) for x in sources], places),
+        _padded([disguised(x.stride(0) // vec) for x in targets], places),
         table.blocks,
         table.index,
         DIM=dim,
         VEC=vec,
-        ROWS=kernels.BLOCK_ROWS,
+        ROWS=BLOCK_ROWS,
         COLS=cols,
     )
 
 
 def _disguised(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple([kernels.disguised(value) for value in values])
+    return tuple([disguised(value) for value in values])
 
 
 def _padded(values: Sequence[T], places: int) -> tuple[T, ...]:
@@ -885,7 +892,7 @@ def _merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows an
     vec = _vector(dim, min(x.element_size() for x in (*outs, out)))
     cols = triton.next_power_of_2(dim)
     block = max(1, min(MERGE_ROWS, MERGE_TILE // cols))
-    merge: Any = kernels.merge_rows[(triton.cdiv(count, block), num_heads)]
+    merge: Any = merge_rows[(triton.cdiv(count, block), num_heads)]
     no_map, row_lists = mover.blank(torch.int32), [part.row_map.rows for part in slots]
     merge(
         outs,
@@ -944,8 +951,8 @@ def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
     mover = TritonMover(device)
     launches = 0
     for kernel, width, kinds in (
-        (kernels.copy_rows, CopyBlock.WIDTH, _copies(dtype, head_dim)),
-        (kernels.add_rows, AddBlock.WIDTH, _additions(dtype, head_dim)),
+        (copy_rows, CopyBlock.WIDTH, _copies(dtype, head_dim)),
+        (add_rows, AddBlock.WIDTH, _additions(dtype, head_dim)),
     ):
         blocks = torch.zeros((1, width), dtype=torch.int32, device=device)  # one block of no rows
         table = _BlockTable((), blocks, mover.blank(torch.int32), 1)
