@@ -59,9 +59,6 @@ class Dealt:
     model: Model
     layers: int | None = None
 
-    def exchange(self) -> TokenExchange:
-        return TokenExchange(self.lengths, [self.plan], self.pool)
-
 
 class _Forward:
     """A forward whose layers attended under a batch. `taken`: values of it were let through."""
@@ -347,7 +344,7 @@ class BalancedBatch:
 
     @cached_property
     def _exchange(self) -> TokenExchange:
-        return self._dealt.exchange()
+        return TokenExchange(self._dealt.lengths, [self.plan], self._dealt.pool)
 
     def layout(self, rank: int | None = None) -> Ints:
         """Where tokens lie: rows (document, start, stop) of a rank of the pool, default this one,

@@ -23,16 +23,8 @@ from megatron_balance.ir.program import MOVED, Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.lower import steps
 from megatron_balance.runtime.lower.regions import Indexes, Instance, RegionIndex, RowRange, grouped_runs, pack_runs
 
-
-@dataclass(frozen=True, slots=True)
-class _Routed:
-    """This rank's own pieces of one exchange, by the peer at the other end."""
-
-    sends: dict[int, tuple[steps.Piece, ...]]
-    receives: dict[int, tuple[steps.Piece, ...]]
-
-
-_NOT_ROUTED = _Routed({}, {})
+# This rank's own pieces of one exchange, sent and received, by the peer at the other end.
+_Routed: TypeAlias = tuple[dict[int, tuple[steps.Piece, ...]], dict[int, tuple[steps.Piece, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +110,7 @@ class PhaseMessages:
         exchanges: dict[int, steps.ExchangeStep] = {}
         for i, op in enumerate(self.ops):
             if isinstance(op, Exchange):
-                out, back, own = sends.get(i, ()), receives.get(i, ()), routed.get(i, _NOT_ROUTED)
+                out, back, own = sends.get(i, ()), receives.get(i, ()), routed.get(i, ({}, {}))
                 exchanges[i] = steps.ExchangeStep(
                     op=i,
                     id=op.id,
@@ -128,8 +120,8 @@ class PhaseMessages:
                     sends=out,
                     receives=back,
                     tag=tag(op),
-                    routed_sends=own.sends,
-                    routed_receives=own.receives,
+                    routed_sends=own[0],
+                    routed_receives=own[1],
                     far=frozenset([m.peer for m in (*out, *back) if m.peer // ranks_per_node != node]),
                     stream=order.collective_stream(op.group, ranks_per_node) if op.collective != "p2p" else "",
                     arrivals=arrivals(back),
@@ -307,8 +299,8 @@ def routes_of(
             proxy_routes.append(
                 steps.ProxyRoute(order.relay_role(arrives.leg), src, dst, index, count, arrives, leaves)
             )
-    own = _Routed(*({peer: tuple(pieces) for peer, pieces in side.items()} for side in (sends, receives)))
-    return own, tuple(proxy_routes)
+    out, back = ({peer: tuple(pieces) for peer, pieces in side.items()} for side in (sends, receives))
+    return (out, back), tuple(proxy_routes)
 
 
 def _check_routes(table: Ints) -> None:

@@ -103,6 +103,7 @@ class _Walk:
         self, queries: Sizes, keys: Sizes, form: CallForm, sites: Sites, phase: steps.Phase, memory: PhaseMemory
     ) -> None:
         self.queries, self.keys, self.form, self.sites = queries, keys, form, sites
+        self.sizes = {Kind.Q_GRAD: queries, Kind.KV_GRAD: keys}
         self.steps, self.memory, self.phase = phase.steps, memory, id(phase)
         self.let_go = {value: index for index, values in enumerate(phase.last_uses) for value in values}
         self.step = self.launches = 0
@@ -267,7 +268,7 @@ class _Walk:
         if self.totals.get(value) == self.form.wide:
             return
         dtype = self.held.pop(value, None) or self.totals.get(value)
-        whole = whole_of(value, self.queries if value[0] == Kind.Q_GRAD else self.keys)
+        whole = whole_of(value, self.sizes[value[0]])
         widths = self.widths(value[0])
         sites = [self.of(whole, value[0], part)[0] for part in range(len(widths))]
         self.lie(*value, self.room(value))
@@ -285,7 +286,7 @@ class _Walk:
         form, (kind, buffer) = self.form, value
         if not buffer and form.dtype == form.wide:  # handed to the caller as it is
             return None
-        rows, heads = (self.queries if kind == Kind.Q_GRAD else self.keys)[buffer]
+        rows, heads = self.sizes[kind][buffer]
         if kind == Kind.KV_GRAD and form.joined:
             shapes: list[Shape] = [((2, rows, heads, form.dim), form.wide)]
         else:
@@ -317,7 +318,7 @@ class _Walk:
     def ended(self) -> Iterator[MoverCall]:
         """The conversion of sums to the caller's type."""
         form, moved = self.form, list[Moved]()
-        for kind, sizes in ((Kind.Q_GRAD, self.queries), (Kind.KV_GRAD, self.keys)):
+        for kind, sizes in self.sizes.items():
             if (kind, 0) not in self.held and form.wide != form.dtype:
                 self.total((kind, 0))
                 whole = whole_of((kind, 0), sizes)
@@ -347,10 +348,8 @@ class _Walk:
     def each(self, kind: Kind, packed: steps.Packed, own: Sequence[Site], dtype: torch.dtype) -> tuple[Moved, ...]:
         total = self.totals[kind, packed.runs[0].buffer]
         self.named.append((kind, packed))
-        sizes = self.queries if kind == Kind.Q_GRAD else self.keys
-        fresh = tuple(
-            (number, sizes[run.buffer]) for number, run in enumerate(packed.runs) if (kind, run.buffer) in self.fresh
-        )
+        numbered = [(number, run.buffer) for number, run in enumerate(packed.runs)]
+        fresh = tuple((at, self.sizes[kind][buffer]) for at, buffer in numbered if (kind, buffer) in self.fresh)
         return tuple(
             Moved(packed, (dtype, total, width), self.of(packed, kind, part), site, fresh)
             for part, (width, site) in enumerate(zip(self.widths(kind), own, strict=True))
@@ -418,15 +417,11 @@ class _Walk:
         # In bf16 only where they travel on in it, so that every rank of a ring rounds once; not in
         # the pool's memory what is handed to the caller.
         packed, form = message.packed, self.form
-        buffer = packed.runs[0].buffer
-        size = (self.queries if message.kind == Kind.Q_GRAD else self.keys)[buffer]
-        if (
-            (message.kind, buffer) in self.totals
-            or len(packed.runs) != 1
-            or not steps.is_whole(packed.runs[0], packed, size)
-        ):
+        run, size = packed.runs[0], self.sizes[message.kind][packed.runs[0].buffer]
+        begun = (message.kind, run.buffer) in self.totals
+        if begun or len(packed.runs) != 1 or not steps.is_whole(run, packed, size):
             return False
-        return buffer > 0 or form.gradient == form.wide != form.dtype
+        return run.buffer > 0 or form.gradient == form.wide != form.dtype
 
 
 def _halves(place: BytesPlace, memory: Hashable) -> list[Site]:
