@@ -27,32 +27,28 @@ log = logging.getLogger(__name__)
 Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+# How much a patch relies on the source of its target. `numbers`: what is trained depends on it;
+# only reviewed sources, and those that the configuration accepts. `wrapped`: the replacement calls
+# the original, whatever it does; only its parameters count. `observed`: nothing that is trained
+# depends on it; another source is a warning, and one that is missing is left out.
 Role: TypeAlias = Literal["numbers", "wrapped", "observed"]
-"""How much a patch relies on the source of its target.
-
-`numbers`: what is trained depends on it; only reviewed sources, and those that the configuration
-accepts. `wrapped`: the replacement calls the original, whatever it does; only its parameters count.
-`observed`: nothing that is trained depends on it; another source is a warning, and one that is
-missing is left out.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One replacement.
+    """One replacement."""
 
-    `target` is "package.module:qualname". `wrap` is given the original and returns the replacement,
-    so that the original stays callable; None: it stays, and its source is relied on elsewhere.
-    `why` says why no hook of Megatron does. `reviewed`: the versions of Megatron-core by
-    `source_digest` of the sources that were read. `parameters`: the names that a wrapper hands on or
-    reads.
-    """
-
+    # "package.module:qualname".
     target: str
+    # Why no hook of Megatron does.
     why: str
+    # Is given the original and returns the replacement, so that the original stays callable; None:
+    # it stays, and its source is relied on elsewhere.
     wrap: Wrap | None = None
     role: Role = "numbers"
+    # The versions of Megatron-core by `source_digest` of the sources that were read.
     reviewed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    # The names that a wrapper hands on or reads.
     parameters: tuple[str, ...] = ()
 
 
@@ -97,19 +93,12 @@ class _Found(NamedTuple):
 def applied(
     patches: Sequence[Patch], accepted: Mapping[str, str] = MappingProxyType({}), source: str = "the configuration"
 ) -> Iterator[tuple[str, ...]]:
-    """Apply all patches inside the block; none if one of them does not fit.
+    """Apply all patches inside the block; none if one of them does not fit. Yields the targets
+    whose source was accepted without review: `accepted` has digests by target, `source` names its
+    file.
 
-    Args:
-        patches: each target once.
-        accepted: digests of sources that nobody reviewed, by target; the user answers for them.
-        source: the file that `accepted` comes from.
-
-    Yields:
-        The targets whose source was accepted without review.
-
-    Raises:
-        PatchError: targets that are missing, patched twice, have other parameters, or a source that
-            was neither reviewed nor accepted; names all of them.
+    PatchError: targets that are missing, patched twice, have other parameters, or a source that was
+    neither reviewed nor accepted; names all of them.
     """
     targets = [patch.target for patch in patches]
     if len(set(targets)) < len(targets):
@@ -144,9 +133,7 @@ def fault_of(
 def _check(
     patches: Sequence[Patch], accepted: Mapping[str, str], source: str, *, tell: bool = True
 ) -> tuple[list[_Found], tuple[str, ...], str | None]:
-    """The targets, those of them that were accepted without review, and why not all can be patched.
-    `tell`: whether the log names those that may be patched unreviewed.
-    """
+    """The targets, those accepted without review, and why not all can be patched; `tell`: a log."""
     warn = log.warning if tell else log.debug
     found: list[_Found] = []
     unreviewed: list[str] = []
@@ -210,8 +197,7 @@ def _find(patch: Patch) -> _Found:
     return _Found(patch, owner, name, original)
 
 
-_NOT_CODE = ("kind", "type_comment", "type_ignores")
-"""Fields of the syntax tree that say how something was written."""
+_NOT_CODE = ("kind", "type_comment", "type_ignores")  # fields of the syntax tree that say how something was written
 
 
 @functools.cache  # finding a source reads its whole file

@@ -19,13 +19,9 @@ from megatron_balance.errors import PatchError
 from megatron_balance.patches import Patch, source_digest
 
 
-def find_source(root: Path, target: str) -> str:
-    """The source of a target, "package.module:qualname", under the folder that holds the package.
-
-    A name that a module imports from another is looked up there.
-
-    Raises:
-        PatchError: there is none.
+def _find_source(root: Path, target: str) -> str:
+    """The source of a target, "package.module:qualname", under the folder that holds the package,
+    looked up where a module imports it from. PatchError: there is none.
     """
     module, _, qualname = target.partition(":")
     path = root.joinpath(*module.split("."))
@@ -40,7 +36,7 @@ def find_source(root: Path, target: str) -> str:
         if isinstance(found, ast.ImportFrom):
             package = module if path.name == "__init__.py" else module.rpartition(".")[0]
             base = package.rsplit(".", found.level - 1)[0] if found.level else ""
-            return find_source(root, f"{'.'.join(filter(None, (base, found.module)))}:{qualname}")
+            return _find_source(root, f"{'.'.join(filter(None, (base, found.module)))}:{qualname}")
         if not isinstance(found, ast.ClassDef | ast.FunctionDef):
             raise PatchError(f"{target}: {path} defines no {name}")
         body = found.body
@@ -69,7 +65,7 @@ def lines(patches: tuple[Patch, ...], here: Path, reviewed: Path | None) -> list
     told: list[str] = []
     for patch in patches:
         try:
-            source = find_source(here, patch.target)
+            source = _find_source(here, patch.target)
         except PatchError as error:
             told.append(f"missing     {error} ({patch.role})")
             continue
@@ -82,7 +78,7 @@ def lines(patches: tuple[Patch, ...], here: Path, reviewed: Path | None) -> list
             continue
         told.append(f"unreviewed  {patch.target}: {digest} ({patch.role})")
         if reviewed is not None:
-            before = find_source(reviewed, patch.target).splitlines()
+            before = _find_source(reviewed, patch.target).splitlines()
             told += difflib.unified_diff(before, source.splitlines(), "reviewed", "here", lineterm="", n=2)
     return told
 

@@ -21,14 +21,10 @@ def for_job(
     changes: bool = False,
     always: tuple[Patch, ...] = (*training_loop.LOOP, *machine.HELPERS),
 ) -> tuple[Patch, ...]:
-    """The patches of a job on this machine.
-
-    Args:
-        args: Megatron's, validated.
-        joint: whether all pipeline stages attend together, under a schedule of ours.
-        nano_batches: whether microbatches may run as two nano-batches.
-        changes: whether training changes between strategies.
-        always: the patches that every such job has; none where the loop is not Megatron's `pretrain`.
+    """The patches of a job on this machine, of Megatron's validated `args`. `joint`: all pipeline
+    stages attend together, under a schedule of ours; `nano_batches`: microbatches may run as two;
+    `changes`: training changes between strategies; `always`: none where the loop is not Megatron's
+    `pretrain`.
     """
     from megatron_balance.megatron.entry import te_available
 

@@ -32,6 +32,7 @@ def _with_balance(pretrain: Callable[..., Any]) -> Callable[..., Any]:
     return balanced
 
 
+# Of an unmodified script, whose parser and call of `pretrain` we cannot write ourselves.
 ENTRY = (
     Patch(
         target="megatron.training.arguments:add_megatron_arguments",
@@ -54,7 +55,6 @@ ENTRY = (
         for module in ("megatron.training", "megatron.training.training")
     ),
 )
-"""Of an unmodified script, whose parser and call of `pretrain` we cannot write ourselves."""
 
 
 def _make_pools(_result: Any, _given: Mapping[str, Any]) -> None:

@@ -23,11 +23,11 @@ from megatron.training import get_timers
 from megatron_balance.analysis.change import change
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Strategy
+from megatron_balance.megatron import roles
 from megatron_balance.megatron.data import NUM_COLUMNS
 from megatron_balance.megatron.flags import row_multiple
 from megatron_balance.megatron.forward_step import LOSS, Microbatches, forward_step
 from megatron_balance.megatron.groups import job_device, tensor_parallel
-from megatron_balance.megatron.roles import AttentionGroups, Role, Roles, base_layout, optimizers_of
 from megatron_balance.megatron.session import RankPlace, Session
 from megatron_balance.megatron.stages import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.training.plans import PlannedStep
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 
 class Changes:
-    """The roles of this rank under every candidate, and the base layout that owns weights and
-    gradients, whose all-gather waits until Megatron's own model needs them.
-    """
+    """This rank's roles under every candidate, and the base layout, which owns the weights."""
+
+    # Their all-gather waits until Megatron's own model needs them.
 
     def __init__(self, job: Session, model: list[Any], optimizer: Any, model_config: Any) -> None:
         """Make all roles, when Megatron has built model and optimizer. Collective over the world.
@@ -56,7 +56,7 @@ class Changes:
             )
         layouts = job.layouts
         assert layouts is not None, "changes are made where there are other strategies than the layout"
-        layout = base_layout(model, optimizer, job.layout.pipelines[0])
+        layout = roles.base_layout(model, optimizer, job.layout.pipelines[0])
         buckets = len(layout.base.buffers[0].buckets) - 1  # later stages always have one
         if layouts.overlap and layout.base.num_shards > 1 and buckets == 1:
             log.warning(
@@ -67,27 +67,26 @@ class Changes:
         config, communication = job.config, job.config.communication
         timeout = timedelta(minutes=job.args.distributed_timeout_minutes)
         others = [each for each in job.candidates if each != job.layout]
-        attention = AttentionGroups(job.gpus_per_node, timeout, communication.sms, safe=communication.safe)
+        attention = roles.AttentionGroups(job.gpus_per_node, timeout, communication.sms, safe=communication.safe)
         gpus, overlap = job.gpus(), layouts.overlap
         moved = {each: change(layouts.base, each, job.model(1), gpus) for each in others}
         apart = {
             each: Apart(overlap, job.gpus_per_node if found.traffic.handed_on else None)
             for each, found in moved.items()
         }
-        self.roles = Roles(model_config, layout, others, timeout, attention, apart=apart, overlap=overlap)
+        self.roles = roles.Roles(model_config, layout, others, timeout, attention, apart=apart, overlap=overlap)
         for role in self.roles:
             if role.model is not None:
                 job.adapt(role.model)
         # `step_with_ready_grads` gathers no weights then (patches/training_loop.py pins its source).
-        for each in optimizers_of(optimizer):
+        for each in roles.optimizers_of(optimizer):
             each._defer_param_sync = True
         ddp = model[0].ddp_config
         self._checks = ddp.check_for_nan_in_grad, ddp.check_for_large_grads
         registered = getattr(ddp, "nccl_ub", False)
         stay = bool(getattr(job.args, "async_save", False) or registered)
-        self.own_weights = _OwnWeights(model, optimizers_of(optimizer), stay=stay)
-        self._weights_are_old = False
-        """Whether Megatron's own model has older weights than the optimizer."""
+        self.own_weights = _OwnWeights(model, roles.optimizers_of(optimizer), stay=stay)
+        self._weights_are_old = False  # whether Megatron's own model has older weights than the optimizer
         traffic = self.roles.traffic(job.gpus_per_node)
         self._predicted = {
             strategy: dataclasses.replace(each, handed_on=moved[strategy].traffic.handed_on).described(gpus)
@@ -172,11 +171,10 @@ class Changes:
         """Start no exchange any more."""
         self.roles.close()
 
-    def _pull(self, strategy: Strategy) -> Role:
-        """The role of this rank in a step, with today's weights. Collective over the world. The
-        base layout's gradients give their memory back until they are pushed, weights until they are
-        gathered.
-        """
+    def _pull(self, strategy: Strategy) -> roles.Role:
+        """The role of this rank in a step, with today's weights. Collective over the world."""
+        # The base layout's gradients give their memory back until they are pushed, weights until
+        # they are gathered.
         self.own_weights.give_back()
         for chunk in self._model:
             chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
@@ -206,7 +204,7 @@ class Changes:
         self._weights_are_old = True
 
     def _tokens(
-        self, role: Role, planned: PlannedStep, mine: Sequence[Sequences], apart: PoolLengths
+        self, role: roles.Role, planned: PlannedStep, mine: Sequence[Sequences], apart: PoolLengths
     ) -> tuple[TokenExchange, list[torch.Tensor]]:
         """The rows of this rank, straight from the ranks of the base layout that read them."""
         pool, parallel = self._job.pool, tensor_parallel()
@@ -222,11 +220,12 @@ class Changes:
             peers = TensorParallel(role.groups.tp, dist.get_rank() - role.seat.tensor)
         return exchange, exchange.to_ranks(mine if ranks.reads else (), NUM_COLUMNS, peers, job_device())
 
-    def _summed(self, role: Role, stored: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    def _summed(self, role: roles.Role, stored: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         """The step's loss, summed over tokens, and its tokens [2] float64. Collective over the
-        world. A pipeline's last stage knows them, each context-parallel rank its part; of TP ranks,
-        which have the same, the first one counts.
+        world.
         """
+        # A pipeline's last stage knows them, each context-parallel rank its part; of TP ranks,
+        # which have the same, the first one counts.
         found = torch.zeros(2, dtype=torch.float64, device=job_device())
         if role.seat is not None and role.seat.tensor == 0:
             for each in chain.from_iterable(one.values() for one in stored):
@@ -235,7 +234,7 @@ class Changes:
         return found
 
 
-def _transfers(role: Role, config: Any, shapes: StageShapes) -> PlannedTransfers | None:
+def _transfers(role: roles.Role, config: Any, shapes: StageShapes) -> PlannedTransfers | None:
     """Transfers between the role's stages; None where there is one."""
     assert role.seat is not None
     stages = role.seat.scheme.pipeline
@@ -247,9 +246,11 @@ def _transfers(role: Role, config: Any, shapes: StageShapes) -> PlannedTransfers
 
 class _OwnWeights:
     """The flat buffers of the weights of Megatron's own model, which give their memory back while
-    roles compute. In bf16 training they are copies of the optimizer's fp32 ones, made again before
-    the model runs; in fp32 they are the optimizer's own, and stay.
+    roles compute.
     """
+
+    # In bf16 training they are copies of the optimizer's fp32 ones, made again before the model
+    # runs; in fp32 they are the optimizer's own, and stay.
 
     def __init__(self, model: Sequence[Any], optimizers: Sequence[Any], *, stay: bool) -> None:
         """Leave them where they are. `stay`: others read them any time (asynchronous checkpoint)."""

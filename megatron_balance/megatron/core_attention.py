@@ -32,9 +32,7 @@ from megatron_balance.training.binding import MaskBounds
 
 
 class CountedMask(torch.Tensor):
-    """A loss mask whose `sum` is a count that it was given, in place of its own. Results of
-    operations are plain tensors.
-    """
+    """A loss mask whose `sum` is a count that it was given. Results of operations are plain."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
     count: torch.Tensor
@@ -52,27 +50,22 @@ class CountedMask(torch.Tensor):
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """Values of the tokens that lie ahead of each row in its own sequence, for multi-token
-    prediction.
-
-    By depth, from 0 for the row itself, each [1, T]; rows with no token so far ahead have zeros.
-    `count`: the mean of a rank, as a scalar tensor; every mask says that it is its sum.
-    """
+    """Values of the tokens ahead of each row in its sequence, for multi-token prediction."""
 
     # Megatron divides a depth's loss by the sum of this rank's mask. Tokens lie where the plan has
     # them, so every rank reports the mean of all (`count`). Masks from depth 1 on are weighted: their
     # sum over the pool is that of depth 0, whose mask is the mean in every row.
 
+    # By depth, from 0 for the row itself, each [1, T]; rows with no token so far ahead have zeros.
     tokens: tuple[torch.Tensor, ...]
     positions: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
     masks: tuple[torch.Tensor, ...]
+    # The mean of a rank, as a scalar tensor; every mask says that it is its sum.
     count: torch.Tensor
 
     def rolled(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One of these tensors, one token ahead, and a count, as Megatron's `roll_tensor` gives
-        them. Labels of depth 0 come as a copy. Padding stays where it is.
-        """
+        """One of these tensors one token ahead, and a count, as of `roll_tensor`; padding stays."""
         if tensor.dtype == torch.bool:
             return tensor, self.count
         # Megatron hands back the very tensors that it was given, so identity says which one this
@@ -90,33 +83,30 @@ class Ahead:
 class BalancedSeqParams(PackedSeqParams):
     """PackedSeqParams that carry the bound plan of one microbatch."""
 
-    bound: Bound | None = None
-    """The plan that this rank runs in all layers (pipeline ticks)."""
+    bound: Bound | None = None  # the plan that this rank runs in all layers (pipeline ticks)
+    # Or the plan bound for layers of each mask, of those that keep and those that replay.
     layers: MaskBounds | None = None
-    """Or the plan bound for layers of each mask, of those that keep and those that replay."""
+    # The slot for the backward tick's plan, if the pipeline stages attend together.
     backward: BackwardSlot | None = None
-    """The slot for the backward tick's plan, if the pipeline stages attend together."""
+    # [T] int64: position of each local token, padding included; nano-batch by nano-batch.
     position_ids: torch.Tensor | None = None
-    """[T] int64: position of each local token, padding included; nano-batch by nano-batch."""
+    # [T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks.
     samples: torch.Tensor | None = None
-    """[T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks."""
     num_samples: int = 0
+    # Lengths of the sequences of a microbatch that this rank attends for itself, without a plan: of
+    # the self-check alone.
     alone: tuple[int, ...] = ()
-    """Lengths of the sequences of a microbatch that this rank attends for itself, without a plan: of
-    the self-check alone.
-    """
-    ahead: Ahead | None = None
-    """Of a model that predicts further tokens."""
+    ahead: Ahead | None = None  # of a model that predicts further tokens
+    # The parameters of each ping-pong nano-batch, in place of `bound`.
     nano_batches: tuple[BalancedSeqParams, ...] = ()
-    """The parameters of each ping-pong nano-batch, in place of `bound`."""
 
     def __post_init__(self) -> None:
         """Leave out the base class's index of sequences for Mamba, which needs cu_seqlens."""
 
     def bound_now(self, core_attention: Any) -> Bound:
-        """The plan that a core attention runs now: that of its layer's mask and of what keeping costs
-        there (`analysis.backward.held_layers`), or the tick's, of the backward once that has begun.
-        ConfigError: a core attention that `gpt.number_layers` did not number.
+        """The plan that a core attention runs now: of its layer's mask and of what keeping costs
+        there, or the tick's, of the backward once that has begun. ConfigError: `gpt.number_layers`
+        did not see it.
         """
         number = getattr(core_attention, "held_number", None)
         if number is None:
@@ -133,10 +123,9 @@ class BalancedSeqParams(PackedSeqParams):
 
 
 class BalancedCoreAttention(MegatronModule):
-    """Core attention that runs the plan of its microbatch over the pool, on this tensor-parallel
-    rank's heads. A learnable sink's logit is its one parameter, as Megatron's own, so checkpoints are
-    the same.
-    """
+    """Core attention that runs the plan of its microbatch over the pool, on this rank's heads."""
+
+    # A learnable sink's logit is its one parameter, as Megatron's own, so checkpoints are the same.
 
     def __init__(
         self,
@@ -152,9 +141,7 @@ class BalancedCoreAttention(MegatronModule):
         v_channels: int | None = None,
         softmax_offset: torch.Tensor | None = None,
     ) -> None:
-        """Take Megatron's arguments of a core attention (`CoreAttentionBuilder`), by keyword.
-        `softmax_offset`: of the core attention that this one replaces.
-        """
+        """Take a `CoreAttentionBuilder`'s arguments; `softmax_offset`: of what is replaced."""
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ConfigError(
@@ -164,8 +151,7 @@ class BalancedCoreAttention(MegatronModule):
         if attention_dropout or (attention_dropout is None and config.attention_dropout):
             raise ConfigError("attention dropout cannot be reproduced across placements; use --attention-dropout 0")
         self.layer_number = layer_number
-        self.latent: _Latent | None = None
-        """Handed over by the attention for the call that comes (`hand_latents_on`)."""
+        self.latent: _Latent | None = None  # handed over by the attention for the call that comes (`hand_latents_on`)
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels or 1)
         self.softmax_offset = softmax_offset
         if softmax_offset is None and config.softmax_type != "vanilla":
@@ -222,11 +208,7 @@ class BalancedCoreAttention(MegatronModule):
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    params: BalancedSeqParams,
-    core_attention: Any,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: BalancedSeqParams, core_attention: Any
 ) -> torch.Tensor:
     """Planned attention in Megatron's shapes, as of a core attention, ours or Transformer Engine's.
 
@@ -268,9 +250,7 @@ def _attend_alone(
     lengths: Sequence[int],
     how: tuple[float, Mask, torch.Tensor | None],
 ) -> torch.Tensor:
-    """Attention of whole sequences that lie one behind the other, by torch; shapes of `attend`.
-    `how`: the factor of scores, the mask, and a sink.
-    """
+    """`attend` by torch over whole sequences, one behind the other. `how`: scale, mask, sink."""
     scale, mask, sink = how
     parts: list[torch.Tensor] = []
     start = 0
@@ -359,9 +339,9 @@ def _latent_attentions(chunk: torch.nn.Module) -> list[MLASelfAttention]:
 
 
 class _HandsOn:
-    """The up projection of an attention: puts the latent where its core attention takes it. The
-    weight stays the module's, so checkpoints are the same.
-    """
+    """The up projection of an attention, which hands the latent to its core attention."""
+
+    # The weight stays the module's, so checkpoints are the same.
 
     def __init__(self, attention: Any, up: Any) -> None:
         self.attention, self.up = attention, up

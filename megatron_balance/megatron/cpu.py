@@ -23,21 +23,8 @@ log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    *(
-        "tensor",
-        "as_tensor",
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "arange",
-        "linspace",
-        "eye",
-    ),
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye"),
+    *("rand", "randn", "randint", "randperm"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided"),
 )
 _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
@@ -50,9 +37,7 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Make "cuda" mean "cpu" in this process, with a warning that says so. ConfigError: Megatron,
-    which looks at the device while it is imported, was imported already.
-    """
+    """Make "cuda" mean "cpu" in this process, and warn. ConfigError: Megatron was imported already."""
     if installed():
         return
     if "megatron.core" in sys.modules:

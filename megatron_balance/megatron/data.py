@@ -38,29 +38,17 @@ from megatron_balance.training.ledger import HeldDocument
 from megatron_balance.training.plans import Draw
 from megatron_balance.training.pool import Pool, TensorParallel
 from megatron_balance.training.tokens import NOTHING, Recalled, Sequences, to_bits
-from megatron_balance.workloads.documents import (
-    DEFAULT_FILLING,
-    Blend,
-    Corpus,
-    CutPolicy,
-    DocumentPiece,
-    DocumentStream,
-    Filling,
-    OrderCache,
-    shares,
-    split_documents,
-)
+from megatron_balance.workloads import documents
 from megatron_balance.workloads.idx import CorpusIndex, prefix_of
 
 PADDING = -1
 
+# Columns of the rows that travel with each token. The loss mask travels as its bits.
 TOKEN, LABEL, LOSS_MASK = range(3)
-"""Columns of the rows that travel with each token. The loss mask travels as its bits."""
 NUM_COLUMNS = 3
+# Behind the three columns, for every token that is predicted further: those of the token so far
+# ahead, and its position. Zeros where the sequence has none.
 POSITION = 3
-"""Behind the three columns, for every token that is predicted further: those of the token so far
-ahead, and its position. Zeros where the sequence has none.
-"""
 PER_DEPTH = 4
 
 
@@ -69,10 +57,9 @@ def column(depth: int, which: int) -> int:
     return which if depth == 0 else NUM_COLUMNS + (depth - 1) * PER_DEPTH + which
 
 
+# Samples of a validation set. Megatron asks for fewer than it reads with --start-eval-at-iter, and
+# where a resume evaluates more often; its own data sets end later, with an epoch.
 ENDLESS = 2**40
-"""Samples of a validation set. Megatron asks for fewer than it reads with --start-eval-at-iter, and
-where a resume evaluates more often; its own data sets end later, with an epoch.
-"""
 
 DatasetTriple: TypeAlias = "tuple[Documents | None, Documents | None, Documents | None]"
 
@@ -83,7 +70,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
     def __init__(
         self,
         index: CorpusIndex,
-        stream: DocumentStream,
+        stream: documents.DocumentStream,
         num_samples: int,
         split: Split = Split.train,
         *,
@@ -111,9 +98,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         return digest.hexdigest()[:16]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Sample `index`: tokens, labels, loss_mask, position_ids, each [S]. Only a document's last
-        token has no label: its loss_mask is 0.
-        """
+        """tokens, labels, loss_mask (0 at a document's last token), position_ids [S] of a sample."""
         size = self.stream.seq_length
         tokens, labels = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
         loss_mask = np.zeros(size, dtype=np.float32)
@@ -135,7 +120,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         arrays = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def _read(self, piece: DocumentPiece) -> np.ndarray:
+    def _read(self, piece: documents.DocumentPiece) -> np.ndarray:
         stop = min(piece.stop + 1, self._index.tokens_of(range(piece.document, piece.document + 1)))
         # A document's Megatron sequences lie one behind the other, so reading on from its first one
         # is reading the document.
@@ -160,7 +145,9 @@ class DocumentBlend(Dataset[dict[str, Tensor]]):
         """Deal samples of `parts`, of one split. `weights`: in samples; None: an epoch of each."""
         self.parts = tuple(parts)
         self.split = parts[0].split
-        self.blend = Blend([part.stream.num_samples(0) for part in parts] if weights is None else shares(weights))
+        self.blend = documents.Blend(
+            [part.stream.num_samples(0) for part in parts] if weights is None else documents.shares(weights)
+        )
         self.num_samples = num_samples
 
     def __len__(self) -> int:
@@ -221,7 +208,9 @@ def _ahead(rows: Tensor, positions: Tensor, depths: int) -> Iterator[Tensor]:
         yield ahead
 
 
-def make_provider(policy: CutPolicy, filling: Filling = DEFAULT_FILLING) -> Callable[..., DatasetTriple]:
+def make_provider(
+    policy: documents.CutPolicy, filling: documents.Filling = documents.DEFAULT_FILLING
+) -> Callable[..., DatasetTriple]:
     """Megatron's data set provider: train, validation and test sets. Errors as of `build_datasets`."""
 
     def provide(train_val_test_num_samples: Sequence[int], vp_stage: int | None = None) -> DatasetTriple:  # noqa: ARG001  every stage reads the same documents
@@ -239,20 +228,19 @@ document_datasets_provider = make_provider("split")
 
 
 def build_datasets(
-    args: Any, num_samples: Sequence[int], policy: CutPolicy, filling: Filling = DEFAULT_FILLING
+    args: Any,
+    num_samples: Sequence[int],
+    policy: documents.CutPolicy,
+    filling: documents.Filling = documents.DEFAULT_FILLING,
 ) -> DatasetTriple:
     """Data sets for Megatron's arguments; None for a split that no samples are asked of, or without
-    documents. ConfigError: arguments that do not go with whole documents. DataError: a damaged or
-    empty corpus.
+    documents. ConfigError: arguments against it. DataError: a damaged or empty corpus.
     """
     reasons = data_reasons(args)
     if reasons:
         raise ConfigError("; ".join((*reasons, "or keep the script's own data set with 'data: script'")))
-    limits = {
-        "vocab_size": getattr(args, "padded_vocab_size", None),
-        "mmap": getattr(args, "mmap_bin_files", True),
-    }
-    opened: dict[str, Corpus] = {}
+    limits = {"vocab_size": getattr(args, "padded_vocab_size", None), "mmap": getattr(args, "mmap_bin_files", True)}
+    opened: dict[str, documents.Corpus] = {}
     datasets: list[Documents | None] = []
     for source, wanted, split in zip(_sources(args), num_samples, (Split.train, Split.valid, Split.test), strict=True):
         parts: list[DocumentDataset] = []
@@ -262,9 +250,9 @@ def build_datasets(
             if prefix not in opened:
                 opened[prefix] = _open_corpus(prefix, args)
             index = opened[prefix].index
-            documents = split_documents(index.num_documents, source.split)[source.part]
-            if index.tokens_of(documents):
-                stream = DocumentStream(opened[prefix], args.seq_length, args.seed, policy, documents, filling)
+            own = documents.split_documents(index.num_documents, source.split)[source.part]
+            if index.tokens_of(own):
+                stream = documents.DocumentStream(opened[prefix], args.seq_length, args.seed, policy, own, filling)
                 parts.append(DocumentDataset(index, stream, length, split, **limits))
                 weights += [] if source.weights is None else [source.weights[at]]
         if wanted != 0 and not parts and split is not Split.test:
@@ -278,20 +266,14 @@ def build_datasets(
 
 
 CORPUS_OPTIONS = (
-    "data_path",
-    "data_args_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "per_split_data_args_path",
+    *("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path"),
+    *("data_path", "data_args_path"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _SplitSource:
-    """Where the documents of one split are: corpora with weights, and which part of each. `flag`:
-    what decides that part; `weights`: None: by the samples of an epoch.
-    """
+    """Corpora of a split, with weights (None: by an epoch's samples), and which part, by `flag`."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -319,15 +301,11 @@ def _sources(args: Any) -> tuple[_SplitSource, _SplitSource, _SplitSource]:
             '--per-split-data-args-path, JSON with "train", "valid" and "test" of these)'
         ) from error
     if per_split is not None:
-        flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
-        train, valid, test = (
-            _SplitSource(*_prefixes(given), WHOLE, 0, flag) for flag, given in zip(flags, per_split, strict=True)
-        )
+        named = zip(("--train-data-path", "--valid-data-path", "--test-data-path"), per_split, strict=True)
+        train, valid, test = (_SplitSource(*_prefixes(given), WHOLE, 0, flag) for flag, given in named)
     else:
-        prefixes, weights = _prefixes(blend)
-        train, valid, test = (
-            _SplitSource(prefixes, weights, parse_split(args.split), part, f"--split {args.split}") for part in range(3)
-        )
+        shared = (*_prefixes(blend), _parse_split(args.split))
+        train, valid, test = (_SplitSource(*shared, part, f"--split {args.split}") for part in range(3))
     return train, valid, test
 
 
@@ -338,26 +316,25 @@ def _prefixes(
     return tuple(map(prefix_of, prefixes)), None if weights is None else tuple(weights)
 
 
-CACHED_FROM = 100_000
-"""Pieces from which on their order is kept on disk. Fewer are sorted in a tenth of a second."""
+CACHED_FROM = 100_000  # pieces from which on their order is kept on disk. Fewer are sorted in a tenth of a second.
 
 
-def _open_corpus(prefix: str, args: Any) -> Corpus:
+def _open_corpus(prefix: str, args: Any) -> documents.Corpus:
     """A corpus, a large one with a cache of its orders. DataError: it is damaged or empty."""
     index = CorpusIndex.mapped(prefix)
     if index.num_documents + index.num_tokens // args.seq_length < CACHED_FROM:
         index.check()
-        return Corpus(index)
+        return documents.Corpus(index)
 
     def check() -> np.ndarray:
         index.check()
         return np.ones(1, dtype=np.int8)
 
     index.check_bin()
-    cache = OrderCache.of_corpus(index, getattr(args, "data_cache_path", None))
+    cache = documents.OrderCache.of_corpus(index, getattr(args, "data_cache_path", None))
     # The index is checked whole once; where its cache says so, not again.
     cache.under("checked").get("checked", check)
-    return Corpus(index, cache)
+    return documents.Corpus(index, cache)
 
 
 def data_reasons(args: Any) -> list[str]:
@@ -394,13 +371,15 @@ def corpus_reasons(args: Any) -> list[str]:
                     reasons.append(str(error))
     for weights in dict.fromkeys(source.weights for source in named if source.weights is not None):
         try:
-            shares(weights)
+            documents.shares(weights)
         except BalanceError as error:
             reasons.append(str(error))
     if reasons:
         return reasons
     for source, asked, name in zip(named, wanted, ("train", "valid", "test"), strict=True):
-        parts = [split_documents(num_documents[prefix], source.split)[source.part] for prefix in source.prefixes]
+        parts = [
+            documents.split_documents(num_documents[prefix], source.split)[source.part] for prefix in source.prefixes
+        ]
         if asked and not any(parts):
             reasons.append(_no_documents(source, name))
     return reasons
@@ -414,7 +393,7 @@ def _no_documents(source: _SplitSource, name: str) -> str:
     )
 
 
-def parse_split(split: str | None) -> tuple[float, float, float]:
+def _parse_split(split: str | None) -> tuple[float, float, float]:
     weights = [float(number) for number in re.findall(r"[.0-9]+", split or "")]
     if not 1 <= len(weights) <= len(Split) or sum(weights) <= 0:
         raise ConfigError(
@@ -429,9 +408,8 @@ def names_corpus(args: Any) -> bool:
 
 
 def numbered(data: Documents, draw: Draw, micro_batch_size: int, pool: Pool) -> Iterator[Mapping[str, torch.Tensor]]:
-    """The microbatches of this rank's replica by the numbers of their samples, in place of
-    Megatron's iterator, which counts on where a step drew less.
-    """
+    """The microbatches of this rank's replica by the numbers of their samples."""
+    # In place of Megatron's iterator, which counts on where a step drew less.
     assert draw.first is not None
     for microbatch in range(draw.num_microbatches):
         # As Megatron's sampler deals them: `micro_batch_size` samples to each replica in turn.
@@ -490,23 +468,21 @@ def _read_again(data: Documents, held: HeldDocument, depths: int) -> torch.Tenso
     return sample.rows[first : first + held.length]
 
 
+# Where a batch may say them, the first that is there taking precedence.
 BOUNDARIES = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens", "cu_seqlens_q")
-"""Where a batch may say them, the first that is there taking precedence."""
 
 COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How batches are read. Those of samples with positions of their own stay as they are.
+    """How batches are read. Those of samples with positions of their own stay as they are."""
 
-    `leave_out_tails`: tokens of a sub-sequence behind the last one whose loss counts are not read.
-    `learned`: positions are embedded by position_ids, which have to agree. `depths`,
-    `first_sample`: of `unpack`.
-    """
-
+    # Tokens of a sub-sequence behind the last one whose loss counts are not read.
     leave_out_tails: bool = True
+    # Positions are embedded by position_ids, which have to agree.
     learned: bool = False
+    # As for `unpack`.
     depths: int = 0
     first_sample: int | None = None
 
@@ -521,9 +497,7 @@ class Reader:
         return found, None
 
     def columns(self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The columns of a batch, whose position_ids say where sequences open. DataError:
-        cu_seqlens that are none of the batch's, or with learned positions that are others.
-        """
+        """The columns of a batch; position_ids say where sequences open. DataError: by cu_seqlens."""
         if not isinstance(batch, Mapping):
             return self._without_tails(_side_by_side(batch))
         found = {name: batch[name] for name in COLUMNS}
@@ -531,7 +505,7 @@ class Reader:
         name = next((name for name in BOUNDARIES if batch.get(name) is not None), None)
         if name is None:
             return found
-        positions = positions_of(batch[name], found["tokens"].shape, batch.get(f"{name}_argmin"))
+        positions = _positions_of(batch[name], found["tokens"].shape, batch.get(f"{name}_argmin"))
         if self.learned and not positions.equal(found["position_ids"]):
             raise DataError(
                 "cu_seqlens and position_ids open sub-sequences at different tokens: learned positions would be "
@@ -550,9 +524,7 @@ class Reader:
 
 
 def _side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Columns [B, longest] of samples [n], one sequence each, without padding; DataError: an empty
-    one.
-    """
+    """Columns [B, longest] of samples [n], each one sequence, not padded; DataError: an empty one."""
     lengths = [int(sample.get("original_seq_len", sample["padded_seq_len"])) for sample in samples]
     if not lengths or min(lengths) < 1:
         raise DataError(
@@ -570,10 +542,10 @@ def _side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return made
 
 
-def positions_of(cu_seqlens: Tensor, shape: torch.Size, argmin: Tensor | None = None) -> Tensor:
-    """Positions [B, S] of tokens in the sub-sequences of cu_seqlens [B, N], or [N] of one row;
-    DataError: these do not rise from 0 to S. `argmin`: how many entries of each row count [B];
-    None: those in front of the first -1.
+def _positions_of(cu_seqlens: Tensor, shape: torch.Size, argmin: Tensor | None = None) -> Tensor:
+    """Positions [B, S] of tokens in the sub-sequences of cu_seqlens [B, N] or [N]; DataError: these
+    do not rise from 0 to S. `argmin`: how many entries of each row count [B]; None: up to the first
+    -1.
     """
     batch, size = shape
     ends = cu_seqlens.long()

@@ -23,7 +23,7 @@ USAGE_ERROR = 2
 
 def run(main: Callable[[], None]) -> int:
     """Exit code of `main`: 0, or 2 with the one line `error: ...` for a mistake of the user's."""
-    set_up_logging()
+    _set_up_logging()
     try:
         if device_of(sys.argv) == "cpu":
             from megatron_balance.megatron import cpu
@@ -38,7 +38,7 @@ def run(main: Callable[[], None]) -> int:
     return 0
 
 
-def set_up_logging() -> None:
+def _set_up_logging() -> None:
     """Our log to stderr with the rank in every line; Megatron's is left to Megatron."""
     rank = _launched_rank()
     logger = logging.getLogger("megatron_balance")
@@ -55,8 +55,8 @@ def set_up_logging() -> None:
 @contextmanager
 def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
     """The session of one call of Megatron's `pretrain`, whose model config gets our core attention.
-    `has_script`: whether the data set provider is a script's. ConfigError: flags or a configuration
-    that cannot work, before anything is built.
+    `has_script`: it has a data set provider. ConfigError, before anything is built: what cannot
+    work.
     """
     from megatron.training import get_args
 
@@ -118,9 +118,7 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
 
 
 def _say_what_was_set(args: Any, cfg_container: Any, unknown: Sequence[str]) -> None:
-    """Set what plans need and no flag of the script's can want otherwise; the log says so, and
-    which of the script's own flags nobody looked at.
-    """
+    """Set what plans need and no flag can want otherwise; tell that, and which flags are unknown."""
     transformer = getattr(getattr(cfg_container, "model", None), "transformer", None)
     configs = (transformer, getattr(cfg_container, "ddp", None), getattr(cfg_container, "optimizer", None))
     told = flags.defaulted(args, sys.argv[1:])

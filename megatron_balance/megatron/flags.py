@@ -22,18 +22,10 @@ from megatron_balance.strict_yaml import STRICT, read_yaml, validated
 
 PATH = Path(__file__).with_suffix(".yaml")
 
-Way: TypeAlias = Literal[
-    "joint",
-    "pipelines",
-    "strategies",
-    "microbatches",
-    "ping_pong",
-    "latent_kv",
-    "documents",
-    "command_line",
-    "own_loop",
-    "no_te",
-]
+Way: TypeAlias = (
+    Literal["joint", "pipelines", "strategies", "microbatches", "ping_pong", "latent_kv"]
+    | Literal["documents", "command_line", "own_loop", "no_te"]
+)
 
 
 class FlagRule(BaseModel):
@@ -90,9 +82,7 @@ def record() -> _FlagRecord:
 
 
 class _Options(dict[str, Any]):
-    """Megatron's arguments by name, and what is made of several (`MADE`); None for those that this
-    version does not have, the name of an enum's member.
-    """
+    """Megatron's arguments by name (None: of another version), and those made of several (`MADE`)."""
 
     def __init__(self, args: object) -> None:
         super().__init__(len=len, set=set)
@@ -147,9 +137,7 @@ def defaulted(args: object, argv: Sequence[str]) -> list[str]:
 
 
 def leave_out(args: argparse.Namespace, configs: Sequence[object]) -> list[str]:
-    """Switch off in `args`, and in Megatron's `configs` made of them, what plans cannot use.
-    Returns the sentences for the log.
-    """
+    """Switch off in `args` and `configs` made of them what plans cannot use; sentences for the log."""
     told: list[str] = []
     for rule in record().left_out:
         if not rule.holds(args):
@@ -173,9 +161,7 @@ def _given(argv: Sequence[str]) -> list[str]:
 
 
 def unknown(args: object, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Of the unreviewed flags of a command line: those that may change what plans go by, and why;
-    and the others, of which the log tells.
-    """
+    """Of a command line's unreviewed flags those that may change what plans go by, why; the others."""
     names = unreviewed(argv)
     if not names:
         return {}, []
@@ -264,30 +250,16 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         if action.help:
             action.help = re.sub(r"%%|%(?!\(\w+\)[dfrs])", "%%", action.help)
     group = parser.add_argument_group("balance")
-    group.add_argument(
-        "--balance-config", metavar="FILE", default=None, help="YAML that names the planner and its options."
-    )
-    group.add_argument(
-        "--balance-planner",
-        metavar="NAME",
-        default=None,
-        help="A planner or a file of configs/planner, in place of the configuration's.",
-    )
-    group.add_argument(
-        "--balance-cluster",
-        metavar="NAME|FILE",
-        default=None,
-        help="A machine of configs/cluster or a YAML, in place of the configuration's and of what the machine says.",
-    )
-    group.add_argument(
-        DEVICE_OPTION,
-        choices=("cpu", "cuda"),
-        default="cuda",
-        help="cpu runs without a GPU, for tests and demonstrations (slow, and says so).",
-    )
-    group.add_argument(
-        "--balance-log", metavar="DIR", default=None, help="Write steps.jsonl and the resolved configuration here."
-    )
+    machine = "A machine of configs/cluster or a YAML, in place of the configuration's and of what the machine says."
+    for name, value, text in (
+        ("config", "FILE", "YAML that names the planner and its options."),
+        ("planner", "NAME", "A planner or a file of configs/planner, in place of the configuration's."),
+        ("cluster", "NAME|FILE", machine),
+        ("log", "DIR", "Write steps.jsonl and the resolved configuration here."),
+    ):
+        group.add_argument(f"--balance-{name}", metavar=value, help=text)
+    told = "cpu runs without a GPU, for tests and demonstrations (slow, and says so)."
+    group.add_argument(DEVICE_OPTION, choices=("cpu", "cuda"), default="cuda", help=told)
     from megatron_balance.megatron import cpu
 
     for rule in record().defaults:
@@ -299,14 +271,12 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 # The products take 16 rows at a time; MXFP8 has a scale for every 32 rows and block scaling for
 # every 128, and Transformer Engine quantises whole blocks only (`is_quantizable`).
+# By `--fp8-recipe`, the number of which the rows of a linear layer's input must be a multiple.
 FP8_ROWS: dict[str, int] = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
-"""By `--fp8-recipe`, the number of which the rows of a linear layer's input must be a multiple."""
 
 
 def row_multiple(args: argparse.Namespace, tensor: int) -> int:
-    """The number of which the rows of one of `tensor` tensor-parallel ranks are a multiple; added
-    rows belong to no sequence and are masked.
-    """
+    """Of what number the rows of one of `tensor` TP ranks are a multiple; those added are masked."""
     # Sequence parallelism splits the rows over the tensor-parallel ranks, each of which may quantise
     # its own before they are gathered.
     shares = tensor if args.sequence_parallel else 1

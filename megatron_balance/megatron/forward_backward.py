@@ -20,30 +20,13 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_balance.errors import ConfigError, SelfCheckError
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.megatron import session
+from megatron_balance.megatron import forward_step, session
 from megatron_balance.megatron.data import LOSS_MASK, PADDING, column, numbered, recall, unpack
-from megatron_balance.megatron.forward_step import (
-    LOSS,
-    MakeLocal,
-    Microbatches,
-    PlannedMicrobatch,
-    forward_step,
-    planned_microbatch,
-)
 from megatron_balance.megatron.groups import job_device, schedule_groups, tensor_parallel
 from megatron_balance.megatron.stages import Crossings, PlannedTransfers, StageShapes, TickRun, given_group
+from megatron_balance.training import tokens
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.tokens import (
-    LocalMicrobatch,
-    PoolLengths,
-    Sequences,
-    TokenExchange,
-    assemble,
-    by_nano_batch,
-    from_bits,
-    share_lengths,
-)
 
 log = logging.getLogger(__name__)
 
@@ -90,24 +73,22 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         own = planned.own_plans_of(pool.pipeline)
         # Pipelines side by side have as many microbatches as each needs.
         if planned.step.strategy is None:
-            check_number(len(own), num_microbatches)
-        exchange = TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
+            _check_number(len(own), num_microbatches)
+        exchange = tokens.TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
         rows = exchange.to_ranks(mine, job.num_columns, tensor_parallel(), job_device())
 
-        def local(index: int) -> LocalMicrobatch:
+        def local(index: int) -> tokens.LocalMicrobatch:
             return exchange.local(rows, own[index], job.row_multiple)
 
         chunks = model if isinstance(model, list) else [model]
         shapes = StageShapes.of_step(
-            [[exchange.counts[at] for at in of] for of in own],
-            job.row_multiple,
-            get_model_config(chunks[0]),
+            [[exchange.counts[at] for at in of] for of in own], job.row_multiple, get_model_config(chunks[0])
         )
         if planned.step.ticks:
             return _run_ticks(job, planned, shared, local, shapes, model, forward_only=forward_only, **kwargs)
         kwargs |= _planned_transfers(pool, shapes, chunks, kwargs)
         counts = _mask_counts([rows[of[0]] for of in own], job.depths) if job.depths and pool.has_tokens else None
-        microbatches = Microbatches(job, planned, local, own, counts, forward_only=forward_only)
+        microbatches = forward_step.Microbatches(job, planned, local, own, counts, forward_only=forward_only)
         # All chunks' iterators draw on the same microbatches.
         iterators = [microbatches.of_chunk() for _ in chunks]
         given = {"model": model, "num_microbatches": len(own), "forward_only": forward_only}
@@ -119,17 +100,16 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
     return schedule
 
 
-def _run(inner: Callable[..., Any], iterators: list[Iterator[PlannedMicrobatch]], **given: Any) -> Any:
+def _run(inner: Callable[..., Any], iterators: list[Iterator[forward_step.PlannedMicrobatch]], **given: Any) -> Any:
     # One iterator a model chunk, as Megatron's schedules take them.
     of_chunks = iterators if len(iterators) > 1 else iterators[0]
-    return inner(forward_step_func=forward_step, data_iterator=of_chunks, **given)
+    return inner(forward_step_func=forward_step.forward_step, data_iterator=of_chunks, **given)
 
 
 def _planned_step(
     job: session.Session, data_iterator: Any, num_microbatches: int, *, forward_only: bool
-) -> tuple[PlannedStep, PoolLengths, list[Sequences], PoolLengths]:
+) -> tuple[PlannedStep, tokens.PoolLengths, list[tokens.Sequences], tokens.PoolLengths]:
     """Read the step's samples, share their lengths, and plan. Collective over all ranks that plan.
-
     Returns the plan, the lengths as read, and the sequences of this rank and of the pool with each
     nano-batch as a microbatch of its own.
     """
@@ -144,21 +124,22 @@ def _planned_step(
     mine, failure = job.reader.read(iterator, draw.num_microbatches * reads)
     # Another rank of this replica read the same samples.
     mine = mine if pool.reads else []
-    shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint)
+    shared = tokens.share_lengths(
+        mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint
+    )
     planned = planner.plan(shared.lengths, announced=shared.announced)
     recalled = recall(planned.recalled, job.train_data, pool, parallel, device, job.depths)
-    mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
+    mine, apart = tokens.by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
     return planned, shared, mine, apart
 
 
 def first_iterator(given: Any) -> Iterator[Any]:
-    """The iterator of this rank, of one a model chunk. A script's own provider may leave out those
-    of chunks that neither embed nor compute the loss.
-    """
+    """This rank's iterator, of one a model chunk."""
+    # A script's own provider may leave out those of chunks that neither embed nor compute the loss.
     return next((each for each in (given if isinstance(given, list) else [given]) if each is not None), iter(()))
 
 
-def check_number(planned: int, num_microbatches: int) -> None:
+def _check_number(planned: int, num_microbatches: int) -> None:
     """Reject a plan of another number of microbatches than the schedule runs, on all ranks."""
     if planned != num_microbatches:
         raise ConfigError(
@@ -187,8 +168,8 @@ def _planned_transfers(pool: Pool, shapes: StageShapes, chunks: list[Any], given
 def _run_ticks(
     job: session.Session,
     planned: PlannedStep,
-    shared: PoolLengths,
-    local: MakeLocal,
+    shared: tokens.PoolLengths,
+    local: forward_step.MakeLocal,
     shapes: StageShapes,
     model: Any,
     *,
@@ -207,8 +188,10 @@ def _run_ticks(
             "'pipeline: stages'"
         )
 
-    def microbatch(index: int) -> PlannedMicrobatch:
-        return planned_microbatch(local(index), [None] * len(planned.step.plans_of[index]), num_samples=job.num_samples)
+    def microbatch(index: int) -> forward_step.PlannedMicrobatch:
+        return forward_step.planned_microbatch(
+            local(index), [None] * len(planned.step.plans_of[index]), num_samples=job.num_samples
+        )
 
     binder = job.binder(job.pool.joint)
     run = TickRun(job.pool, binder, planned.step.ticks, microbatch, shapes, model, forward_only=forward_only)
@@ -224,30 +207,31 @@ def _mask_counts(rows: Sequence[torch.Tensor], depths: int) -> torch.Tensor:
     """
     masks = [column(depth, LOSS_MASK) for depth in range(depths + 1)]
     # [microbatches, 1 + depths].
-    counts = torch.stack([from_bits(each[:, masks]).sum(0) for each in rows])
+    counts = torch.stack([tokens.from_bits(each[:, masks]).sum(0) for each in rows])
     dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return counts
 
 
 def _mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Reports of evaluated microbatches with the mean of their replicas' losses, 1 beside it.
-    Collective over the pool of the last stage, where reports of `_loss_of_replicas` are; others stay
-    as they are.
+    Collective over the last stage's pool, where reports of `_loss_of_replicas` are; others stay as
+    they are.
     """
-    if not stored or stored[0][LOSS].dim() < 2:
+    if not stored or stored[0][forward_step.LOSS].dim() < 2:
         return stored
     # With `--sft` Megatron averages evaluation over microbatches of replicas, each by its own
     # tokens, and a plan spreads those over all ranks.
-    sums = torch.stack([each[LOSS] for each in stored])
+    sums = torch.stack([each[forward_step.LOSS] for each in stored])
     dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
     # [microbatches, replicas, (sum, tokens)] to [microbatches].
     means = (sums[..., 0] / sums[..., 1].clamp(min=1)).mean(1)
     return [
-        {**each, LOSS: torch.stack([mean, torch.ones_like(mean)])} for each, mean in zip(stored, means, strict=True)
+        {**each, forward_step.LOSS: torch.stack([mean, torch.ones_like(mean)])}
+        for each, mean in zip(stored, means, strict=True)
     ]
 
 
-def _own_sequences(shared: PoolLengths, reader: int) -> tuple[Ints, ...]:
+def _own_sequences(shared: tokens.PoolLengths, reader: int) -> tuple[Ints, ...]:
     return tuple(
         np.array(lengths, dtype=np.int64)[owners == reader]
         for lengths, owners in zip(shared.lengths, shared.owners, strict=True)
@@ -266,8 +250,7 @@ def _count_flops(sequences: Sequence[Ints]) -> None:
 
 
 TOLERANCE = {torch.float32: 1e-5}
-HALF_TOLERANCE = 1e-2
-"""Relative difference of losses that is rounding; the second with weights of another type."""
+HALF_TOLERANCE = 1e-2  # relative difference of losses that is rounding; the second with weights of another type
 
 
 def _tiny_samples(num_replicas: int, batch: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
@@ -275,20 +258,19 @@ def _tiny_samples(num_replicas: int, batch: int, length: int, vocabulary: int) -
     lengths = [each for each in (29, 12, 2, 1) if each <= length // 2] or [1]
     size = sum(lengths)
     positions = torch.cat([torch.arange(each) for each in lengths]).repeat(num_replicas * batch, 1)
-    tokens = torch.arange(num_replicas * batch * size).view(-1, size) * 7919 % max(1, vocabulary - 1)
+    ids = torch.arange(num_replicas * batch * size).view(-1, size) * 7919 % max(1, vocabulary - 1)
     # Positions [replicas * B, S]; the last token of each document has no label.
     last = torch.nn.functional.pad(positions[:, 1:], (0, 1)) == 0
-    labels = torch.roll(tokens, -1, dims=1).masked_fill(last, 0)
+    labels = torch.roll(ids, -1, dims=1).masked_fill(last, 0)
     assert PADDING not in positions, "a tiny sample has no padding"
-    return {"tokens": tokens, "labels": labels, "loss_mask": (~last).float(), "position_ids": positions}
+    return {"tokens": ids, "labels": labels, "loss_mask": (~last).float(), "position_ids": positions}
 
 
 def _check_self(
     job: session.Session, schedule: Callable[..., Any], inner: Callable[..., Any], model: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Compare the losses of a tiny batch: raw microbatches by `schedule`, as in a training step, and
-    those that every rank holds whole by `inner`. Collective over the world. SelfCheckError: they
-    differ by more than rounding.
+    """Compare the losses of a tiny batch by `schedule`, as in training, and by `inner`, held whole
+    by every rank. Collective over the world. SelfCheckError: they differ by more than rounding.
     """
     job.unchecked = False
     args, pool, chunks = job.args, job.pool, model if isinstance(model, list) else [model]
@@ -298,7 +280,9 @@ def _check_self(
     own = {name: values[pool.replica * batch :][:batch] for name, values in samples.items()}
     with _nothing_counted(chunks):
         given = {"model": model, "num_microbatches": number, "forward_only": True}
-        stored = schedule(forward_step_func=forward_step, data_iterator=iter([own] * number), **given, **kwargs)
+        stored = schedule(
+            forward_step_func=forward_step.forward_step, data_iterator=iter([own] * number), **given, **kwargs
+        )
         with_plan = _loss(stored, summed=True)
         whole = [_whole(job, samples) for _ in range(number)]
         rows = [[each.tokens.shape[1]] for each in whole]
@@ -336,21 +320,21 @@ def _loss(stored: Sequence[Mapping[str, torch.Tensor]], *, summed: bool) -> floa
     """Loss per token of what a forward stored, NaN where that is nothing; `summed`: over the pool."""
     total = torch.zeros(2, device="cuda")
     for each in stored:
-        total += each[LOSS].detach().view(-1, 2).sum(0)
+        total += each[forward_step.LOSS].detach().view(-1, 2).sum(0)
     if summed:
         dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    loss, tokens = total.tolist()
-    return loss / tokens if tokens else math.nan
+    loss, count = total.tolist()
+    return loss / count if count else math.nan
 
 
-def _whole(job: Any, samples: Mapping[str, torch.Tensor]) -> PlannedMicrobatch:
+def _whole(job: Any, samples: Mapping[str, torch.Tensor]) -> forward_step.PlannedMicrobatch:
     """All samples of the pool as one microbatch of this rank, which attends for itself."""
     sequences = unpack(samples, job.depths, 0 if job.num_samples else None)
     device = job_device()
     layout = np.array([(seq, 0, length) for seq, length in enumerate(sequences.lengths)], dtype=np.int64)
-    local = assemble(sequences.rows.to(device), layout, job.row_multiple)
+    local = tokens.assemble(sequences.rows.to(device), layout, job.row_multiple)
     counts = _mask_counts([local.rows], job.depths)[0] if job.depths else None
-    microbatch = planned_microbatch(local, [None], counts, job.num_samples)
+    microbatch = forward_step.planned_microbatch(local, [None], counts, job.num_samples)
     # Without a plan every rank holds the whole batch, and attends document by document.
     microbatch.params.alone = sequences.lengths
     return microbatch

@@ -34,18 +34,17 @@ LOSS = "lm loss"
 
 @dataclass(frozen=True, slots=True)
 class PlannedMicrobatch:
-    """This rank's rows of one microbatch as Megatron's models take them, all [1, T] and in the
-    plan's row order; padding rows last. `padding_mask`: True where a row belongs to no sequence.
-    `samples` [T] int64: the sample in which each row was read, below `num_samples`; None: nobody
-    asks.
-    """
+    """This rank's rows of one microbatch as Megatron's models take them, in the plan's order."""
 
+    # All [1, T], padding rows last.
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
+    # True where a row belongs to no sequence.
     padding_mask: torch.Tensor
     params: BalancedSeqParams
+    # [T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks.
     samples: torch.Tensor | None = None
     num_samples: int = 0
 
@@ -66,11 +65,9 @@ def planned_microbatch(
     counts: torch.Tensor | None = None,
     num_samples: int = 0,
 ) -> PlannedMicrobatch:
-    """A microbatch in Megatron's shapes.
-
-    `bounds`: its plans by nano-batch, None where they come later. `counts`: where further tokens
-    are predicted, the sums of its masks by depth. `num_samples`: of the pool, where
-    rows say theirs in their last column; else 0.
+    """A microbatch in Megatron's shapes. `bounds`: its plans by nano-batch, None where they come
+    later. `counts`: sums of its masks by depth, where further tokens are predicted. `num_samples`:
+    of the pool, where rows say theirs in their last column; else 0.
     """
     # With "thd" Megatron would derive positions from cu_seqlens and its static context-parallel group.
     params = [
@@ -207,9 +204,7 @@ MakeLocal: TypeAlias = Callable[[int], LocalMicrobatch]
 
 
 class Microbatches:
-    """The step's microbatches that this rank's pipeline runs, shared by the model chunks of the
-    rank. Each is bound when the schedule first asks for it.
-    """
+    """This rank's microbatches, for all its model chunks, each bound when it is first asked for."""
 
     def __init__(
         self,

@@ -113,9 +113,7 @@ def number_layers(model: torch.nn.Module, recompute: Recomputed) -> None:
 
 
 def balanced_spec(spec: Any) -> Any:
-    """A copy of a layer or block spec with our core attention, and our router before experts.
-    ConfigError: it has no causal self-attention with a core attention of its own.
-    """
+    """A copy of a spec with our core attention and router. ConfigError: it has no place for it."""
     result = copy.deepcopy(spec)
     replaced = sum(_replace(layer) for layer in getattr(result, "layer_specs", None) or [result])
     if not replaced:
@@ -219,9 +217,8 @@ class _PositionRotary(torch.nn.Module):
     _table: torch.Tensor | None
 
     def __init__(self, inner: RotaryEmbedding, max_positions: int, *, of_rows: bool = False) -> None:
-        """Wrap `inner`; positions are below `max_positions`. `of_rows`: for multi-latent attention,
-        which squeezes the batch out of packed sequences.
-        """
+        """Wrap `inner`, for positions below `max_positions`."""
+        # `of_rows`: for multi-latent attention, which squeezes the batch out of packed sequences.
         super().__init__()
         object.__setattr__(self, "inner", inner)  # not a submodule: names in checkpoints stay as they were
         self._max_positions, self._of_rows = max_positions, of_rows
@@ -252,9 +249,8 @@ class _PositionRotary(torch.nn.Module):
         packed_seq: bool = False,
         cp_group: torch.distributed.ProcessGroup | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, float]:
-        """Frequencies [T, 1, 1, D] of the given positions (for multi-latent attention [T, 1, D]),
-        by the formula of the wrapped module. Of YaRN also the factor of concentration, as
-        Megatron's.
+        """Frequencies [T, 1, 1, D] (or [T, 1, D]: `of_rows`) of positions, by the formula of the
+        wrapped module. Of YaRN also the factor of concentration, as Megatron's.
         """
         if not isinstance(positions, torch.Tensor):
             return self.inner(positions, packed_seq=packed_seq, cp_group=cp_group)

@@ -101,9 +101,7 @@ def _read_machine() -> Reading:
 def cluster_of_machine(
     given: ClusterChoice | None, reads: Callable[[], Reading] = _read_machine
 ) -> ClusterChoice | None:
-    """The cluster that the machine says it is, with the sizes that are given; None: it cannot be
-    read. Collective over the world, once; all ranks get the same.
-    """
+    """The cluster that the machine says it is, in sizes `given`; None: unknown. Collective (world)."""
     mine = reads()
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -21,9 +21,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.megatron import flags, session
+from megatron_balance.megatron import entry, flags, session
 from megatron_balance.megatron.data import BOUNDARIES, COLUMNS
-from megatron_balance.megatron.entry import te_available
 from megatron_balance.megatron.forward_backward import balanced_schedule, first_iterator
 from megatron_balance.megatron.forward_step import LOSS
 from megatron_balance.megatron.gpt import give_core_attention
@@ -36,6 +35,7 @@ from megatron_balance.training.log import ScalarWriter
 
 log = logging.getLogger(__name__)
 
+# Options of Megatron's command line by another name than in its `TransformerConfig`.
 NAMES = {
     "num_experts": "num_moe_experts",
     "swiglu": "gated_linear_unit",
@@ -43,9 +43,9 @@ NAMES = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
-"""Options of Megatron's command line by another name than in its `TransformerConfig`."""
 Batch = Mapping[str, torch.Tensor]
 
+# Keys of the configuration about our own data set, where a run that has them asks for something.
 UNREAD: dict[str, Callable[[Run], bool]] = {
     "data": lambda run: run.data == "documents",
     "documents": lambda _: True,
@@ -53,7 +53,6 @@ UNREAD: dict[str, Callable[[Run], bool]] = {
     "accepted_data": lambda _: True,
     "plan_ahead": lambda run: run.plan_ahead,
 }
-"""Keys of the configuration about our own data set, where a run that has them asks for something."""
 
 
 class BalancedLoop(AbstractContextManager["BalancedLoop"]):
@@ -92,7 +91,7 @@ class BalancedLoop(AbstractContextManager["BalancedLoop"]):
         """
         groups = kwargs.get("pg_collection")
         if groups is not self._groups:
-            check_groups(groups)
+            _check_groups(groups)
             self._groups = groups
         if not forward_only and get_rerun_state_machine().state != RerunState.RERUNNING_IN_PLACE:
             self._job.args.curr_iteration = self._next_step - 1
@@ -113,14 +112,12 @@ class BalancedLoop(AbstractContextManager["BalancedLoop"]):
             while True:
                 each = next(iterator)
                 batch = each if self._batch_of is None else self._batch_of(each)
-                check_batch(batch, job.args, by_sample=bool(job.num_samples))
+                _check_batch(batch, job.args, by_sample=bool(job.num_samples))
                 yield batch
 
     @property
     def sequences(self) -> tuple[Ints, ...]:
-        """Lengths of the sequences that this rank's replica read in the last training step, by
-        microbatch, of which throughput is computed.
-        """
+        """Lengths that this rank's replica read in the last step, by microbatch, for throughput."""
         return self._job.sequences
 
     def finish_step(
@@ -131,13 +128,9 @@ class BalancedLoop(AbstractContextManager["BalancedLoop"]):
         step: int | None = None,
     ) -> None:
         """Write the record of the training step that ran; without this call there is none.
-
-        Collective over the world where `log` names a folder.
-
-        Args:
-            loss: of a token, reduced; None on ranks that do not know it.
-            grad_norm: as the optimizer gave it.
-            step: its number, from 1, if not one more than the last one's: loops may skip some.
+        Collective over the world where `log` names a folder. `loss`: of a token, reduced; None on
+        ranks that do not know it. `step`: its number, from 1, if not one more than the last one's:
+        loops may skip some.
         """
         number = self._next_step - 1 if step is None else step
         self._job.steps.finish(number, loss, grad_norm)
@@ -224,7 +217,7 @@ def balance(
         log.log(logging.WARNING if args.rank == 0 else logging.DEBUG, "%s", sentence)
     for chunk in chunks:
         give_core_attention(chunk)
-    job = session.Session(args, run, te_patched=te_available(), writers=writers)
+    job = session.Session(args, run, te_patched=entry.te_available(), writers=writers)
     return BalancedLoop(job, forward_backward_func, batch_of=batch_of, loss_name=loss_name)
 
 
@@ -233,7 +226,7 @@ def _unread_keys(run: Run) -> list[str]:
     return [f"{run.source}: {', '.join(unread)}: not looked at, since the loop reads its own samples"] if unread else []
 
 
-def check_groups(groups: Any) -> None:
+def _check_groups(groups: Any) -> None:
     """Reject process groups of a loop that are not those of `parallel_state`, whose ranks plan."""
     own: dict[str, Any] = {
         "dp_cp": mpu.get_data_parallel_group(with_context_parallel=True),
@@ -252,7 +245,7 @@ def check_groups(groups: Any) -> None:
             )
 
 
-def check_batch(batch: Any, args: argparse.Namespace, *, by_sample: bool) -> None:
+def _check_batch(batch: Any, args: argparse.Namespace, *, by_sample: bool) -> None:
     """Reject what is no batch of the loop that `args` tell of; DataError."""
     if not isinstance(batch, Mapping):
         raise DataError(

@@ -93,9 +93,7 @@ _MLP_TAKES_PARAMS = "packed_seq_params" in inspect.signature(TransformerLayer._f
 
 
 class _NanoBatch(NamedTuple):
-    """One nano-batch in a block, `number` of `count`. `rotary` [rows, 1, 1, D], or None. `padding`
-    [1, T]: rows of no sequence, where there are experts.
-    """
+    """Nano-batch `number` of `count`. `rotary` [rows, 1, 1, D]; `padding` [1, T], with experts."""
 
     number: int
     count: int
@@ -178,9 +176,7 @@ def _run_layers(
 
 
 class _PingPongRun:
-    """One nano-batch on its way through the layers. `state`: hidden states [T, 1, h]; up to
-    attention, the residual state.
-    """
+    """One nano-batch on its way. `state` [T, 1, h]: hidden states; up to attention, the residual."""
 
     def __init__(self, layers: Sequence[TransformerLayer], nano_batch: _NanoBatch, state: Tensor) -> None:
         self.layers, self.nano_batch, self.state = layers, nano_batch, state

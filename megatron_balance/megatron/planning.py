@@ -167,9 +167,7 @@ def keeping(job: Session, model: Any) -> Keeping:
 
 
 def _step_memory(job: Session) -> StepMemory:
-    """The memory of a training step around its plans, by Megatron's arguments alone: what every
-    rank tells its planner is the same.
-    """
+    """Memory of a step around its plans, by arguments alone: all ranks tell planners the same."""
     found = _memory(job, job.args.tensor_model_parallel_size, job.pool.num_stages)
     # Stages that attend together replay.
     return dataclasses.replace(found, asked="replay") if job.joint else found
@@ -229,9 +227,7 @@ def _device_bytes(job: Session, device: torch.device) -> float | None:
 
 
 def _state_bytes(args: Any, chunks: list[Any], device: torch.device) -> float:
-    """Bytes of parameters, gradients and optimizer on this rank: predicted from its parameters, or
-    what the device counts already, if that is more.
-    """
+    """Bytes of this rank's parameters, gradients, optimizer, or what the device counts, if more."""
     gradient = _gradient_bytes(args)
     shares = mpu.get_data_parallel_world_size(with_context_parallel=True) if args.use_distributed_optimizer else 1
     of_experts = mpu.get_expert_data_parallel_world_size() if args.use_distributed_optimizer else 1
@@ -244,13 +240,12 @@ def _state_bytes(args: Any, chunks: list[Any], device: torch.device) -> float:
 
 
 def step_plans(job: Session, *, ahead: bool, evaluation: bool = False, joint: bool | None = None) -> StepPlans:
-    """Plans of a job's training steps, or of its `evaluation`, which has no backward pass.
-
-    `ahead`: whether to plan in a background process, if the training samples are ours. `joint`:
-    whether all pipeline stages attend together; None: as the job has it.
+    """Plans of a job's steps, or of its `evaluation`, without a backward. `ahead`: whether to plan
+    in a background process, if samples are ours; `joint`: stages attend together (None: the job's
+    way).
     """
     spec = plan_spec(job, joint=job.joint if joint is None else joint, evaluation=evaluation)
-    own = by_own_scheduler(spec.choice())
+    own = _by_own_scheduler(spec.choice())
     # The other tensor-parallel ranks and stages have the plans of these.
     alone = job.args.tensor_model_parallel_size == 1
     peers = None if alone else tensor_parallel().group
@@ -363,12 +358,10 @@ def tokens_per_rank(seq_length: int, micro_batch_size: int, context_parallel_siz
 PROBE = ((8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16), 1024, 8)
 
 
-def by_own_scheduler(choice: PlannerChoice) -> PlannerChoice | None:
-    """The planner with Megatron's own scheduler deciding its groups; None: its options follow no
-    scheduler of Megatron's, or none works.
-    """
+def _by_own_scheduler(choice: PlannerChoice) -> PlannerChoice | None:
+    """The planner with groups by Megatron's own scheduler; None: it follows none, or none works."""
     plan_with = choice.planner.plan_with(choice.options) if choice.planner.plan_with is not None else None
-    scheduler = own_scheduler() if plan_with is not None else None
+    scheduler = _own_scheduler() if plan_with is not None else None
     if plan_with is None or scheduler is None:
         return None
     groups = _Guarded(scheduler)
@@ -402,14 +395,13 @@ class _Guarded:
             return megatron.RULES["hybrid"](lengths, tokens, num_ranks)
 
 
-def own_scheduler() -> Scheduler | None:
-    """The scheduler of the installed megatron-core, or None if it has none or one that fails; a log
-    line says which.
-
-    Through megatron-core 0.19 this is `BalancedCPScheduler`, whose rules are `rules: hybrid`. Its
-    code decides; what surrounds it there (data loader, forward pass) is not used, and does not run
-    in 0.17 to 0.19.
+def _own_scheduler() -> Scheduler | None:
+    """The scheduler of the installed megatron-core, or None if it has none that works; the log says
+    which.
     """
+    # Through megatron-core 0.19 this is `BalancedCPScheduler`, whose rules are `rules: hybrid`. Its
+    # code decides; what surrounds it there (data loader, forward pass) is not used, and does not
+    # run in 0.17 to 0.19.
     name = f"megatron-core {version('megatron-core')}"
     try:
         _schedule(*PROBE)

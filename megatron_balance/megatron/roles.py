@@ -39,6 +39,7 @@ from megatron_balance.runtime.pool import BufferPool
 from megatron_balance.training.weights import Apart, Flat, Lane, Moves, RoleMemory, Stopwatch, WeightExchange
 
 ALIGNED = 128
+# Megatron's groups of one pipeline without replicas and experts: the dimensions that each spans.
 AXES: dict[str, str] = {
     **{name: name for name in ("tp", "cp", "pp")},
     "mp": "tp pp",
@@ -49,16 +50,13 @@ AXES: dict[str, str] = {
     **dict.fromkeys(("dp", "ep", "expt_tp", "tp_ep", "pos_embd"), ""),
     "tp_ep_pp": "pp",
 }
-"""Megatron's groups of one pipeline without replicas and experts: the dimensions that each spans."""
 
 NOTHING_HELD = RoleMemory({}, {}, {}, first=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """This rank in one strategy. A rank that is left over has an exchange alone. `attention`: the
-    ranks that attend together.
-    """
+    """This rank in one strategy; left over, it has an exchange alone. `attention`: whom with."""
 
     strategy: Strategy
     seat: Seat | None
@@ -69,9 +67,7 @@ class Role:
     memory: RoleMemory = NOTHING_HELD
 
     def schedule(self, transfers: P2PCommunicator | None = None) -> Callable[..., Any]:
-        """Megatron's forward and backward over the role's microbatches; `model` and groups are
-        given already. `transfers`: between its stages, if not Megatron's own.
-        """
+        """Megatron's schedule, given the role's model. `transfers`: if not Megatron's own."""
         assert self.seat is not None, "a rank that is left over runs no microbatch"
         given = {"model": self.model, "pg_collection": self.groups}
         if self.seat.scheme.pipeline == 1:
@@ -95,18 +91,17 @@ class Roles:
         overlap: bool = False,
     ) -> None:
         """Make groups, models and exchanges of all strategies that the run may change to.
-        Collective over the world, once. `model_config`: of the base model (`GPTModelConfig`).
-        `attention`: makes groups of planned attention; None: models attend by themselves. `apart`:
-        how the exchange of each strategy is cut. `overlap`: weights and gradients move beside
-        compute, slot by slot.
+        Collective over the world, once. `model_config`: of the base model. `attention`: None:
+        models attend by themselves. `apart`: how an exchange is cut. `overlap`: weights and
+        gradients move beside compute, by slot.
         """
         self.layout = layout
         self._model_config = model_config
         # Most that any strategy takes on this rank.
         sizes = [int(_room(layout, strategy).sum()) for strategy in strategies]
         dtype, device = model_config.params_dtype, job_device()
+        # Of the role in use. NaN at the start, so that a weight nobody pulled is seen.
         self.weights = torch.full((max(sizes, default=0),), torch.nan, dtype=dtype, device=device)
-        """Of the role in use. NaN at the start, so that a weight nobody pulled is seen."""
         self.gradients = torch.zeros(self.weights.numel(), dtype=torch.float32, device=device)
         make_group = _GroupMaker(timeout)
         world, ranks = make_group(range(dist.get_world_size())), tuple(range(dist.get_world_size()))
@@ -173,12 +168,7 @@ class Roles:
     def close(self) -> None:
         self._lane.close()
 
-    def _made(
-        self,
-        strategy: Strategy,
-        make_group: _GroupMaker,
-        attention: AttentionGroups | None,
-    ) -> Role:
+    def _made(self, strategy: Strategy, make_group: _GroupMaker, attention: AttentionGroups | None) -> Role:
         layout, seat, mine = self.layout, strategy.seat(dist.get_rank()), None
         # All ranks make all groups, in one order; of a pipeline that is not its own a rank keeps
         # none.
@@ -265,9 +255,7 @@ class Roles:
 
 
 class AttentionGroups:
-    """Groups of ranks that attend together under strategies; equal ones are made once. All ranks
-    ask for all strategies, in one order.
-    """
+    """Groups that attend together under strategies, each made once. All ranks ask in one order."""
 
     def __init__(self, gpus_per_node: int, timeout: timedelta, sms: Mapping[str, int], *, safe: bool) -> None:
         """Make none yet. Arguments as for `runtime.groups.make_groups`."""
@@ -346,30 +334,29 @@ def _room(layout: _BaseLayout, strategy: Strategy) -> Ints:
     return -(-sums(mine[:, Shard.PARAMETER], sizes, len(layout.parameters)) // ALIGNED) * ALIGNED
 
 
+# One parameter under two names where embeddings are tied.
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-"""One parameter under two names where embeddings are tied."""
 
 LAYERS = "decoder.layers."
 
 
 @dataclass(frozen=True, slots=True)
 class _BaseLayout:
-    """Megatron's layout, the same on every rank, and this rank's part of it: `weights`, fp32 values
-    of what it owns, and `gradients`, where theirs are summed, by number of a parameter. `owned`:
-    shards of all ranks.
-    """
+    """Megatron's layout, the same on every rank, and this rank's part of it."""
 
     base: Base
     parameters: ParameterTable
+    # Shards of all ranks.
     owned: Ints
+    # By number of a parameter, the fp32 values that this rank owns.
     weights: Flat
+    # Where theirs are summed.
     gradients: Flat
 
 
 def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLayout:
     """Read the layout of `model` (Megatron's DDP chunks) and its distributed optimizer. Collective
-    over the world: each stage's first rank describes it to all. ConfigError: several model chunks,
-    buffers or optimizers, or an optimizer that does not keep fp32 shards.
+    over the world. ConfigError: several chunks, buffers or optimizers, or one without fp32 shards.
     """
     chunk, chained = _only(model, "model chunks"), _only(optimizers_of(optimizer), "optimizers")
     buffer = _only([*chunk.buffers, *chunk.expert_parallel_buffers], "parameter buffers")
@@ -417,7 +404,7 @@ def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLa
         main = getattr(parameter, "main_param", None)
         weights[numbers[name]] = parameter.data.view(-1)[where.start : where.end] if main is None else main
         gradients[numbers[name]] = cast("Any", parameter).main_grad.view(-1)[where.start : where.end]
-    check_shards(owned[owned[:, Shard.RANK] == world], weights, parameters)
+    _check_shards(owned[owned[:, Shard.RANK] == world], weights, parameters)
     return _BaseLayout(base, parameters, owned, weights, gradients)
 
 
@@ -454,7 +441,7 @@ def _described_parameter(name: str, parameter: Any, model: Any, tensor: int) -> 
     return Parameter(name, shape[0], shape[1], layer, cut, 2 if gated and cut == 0 else 1, bool(parts and cut is None))  # pyright: ignore[reportArgumentType]
 
 
-def check_shards(mine: Ints, weights: Flat, parameters: ParameterTable) -> None:
+def _check_shards(mine: Ints, weights: Flat, parameters: ParameterTable) -> None:
     """Compare the computed shards of this rank with the optimizer's; ConfigError: they differ."""
     sizes = (mine[:, Shard.STOPS] - mine[:, Shard.STARTS]).prod(axis=1)
     for number in range(len(parameters)):

@@ -31,9 +31,7 @@ from megatron_balance.megatron.core_attention import BalancedSeqParams
 
 @dataclass(slots=True)
 class _RouterValues:
-    """Values of the nano-batches so far, of one layer. `last`: whether the last one is routed now.
-    `balanced`: scores and routing, by name of a loss.
-    """
+    """Values of a layer's nano-batches so far; `last`: it is routed now; `balanced`: by loss."""
 
     last: bool = False
     logits: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -49,17 +47,14 @@ class BalancedRouter(TopKRouter):
         self._by_nano_batch = False
         self._num_samples = 0
         self._padding: Tensor | None = None
+        # Parameters of what is routed now, where a loss asks for the samples of its rows.
         self.of_microbatch: BalancedSeqParams | None = None
-        """Parameters of what is routed now, where a loss asks for the samples of its rows."""
+        # Where experts are recomputed (`--recompute-modules moe`), those of all microbatches whose
+        # backward is to come, in the order of forwards, as a pipeline's backwards come too.
         self.to_recompute: deque[BalancedSeqParams] | None = None
-        """Where experts are recomputed (`--recompute-modules moe`), those of all microbatches whose
-        backward is to come, in the order of forwards, as a pipeline's backwards come too.
-        """
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **of_version: Any) -> tuple[Tensor, Tensor]:
-        """Probabilities and map [T, experts] of logits [T, 1, experts]. `padding_mask` [T, 1]: rows
-        of no sequence.
-        """
+        """Probabilities and map [T, experts] of logits [T, 1, experts]; `padding_mask` [T, 1]."""
         self._padding = None if padding_mask is None else padding_mask.reshape(-1)
         return super().routing(logits, padding_mask, **of_version)
 
@@ -69,7 +64,7 @@ class BalancedRouter(TopKRouter):
             return super().sinkhorn_load_balancing(logits)
         # Megatron's balances the rows of a rank, so routes would depend on what a plan put there.
         with torch.no_grad():
-            balanced = sinkhorn_of_pool(logits.float(), self._padding, self.tp_dp_cp_group)
+            balanced = _sinkhorn_of_pool(logits.float(), self._padding, self.tp_dp_cp_group)
             chosen = torch.topk(balanced, k=self.topk, dim=1).indices
         single = self.topk == 1
         scores = torch.sigmoid(logits) if single else torch.softmax(logits, dim=-1, dtype=torch.float32).type_as(logits)
@@ -181,9 +176,8 @@ class BalancedRouter(TopKRouter):
     def _balanced(
         self, name: str, apply: Callable[..., Tensor], given: tuple[Tensor, Tensor, Tensor], with_padding_mask: bool
     ) -> Tensor:
-        """Probabilities [T, experts]; behind those of the last nano-batch lies a loss of all.
-        `given`: probabilities, scores and routing.
-        """
+        """Probabilities [T, experts], behind those of the last nano-batch a loss of all."""
+        # `given`: probabilities, scores and routing.
         probs, scores, routing_map = given
         if not self._by_nano_batch or not self.get_aux_loss_coeff(name):
             return apply(probs, scores, routing_map, with_padding_mask)
@@ -197,16 +191,13 @@ def _concatenated(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(firsts), torch.cat(seconds)
 
 
-SINKHORN_TOLERANCE = 1e-4
-"""Mean change of the factors of experts, below which Megatron's iteration ends."""
+SINKHORN_TOLERANCE = 1e-4  # mean change of the factors of experts, below which Megatron's iteration ends
 SINKHORN_EPSILON = 1e-8
 
 
-def sinkhorn_of_pool(logits: Tensor, padding: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-    """Megatron's `sinkhorn` over the rows of all ranks of `group`; this rank's part [T, experts].
-    Collective.
-
-    `logits` [T, experts] fp32; `padding` [T]: True for rows that count nowhere.
+def _sinkhorn_of_pool(logits: Tensor, padding: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    """Megatron's `sinkhorn` of logits [T, experts] fp32 over the rows of all ranks of `group`; this
+    rank's part. Collective. `padding` [T]: True for rows that count nowhere.
     """
     cost = torch.exp(logits)
     if padding is not None:

@@ -28,19 +28,15 @@ from megatron_balance.training.ledger import DataIdentity
 log = logging.getLogger(__name__)
 
 PIECES = 16
-PIECE_BYTES = 4096
-"""Of each file of a corpus, so many pieces of that size are digested, spread over it."""
-FIRST_TOKENS = 256
-"""Of a sample; no padding among them, of which `--sft` has another at each number of ranks."""
+PIECE_BYTES = 4096  # of each file of a corpus, so many pieces of that size are digested, spread over it
+FIRST_TOKENS = 256  # of a sample; no padding among them, of which `--sft` has another at each number of ranks
 PATIENCE_S = 60.0
 FILES = ("", ".idx", ".bin")
 PATH_OPTIONS = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "mock_data")
 
 
 class ScriptData:
-    """The training set of a script. `kept`: whether training reads it, known on all ranks;
-    `dataset`: None on a rank that reads no samples.
-    """
+    """A script's training set. `kept`: it is read, on all ranks; `dataset`: None: not by this one."""
 
     def __init__(self) -> None:
         self.kept = False
@@ -55,9 +51,7 @@ class ScriptData:
 
 
 def agreed(dataset: Any, args: argparse.Namespace) -> DataIdentity:
-    """Identity of a script's training samples, the same on all ranks. Collective over the world.
-    `dataset`: None: this rank reads no samples.
-    """
+    """Identity of a script's samples. Collective (world). `dataset`: None: not read by this rank."""
     has = torch.tensor([dist.get_rank() if dataset is not None else dist.get_world_size()], device=job_device())
     # Of the ranks that have a training set, the one of the lowest number reads it.
     dist.all_reduce(has, dist.ReduceOp.MIN)
@@ -68,7 +62,7 @@ def agreed(dataset: Any, args: argparse.Namespace) -> DataIdentity:
         return told[0]
     if dist.get_rank() == reader:
         try:
-            told = [identify(dataset, args)]
+            told = [_identify(dataset, args)]
         except Exception as error:  # any: the data set is somebody else's, and the other ranks wait
             log.warning(
                 "data: the script's data set does not say what it is (%s: %s), so a resume with another one is not "
@@ -80,7 +74,7 @@ def agreed(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     return told[0]
 
 
-def identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
+def _identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     """Identity of a training set: its facts, and digests of some samples."""
     # A blend of Megatron's has parts (`datasets`), and each part its corpus (`dataset_path`,
     # `dataset`), the sequences that it draws from (`indices`) and its settings (`config`).

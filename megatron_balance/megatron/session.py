@@ -31,36 +31,16 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import Lengths
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron import gpt, ping_pong
+from megatron_balance.megatron import flags, gpt, ping_pong, planning, ways
 from megatron_balance.megatron.core_attention import hand_latents_on, latent_model_reasons
 from megatron_balance.megatron.data import NUM_COLUMNS, PER_DEPTH, Documents, Reader
-from megatron_balance.megatron.flags import averages_evaluation, balances_by_sample, row_multiple
 from megatron_balance.megatron.groups import cluster_of_machine, job_device, make_pool, ranks_on_a_node
-from megatron_balance.megatron.planning import (
-    check_holds,
-    first_lengths,
-    keeping,
-    masks_of,
-    plan_spec,
-    planned_model,
-    recompute_of,
-    step_plans,
-)
 from megatron_balance.megatron.router import tell_samples
 from megatron_balance.megatron.script_data import ScriptData
-from megatron_balance.megatron.ways import (
-    attends_jointly,
-    candidates_of,
-    idle_reason,
-    latent_reasons,
-    layout_of,
-    layouts_of,
-    runs_pipelines,
-)
 from megatron_balance.planners.pipelines import stage_cluster
 from megatron_balance.planning.choice import Run, planning_cost, to_yaml
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
-from megatron_balance.runtime.bind import AttentionShape
+from megatron_balance.runtime.bind import AttentionShape, BindOptions
 from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
@@ -90,33 +70,31 @@ class Session:
         self.args = args
         self.config = config
         self.te_patched = te_patched
-        self.joint = attends_jointly(args, config)
-        """Whether all pipeline stages attend together, tick by tick."""
-        self.pipelines = runs_pipelines(args, config)
-        """Whether every data-parallel replica is a pipeline with microbatches of its own."""
-        self.layout = layout_of(args)
-        self.candidates = candidates_of(args, config, self.layout)
-        """Strategies that training changes between; none: it runs the layout."""
-        self.layouts = layouts_of(args, config, self.layout) if self.candidates else None
+        self.joint = ways.attends_jointly(args, config)  # whether all pipeline stages attend together, tick by tick
+        # Whether every data-parallel replica is a pipeline with microbatches of its own.
+        self.pipelines = ways.runs_pipelines(args, config)
+        self.layout = ways.layout_of(args)
+        # Strategies that training changes between; none: it runs the layout.
+        self.candidates = ways.candidates_of(args, config, self.layout)
+        self.layouts = ways.layouts_of(args, config, self.layout) if self.candidates else None
+        # The way to other strategies than the layout; made when the model and the optimizer are.
         self.changes: Changes | None = None
-        """The way to other strategies than the layout; made when the model and the optimizer are."""
-        self.ping_pong = ping_pong.wanted(args, config, tell=True)
-        """Whether microbatches run as two nano-batches."""
+        self.ping_pong = ping_pong.wanted(args, config, tell=True)  # whether microbatches run as two nano-batches
+        # Whether latents travel in place of keys and values; with `latent_kv: pays` decided when
+        # the model is there.
         self.latents = config.latent_kv is True
-        """Whether latents travel in place of keys and values; with `latent_kv: pays` decided when the
-        model is there."""
         self.steps = StepLog(_log_target(args, config, writers))
         self.bind_ahead = BindAhead()
+        # Lengths of what this rank's replica read in the last training step, by microbatch.
         self.sequences: tuple[Ints, ...] = ()
-        """Lengths of what this rank's replica read in the last training step, by microbatch."""
+        # The training samples if they are ours: planning ahead reads their lengths.
         self.train_data: Documents | None = None
-        """The training samples if they are ours: planning ahead reads their lengths."""
         self.script_data = ScriptData()
         self._pool: Pool | None = None
         self._roll: RollCall | None = None
         self._planners: dict[bool, StepPlans] = {}
         self._ledger, self._data = Ledger(), DataIdentity()
-        save_ledger(self._ledger.to_json(), args)
+        _save_ledger(self._ledger.to_json(), args)
         self._prepared: set[int] = set()
         self.unchecked = config.self_check
         self._model: Any = None
@@ -148,7 +126,7 @@ class Session:
             # Options that cannot be are told before a model is built.
             planner.num_holders(self.cluster())
         attends = self.joint_cluster() if self.joint else self.cluster()
-        if (idle := idle_reason(self.args, self.config, attends)) is not None and self.args.rank == 0:
+        if (idle := ways.idle_reason(self.args, self.config, attends)) is not None and self.args.rank == 0:
             log.warning("%s", idle)
         self._describe()
         self.steps.tracer.place(
@@ -156,7 +134,7 @@ class Session:
             lambda: CudaStreams({}, ()) if job_device().type == "cuda" else None,
         )
         if self.candidates:
-            check_holds(plan_spec(self, joint=False), self.args.seq_length)
+            planning.check_holds(planning.plan_spec(self, joint=False), self.args.seq_length)
 
     def _describe(self) -> None:
         cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)
@@ -203,7 +181,7 @@ class Session:
     @property
     def num_samples(self) -> int:
         """Samples of a microbatch of the pool, where a loss asks for the sample of a row; else 0."""
-        asked = balances_by_sample(self.args) or averages_evaluation(self.args)
+        asked = flags.balances_by_sample(self.args) or flags.averages_evaluation(self.args)
         return self.pool.num_replicas * self.args.micro_batch_size if asked else 0
 
     @property
@@ -227,7 +205,7 @@ class Session:
 
     @property
     def row_multiple(self) -> int:
-        return row_multiple(self.args, self.args.tensor_model_parallel_size)
+        return flags.row_multiple(self.args, self.args.tensor_model_parallel_size)
 
     def place(self, strategy: Strategy | None) -> RankPlace | None:
         """This rank's place under a strategy; None: it is left over."""
@@ -236,33 +214,23 @@ class Session:
         return self.changes.place(strategy)
 
     def binder(self, groups: Groups, shape: AttentionShape | None = None) -> Binder:
-        """The facts by which this job's plans are bound, over ranks that attend together. `shape`:
-        heads of this rank, if not of the layout.
-        """
+        """Facts by which plans are bound over ranks that attend together; `shape`: of this rank."""
         # Before the first plan is bound, whatever a step would otherwise have to compile is built.
         carried = () if self.shape.latent_dim is None else (self.shape.latent_dim,)
         for width in dict.fromkeys((*self.shape.widths, *carried)):
             build_variants(job_device(), self.dtype, width)
-        return Binder(
-            groups,
-            shape or self.shape,
-            self.dtype,
-            job_device(),
-            self.kernel,
-            self.config.gradient_wire,
-            self.bind_ahead,
-            self.steps.tracer.recorder,
-            masks_of(self.args),
+        config, recorder = self.config, self.steps.tracer.recorder
+        options = BindOptions(
+            *(shape or self.shape, groups, job_device(), self.dtype, self.kernel), gradient_wire=config.gradient_wire
         )
+        return Binder(options, self.bind_ahead, recorder, planning.masks_of(self.args))
 
     def cluster(self) -> Cluster:
         """The pool as planners see it."""
         return self._cluster_of(self.pool.size, self.pool.ranks_per_node)
 
     def joint_cluster(self) -> Cluster:
-        """The pools of all stages as planners see them; ConfigError: ranks lie on nodes unevenly,
-        or not stage by stage and node by node.
-        """
+        """The pools of all stages, as planners see them. ConfigError: unevenly, or not in order."""
         if not self.pool.joint_ranks_per_node:
             raise ConfigError(
                 f"ranks {list(self.pool.joint.ranks)}, stage by stage, lie on nodes unevenly or not node by node, so "
@@ -302,7 +270,7 @@ class Session:
     def model(self, tensor: int | None = None) -> Model:
         """The model as planners see it on one of `tensor` tensor-parallel ranks; None: as laid out."""
         size = tensor or self.args.tensor_model_parallel_size
-        return planned_model(self.args, self.config, self.shape_of(size), size)
+        return planning.planned_model(self.args, self.config, self.shape_of(size), size)
 
     def data_identity(self) -> DataIdentity:
         """Identity of the training samples. Collective over the world at the first call."""
@@ -313,31 +281,27 @@ class Session:
         """The plans of training steps, or of evaluation; they share nothing."""
         if forward_only not in self._planners:
             ahead = self.config.plan_ahead and not forward_only
-            self._planners[forward_only] = step_plans(self, ahead=ahead, evaluation=forward_only)
+            self._planners[forward_only] = planning.step_plans(self, ahead=ahead, evaluation=forward_only)
             if not forward_only:
                 self._planners[forward_only].restore(self._ledger, self._data, self.config.accepted_data)
         return self._planners[forward_only]
 
     def resume(self, checkpoint_args: argparse.Namespace) -> None:
-        """Go on from a checkpoint with these arguments, with the documents that waited when it was
-        saved. ConfigError: this run's planner cannot train them.
-        """
-        self._ledger, self._data = saved_ledger(checkpoint_args)
+        """Go on from a checkpoint and what waited. ConfigError: the planner cannot train that."""
+        self._ledger, self._data = _saved_ledger(checkpoint_args)
         assert self.config.planner is not None
         self.config.planner.check_carry(self._ledger.carry)
         if False in self._planners:
             self._planners[False].restore(self._ledger, self._data, self.config.accepted_data)
-        save_ledger(self._ledger.to_json(self._data), self.args)
+        _save_ledger(self._ledger.to_json(self._data), self.args)
 
     def end_step(self) -> None:
         """A training step is over: the next checkpoint is saved with what it carries on."""
         if False in self._planners:
-            save_ledger(self._planners[False].saved(), self.args)
+            _save_ledger(self._planners[False].saved(), self.args)
 
     def prepare(self, model: Any) -> None:
-        """Check and adapt a model at its first step. ConfigError: it attends past our core
-        attention, or its positions cannot be given.
-        """
+        """Check and adapt a model at its first step. ConfigError: it attends past our attention."""
         chunks: list[Any] = model if isinstance(model, list) else [model]
         if self.config.latent_kv == "pays" and not self._prepared:
             self._choose_latents(chunks)
@@ -352,10 +316,8 @@ class Session:
         self._model = model
 
     def _choose_latents(self, chunks: list[Any]) -> None:
-        """Let latents travel where they can, and rank 0 predicts fewer seconds so for the samples
-        that come first. Collective over the world.
-        """
-        reasons = [*latent_reasons(self.args, self.config), *latent_model_reasons(chunks)]
+        """Let latents travel if they can, and if so the first samples are faster. Collective."""
+        reasons = [*ways.latent_reasons(self.args, self.config), *latent_model_reasons(chunks)]
         if not _agreed(not reasons):
             log.log(
                 logging.INFO if self.args.rank == 0 else logging.DEBUG,
@@ -366,9 +328,9 @@ class Session:
         found: dict[bool, tuple[bool, float]] = {}
         # Rank 0 alone predicts, and all do as it says.
         if self.args.rank == 0:
-            lengths = first_lengths(self)
+            lengths = planning.first_lengths(self)
             for self.latents in (False, True):
-                found[self.latents] = _predicted(plan_spec(self, joint=False), lengths)
+                found[self.latents] = _predicted(planning.plan_spec(self, joint=False), lengths)
         self.latents = _agreed(not found or found[True] < found[False])
         if found:
             log.info(
@@ -384,13 +346,13 @@ class Session:
         gpt.check_model(chunk, self.te_patched)
         if self.latents:
             hand_latents_on(chunk)
-        gpt.number_layers(chunk, recompute_of(get_model_config(chunk)))
+        gpt.number_layers(chunk, planning.recompute_of(get_model_config(chunk)))
         gpt.rotate_by_position(chunk, self.args.max_position_embeddings)
 
     def keeping(self) -> Keeping:
         """Decision maker on layers that keep; made collectively at the first training step."""
         if self._keeping is None:
-            self._keeping = keeping(self, self._model)
+            self._keeping = planning.keeping(self, self._model)
         return self._keeping
 
     def close(self) -> None:
@@ -448,9 +410,8 @@ def opened(session: Session) -> Iterator[Session]:
 
 
 def _predicted(spec: PlanSpec, lengths: Lengths) -> tuple[bool, float]:
-    """Of the step of these lengths (tokens, by microbatch) by closed forms: whether a rank's memory
-    does not hold it, and seconds of a layer, modules outside attention included; less is better.
-    Errors as of `StepPlanner.plan`.
+    """Whether a rank's memory does not hold the step of these lengths, by closed forms, and seconds
+    of a layer, modules outside attention included; less is better. Errors as of `StepPlanner.plan`.
     """
     too_large, total_s = False, 0.0
     for plan in StepPlanner(spec).plan(lengths)[0].plans:
@@ -480,12 +441,12 @@ def _log_target(args: argparse.Namespace, config: Run, writers: Sequence[ScalarW
         config=to_yaml(config) if folder is not None and writes else "",
         writes=writes,
         interval=args.log_interval,
-        writers=scalar_writers(args.tensorboard_log_interval) if writers is None else lambda _: writers,
+        writers=_scalar_writers(args.tensorboard_log_interval) if writers is None else lambda _: writers,
         tracer=StepTracer(folder, config.trace_steps, args.rank),
     )
 
 
-def scalar_writers(interval: int) -> Callable[[int], Sequence[ScalarWriter]]:
+def _scalar_writers(interval: int) -> Callable[[int], Sequence[ScalarWriter]]:
     """Megatron's writers for a step: those that exist on this rank, every `interval` steps."""
 
     def writers(step: int) -> list[ScalarWriter]:
@@ -506,14 +467,14 @@ def scalar_writers(interval: int) -> Callable[[int], Sequence[ScalarWriter]]:
 _CARRY = "balance_carry"
 
 
-def save_ledger(text: str, args: argparse.Namespace) -> None:
+def _save_ledger(text: str, args: argparse.Namespace) -> None:
     """Put a ledger's text where the next checkpoint takes it from."""
     # A step that is saved before it is over (a rerun that ends the job) is saved with the account
     # that it began with, since it is dealt again on resuming.
     setattr(args, _CARRY, text)
 
 
-def saved_ledger(args: argparse.Namespace) -> tuple[Ledger, DataIdentity]:
+def _saved_ledger(args: argparse.Namespace) -> tuple[Ledger, DataIdentity]:
     """The ledger that a checkpoint with these arguments was saved with, and what its samples are;
     an empty one and an unknown one if it knows of none. ConfigError: its text is not a ledger.
     """
@@ -523,9 +484,7 @@ def saved_ledger(args: argparse.Namespace) -> tuple[Ledger, DataIdentity]:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """This rank under one strategy. `pipeline`: whose microbatches it runs. `attention`: the ranks
-    that attend together. `shape`: heads of its tensor-parallel rank.
-    """
+    """This rank under a strategy: the pipeline that it runs, who attend together, its heads."""
 
     pipeline: int
     attention: Groups

@@ -70,9 +70,9 @@ class StageShapes:
 
 @dataclass(frozen=True, slots=True)
 class Crossings:
-    """The microbatches that cross the borders of a stage, in order, once for each model chunk.
-    Stages form a ring: the last one hands on to the first one's next chunk.
-    """
+    """Microbatches that cross a stage's borders, in order, once a model chunk."""
+
+    # Stages form a ring: the last one hands on to the first one's next chunk.
 
     with_previous: tuple[int, ...]
     with_next: tuple[int, ...]
@@ -90,9 +90,7 @@ class Crossings:
     def of_schedule(
         cls, num_microbatches: int, stage: int, num_stages: int, num_chunks: int, chunk_group: int
     ) -> Crossings:
-        """The crossings in Megatron's own schedules, one forward, one backward, and interleaved.
-        `chunk_group`: `microbatch_group_size_per_vp_stage`.
-        """
+        """Crossings in Megatron's schedules; `chunk_group`: `microbatch_group_size_per_vp_stage`."""
         make_table: Any = schedules.get_schedule_table
         table: Sequence[tuple[int, int]] = make_table(num_microbatches, num_chunks, chunk_group)
         return cls.of_passes(table, stage, num_stages, num_chunks)
@@ -189,9 +187,9 @@ class TickRun:
         *,
         forward_only: bool,
     ) -> None:
-        """Prepare a step of this rank; `run` runs it. `nano_batches`: by nano-batch, the ticks of
-        the step with their plans; `binder` is over the joint pool; `microbatches` makes this rank's
-        rows of one, without plans.
+        """Prepare a step of this rank. `nano_batches`: by nano-batch, its ticks with their plans;
+        `binder` is over the joint pool; `microbatches` makes this rank's rows of one, without
+        plans.
         """
         self.ticks = [one.tick for one in nano_batches[0]]
         self.chunks: list[Any] = model if isinstance(model, list) else [model]
@@ -308,8 +306,8 @@ class TickRun:
         return gradient
 
     def _serve(self, tick: Tick, bounds: Sequence[Bound]) -> None:
-        server = Server(self.binder.dtype, self.num_tokens.device, softmax_scale(self.config))
-        passes = attention_passes(
+        server = Server(self.binder.options.dtype, self.num_tokens.device, softmax_scale(self.config))
+        passes = _attention_passes(
             self.recompute, self.num_layers, len(bounds), backward=tick.backward, training=not self.forward_only
         )
         for backward, segments in passes:
@@ -397,12 +395,10 @@ class _LayerPass(NamedTuple):
     segments: tuple[Segment, ...]
 
 
-def attention_passes(
+def _attention_passes(
     recompute: Recomputed, num_layers: int, num_nano_batches: int, *, backward: bool, training: bool = True
 ) -> tuple[_LayerPass, ...]:
-    """The attention calls, in order, of a pass through the `num_layers` of a model chunk; a
-    backward that computes forwards again makes their calls too, in training.
-    """
+    """The attention calls of a pass through a chunk, with forwards computed again (training)."""
     # A stage without a microbatch makes the calls of those that have one, so both ask here.
     runs = attention_runs(recompute, num_layers, training=training)
     forwards = [_LayerPass(False, ping_pong.forward(run.num_layers, num_nano_batches)) for run in runs]
@@ -416,5 +412,5 @@ def attention_passes(
 
 def phases(recompute: Recomputed, num_layers: int, *, backward: bool, training: bool = True) -> frozenset[PhaseName]:
     """The phases of attention in such a pass: a backward that computes forwards again has both."""
-    passes = attention_passes(recompute, num_layers, 1, backward=backward, training=training)
+    passes = _attention_passes(recompute, num_layers, 1, backward=backward, training=training)
     return frozenset("backward" if each.backward else "forward" for each in passes)

@@ -23,7 +23,7 @@ def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
     reasons, layout = list[str](), layout_of(args)
     # One planner of several may be asked for in each way; every check raises for its own.
     checks: tuple[Callable[[], object], ...] = (
-        lambda: check_samples(args, config),
+        lambda: _check_samples(args, config),
         lambda: attends_jointly(args, config),
         lambda: runs_pipelines(args, config),
         lambda: candidates_of(args, config, layout) and layouts_of(args, config, layout),
@@ -71,9 +71,7 @@ def idle_reason(args: argparse.Namespace, config: Run, cluster: Cluster) -> str 
 
 
 def latent_reasons(args: argparse.Namespace, config: Run) -> list[str]:
-    """The reasons why latents cannot travel: of flags, and of how a job that can run does so.
-    ConfigError as `way_reasons`, of a job that cannot.
-    """
+    """Why latents cannot travel, by flags and by how the job runs. ConfigError: as `way_reasons`."""
     chosen = config.planner
     parts_heads = None if chosen is None else chosen.planner.parts_heads
     # A rank would attend for layers whose weights it does not have, or with some of the heads, or
@@ -98,7 +96,7 @@ def latent_reasons(args: argparse.Namespace, config: Run) -> list[str]:
     return [*flags.reasons(args, "latent_kv"), *of_way]
 
 
-def check_samples(args: argparse.Namespace, config: Run) -> None:
+def _check_samples(args: argparse.Namespace, config: Run) -> None:
     """Reject a loss of samples where a planner parts them."""
     if config.planner is None or config.planner.planner.plan_step is None:
         return
@@ -145,11 +143,11 @@ def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tu
     # Of a layout that replaces none there is nothing to change between.
     if not named or named == (layout,):
         return ()
-    check_strategies(args, named)
+    _check_strategies(args, named)
     return named
 
 
-def check_strategies(args: argparse.Namespace, strategies: Sequence[Strategy]) -> None:
+def _check_strategies(args: argparse.Namespace, strategies: Sequence[Strategy]) -> None:
     """Reject, in one ConfigError, arguments and strategies between which training cannot change."""
     reasons = flags.reasons(args, "strategies")
     for strategy in strategies:
@@ -186,9 +184,7 @@ def _not_cut(args: argparse.Namespace, strategy: Strategy) -> list[str]:
 
 
 def layouts_of(args: argparse.Namespace, config: Run, layout: Strategy) -> Layouts | None:
-    """The layout that owns weights, and the strategies that training changes between. ConfigError: the
-    options name another layout than the command line.
-    """
+    """The layout that owns weights, and the candidates. ConfigError: options name another layout."""
     chosen = config.planner
     assert chosen is not None, "a planner has named candidates"
     assert chosen.planner.layouts is not None, "a planner with candidates says what owns weights"

@@ -34,9 +34,7 @@ from megatron_balance.runtime.kernels.base import Entries, Kernel, merge_partial
 def profile(
     model: Model, device_name: str, options: ProfileOptions, progress: Progress, links: tuple[LinkTable, ...] = ()
 ) -> CostTable:
-    """Measure this machine for `model`'s heads and layers. Raises ConfigError: a kernel that does not
-    serve the device.
-    """
+    """Measure this machine for `model`'s heads and layers. ConfigError: no kernel for the device."""
     device = torch.device(device_name)
     dtype = torch.float32 if model.bytes_per_element == 4 else torch.bfloat16
     bench = _KernelBench(model, device, dtype, choose_kernel(options.kernel, device, dtype, model.head_dim), options)
@@ -52,9 +50,7 @@ def profile(
 
 
 def prepare(device_name: str | None, threads: int | None) -> str:
-    """The device to measure (None: cuda where there is one), and the threads of the CPU kernels set
-    (None: torch's own choice). Raises ConfigError: cuda where there is none.
-    """
+    """The device to measure (None: cuda, if any), and CPU `threads` set. ConfigError: no cuda."""
     name = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -86,9 +82,7 @@ def _processor() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """Points to measure: tokens of the attention grid and of the layer, bytes of packing and
-    messages; `repeats`: samples of a figure.
-    """
+    """Points to measure, in tokens and bytes; `repeats`: samples of a figure."""
 
     q_tokens: tuple[int, ...] = (32, 128, 512, 1024, 2048, 4096)
     k_tokens: tuple[int, ...] = (32, 128, 512, 2048, 8192)
@@ -100,6 +94,8 @@ class ProfileOptions:
     kernel: str = "auto"
 
 
+# A few seconds on a laptop for a small model: enough to plan with. Too coarse to judge two planners
+# within a few percent.
 QUICK = ProfileOptions(
     q_tokens=(32, 128, 512, 1024),
     k_tokens=(32, 256, 2048),
@@ -109,12 +105,9 @@ QUICK = ProfileOptions(
     message_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 22),
     repeats=5,
 )
-"""A few seconds on a laptop for a small model: enough to plan with.
 
-Too coarse to judge two planners within a few percent."""
-
+# Wraps the points to measure: (points, how many, what they are) -> the same points.
 Progress = Callable[[Iterable[Callable[[], None]], int, str], Iterator[Callable[[], None]]]
-"""Wraps the points to measure: (points, how many, what they are) -> the same points."""
 
 
 def _time_s(call: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -140,24 +133,21 @@ def _events_s(call: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
+# Query tokens that a timed launch is filled up to with entries alike. A GPU needs many to be busy,
+# a CPU takes them one by one.
 FILLED_TOKENS = {"cpu": 256, "cuda": 16384}
-"""Query tokens that a timed launch is filled up to with entries alike.
-
-A GPU needs many to be busy, a CPU takes them one by one."""
-
 MAX_COPIES = 64
+# Most entries of a timed launch, and key tokens. Of a 7B model's heads 4 GB in bf16, and as much
+# again for their gradients.
 MAX_KEYS = 1 << 18
-"""Most entries of a timed launch, and key tokens.
-
-Of a 7B model's heads 4 GB in bf16, and as much again for their gradients."""
 
 
 class _KernelBench:
     """One model on one device. One entry of the attention kernel is timed inside a launch of
     several alike, as plans launch them, and the launch's fixed part is taken off.
-
-    Values do not matter to the time of these kernels; they are small, so that nothing overflows.
     """
+
+    # Values do not matter to the time of these kernels; they are small, so that nothing overflows.
 
     def __init__(
         self, model: Model, device: torch.device, dtype: torch.dtype, kernel: Kernel, options: ProfileOptions
@@ -201,9 +191,7 @@ class _KernelBench:
         return self.options.before_tokens if causal else self.options.k_tokens
 
     def _launch_s(self, num_q: int, num_k: int, causal: bool) -> tuple[float, float]:
-        """Seconds of the fixed part of a launch, forward and backward: one small entry takes it
-        beside its share of many.
-        """
+        """Seconds of the fixed part of a launch, forward and backward: of one entry beside many."""
         one, many = self._launch(num_q, num_k, causal, 1), self._launch(num_q, num_k, causal, MAX_COPIES)
         return tuple(max(0.0, a - (b - a) / (MAX_COPIES - 1)) for a, b in zip(one, many, strict=True))  # pyright: ignore[reportReturnType]
 
@@ -322,12 +310,8 @@ def measure_links(
     device_name: str, options: ProfileOptions, ranks_per_node: int | None
 ) -> tuple[tuple[LinkTable, ...], bool]:
     """Times of the launched world's links (torchrun), else of this machine's loopback; and whether
-    this process goes on to measure kernels.
-
-    `ranks_per_node`: of the launched world; None: all ranks are on one node.
-
-    Raises:
-        ConfigError: a world of one rank, or no way to reach a second process.
+    this process goes on to measure kernels. `ranks_per_node`: None: all ranks are on one node.
+    ConfigError: a world of one rank, or no way to reach a second process.
     """
     if not dist.is_torchelastic_launched():
         return _loopback_links(options.message_bytes, options.repeats), True
@@ -345,11 +329,8 @@ def measure_links(
 
 
 def _loopback_links(message_bytes: Sequence[int], repeats: int) -> tuple[LinkTable, ...]:
-    """Times of messages between two processes of this machine over gloo, of which it starts the
-    second: its `intra_node` link.
-
-    Raises:
-        ConfigError: gloo did not connect the two, as where it finds no interface to listen on.
+    """Times of messages between two processes of this machine over gloo: its `intra_node` link.
+    ConfigError: gloo did not connect the two, as where it finds no interface to listen on.
     """
     import tempfile
 
@@ -387,11 +368,8 @@ def _join(store: str, rank: int) -> None:
 def world_links(
     message_bytes: Sequence[int], repeats: int, ranks_per_node: int, device: torch.device
 ) -> tuple[LinkTable, ...]:
-    """Times of messages of rank 0 with its neighbour, and with the first rank of the next node; none
-    on other ranks. Collective: every rank of the launched world calls it.
-
-    Raises:
-        ConfigError: a world of one rank.
+    """Times of messages of rank 0 with its neighbour, and with the first rank of the next node;
+    none on other ranks. Collective over the launched world. ConfigError: a world of one rank.
     """
     size = dist.get_world_size()
     if size < 2:
@@ -449,9 +427,7 @@ def exchanged(
 
 
 def _ping(pair: tuple[int, int], message_bytes: Sequence[int], repeats: int, device: torch.device) -> list[float]:
-    """Seconds of one message of each size: half of there and back, the median of samples. Ranks
-    outside `pair` take no part.
-    """
+    """Seconds of a message of each size, half of there and back, median; none outside `pair`."""
     rank = dist.get_rank()
     if rank not in pair:
         return []

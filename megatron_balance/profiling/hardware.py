@@ -19,22 +19,16 @@ from pathlib import Path
 from megatron_balance.errors import ConfigError
 
 PROBE_TIMEOUT_S = 60
+# How `nvidia-smi topo -m` says that two devices are connected, nearest first: one PCI switch,
+# several, a host bridge, a NUMA node.
 NEAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""How `nvidia-smi topo -m` says that two devices are connected, nearest first: one PCI switch,
-several, a host bridge, a NUMA node.
-"""
 NVLINK_BYTES_PER_S = 25e9
+# Rate of one link in one direction: 25 GB/s in NVLink 3 and 4 (A100, H100), 50 GB/s in NVLink 5
+# (B200). NVIDIA's architecture whitepapers.
 NVLINK_5_BYTES_PER_S = 50e9
-"""Rate of one link in one direction: 25 GB/s in NVLink 3 and 4 (A100, H100), 50 GB/s in NVLink 5
-(B200).
-
-NVIDIA's architecture whitepapers.
-"""
+# The preset with a GPU's compute rates, by a word of its name; an A100 computes as an A800.
 PRESETS = {"H200": "h200", "H100": "h100", "H800": "h800", "A800": "a800", "A100": "a800"}
-"""The preset with a GPU's compute rates, by a word of its name; an A100 computes as an A800."""
-
-Run = Callable[[Sequence[str]], "str | None"]
-"""Runs a program; its output, or None if it is not there or fails."""
+Run = Callable[[Sequence[str]], "str | None"]  # runs a program; its output, or None if it is not there or fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +42,7 @@ class _Gpu:
 
 @dataclass(frozen=True, slots=True)
 class _Nic:
-    """A network device with a port that is up. `rate`: as the system writes it; `layer`:
-    InfiniBand, Ethernet (RoCE), or plain 'net'.
-    """
+    """A device with a port that is up. `rate`: as written; `layer`: InfiniBand, Ethernet, net."""
 
     name: str
     bytes_per_s: float
@@ -71,9 +63,7 @@ class Node:
 
     @property
     def used_nics(self) -> tuple[_Nic, ...]:
-        """The NICs that are nearest to some GPU: what NCCL uses. Others serve storage and
-        management.
-        """
+        """NICs that are nearest to some GPU, as NCCL uses them. Others serve storage and the like."""
         used = {name for names, _ in self.nearest for name in names}
         return tuple(nic for nic in self.nics if nic.name in used)
 
@@ -88,7 +78,7 @@ def read_node(root: Path = Path("/"), run: Run | None = None) -> Node:
             "--write-cluster: nvidia-smi lists no GPU here; run it on a node of the cluster, inside the job's "
             "container if there is one"
         )
-    links, nvlinks = parse_topology(run(["nvidia-smi", "topo", "-m"]) or "")
+    links, nvlinks = _parse_topology(run(["nvidia-smi", "topo", "-m"]) or "")
     nics = _read_infiniband(root) or _read_ethernet(root)
     nearest = tuple(_nearest(gpu, nics, links.get(f"GPU{index}", {}), root) for index, gpu in enumerate(gpus))
     return Node(gpus, nvlinks, nics, nearest)
@@ -110,11 +100,11 @@ def _pci(address: str) -> str:
     return match[1] if match else ""
 
 
+# By two devices (GPU0, ..., names of NICs), how `nvidia-smi topo -m` says they are connected.
 Links = Mapping[str, Mapping[str, str]]
-"""By two devices (GPU0, ..., names of NICs), how `nvidia-smi topo -m` says they are connected."""
 
 
-def parse_topology(text: str) -> tuple[Links, int]:
+def _parse_topology(text: str) -> tuple[Links, int]:
     """The matrix of `nvidia-smi topo -m`, NICs by the names of its legend; and the NVLinks between two
     GPUs, the fewest of any pair (0: none). What is no such matrix has no links.
     """
@@ -145,9 +135,7 @@ def parse_topology(text: str) -> tuple[Links, int]:
 
 
 def _read_infiniband(root: Path) -> tuple[_Nic, ...]:
-    """InfiniBand and RoCE devices with an active port, by name; a device's rate is the sum of its
-    active ports'.
-    """
+    """InfiniBand and RoCE devices with an active port, by name, with the sum of these ports' rates."""
     nics: list[_Nic] = []
     for device in _listed(root / "sys/class/infiniband"):
         ports = [port for port in _listed(device / "ports") if "ACTIVE" in _text(port / "state")]
@@ -155,16 +143,8 @@ def _read_infiniband(root: Path) -> tuple[_Nic, ...]:
         total = sum(_parse_rate(rate) for _, rate in rates)
         if total > 0:
             layer = _text(ports[0] / "link_layer") or "InfiniBand"
-            nics.append(
-                _Nic(
-                    device.name,
-                    total,
-                    rates[0][1],
-                    layer,
-                    f"/sys/class/infiniband/{device.name}/ports/{ports[0].name}/rate",
-                    _device_pci(device),
-                )
-            )
+            source = f"/sys/class/infiniband/{device.name}/ports/{ports[0].name}/rate"
+            nics.append(_Nic(device.name, total, rates[0][1], layer, source, _device_pci(device)))
     return tuple(nics)
 
 
@@ -178,26 +158,16 @@ def _read_ethernet(root: Path) -> tuple[_Nic, ...]:
     """Physical network devices that are up and know their speed, of those the fastest."""
     nics: list[_Nic] = []
     for device in _listed(root / "sys/class/net"):
-        speed = _text(device / "speed")
+        speed, source = _text(device / "speed"), f"/sys/class/net/{device.name}/speed"
         if (device / "device").exists() and _text(device / "operstate") == "up" and speed.isdigit() and int(speed) > 0:
-            nics.append(
-                _Nic(
-                    device.name,
-                    int(speed) * 1e6 / 8,
-                    f"{speed} Mbit/s",
-                    "net",
-                    f"/sys/class/net/{device.name}/speed",
-                    _device_pci(device),
-                )
-            )
+            rate = int(speed) * 1e6 / 8
+            nics.append(_Nic(device.name, rate, f"{speed} Mbit/s", "net", source, _device_pci(device)))
     fastest = max((nic.bytes_per_s for nic in nics), default=0.0)
     return tuple(nic for nic in nics if nic.bytes_per_s == fastest)
 
 
 def _nearest(gpu: _Gpu, nics: Sequence[_Nic], row: Mapping[str, str], root: Path) -> tuple[tuple[str, ...], str]:
-    """Names of the NICs nearest to a GPU, and how near: by its row of the topology, else by the
-    longest common way on the PCI bus.
-    """
+    """NICs nearest to a GPU, and how near: by its row of the topology, else on the PCI bus."""
     said = {nic.name: row[nic.name] for nic in nics if row.get(nic.name) in NEAR}
     if said:
         nearest = min(said.values(), key=NEAR.index)
@@ -214,9 +184,7 @@ def _bus_path(root: Path, pci: str) -> tuple[str, ...]:
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> int:
-    """Bridges that two ways have in common; of devices on different root ports the folders above
-    count as none.
-    """
+    """Bridges that two ways have in common; folders above root ports count as none."""
     same = 0
     for one, other in zip(a, b, strict=False):
         if one != other:
@@ -251,10 +219,7 @@ def _run(command: Sequence[str]) -> str | None:
 
 def cluster_yaml(node: Node, name: str, today: datetime.date) -> str:
     """The node as a cluster section, every key with what it was read from; `megatron-balance plan
-    --cluster FILE` reads it.
-
-    Raises:
-        ConfigError: GPUs that are not alike.
+    --cluster FILE` reads it. ConfigError: GPUs that are not alike.
     """
     kinds = sorted({(gpu.name, gpu.memory_bytes) for gpu in node.gpus})
     if len(kinds) > 1:
@@ -316,15 +281,11 @@ def _nic_lines(node: Node) -> list[str]:
     slow = min(nics, key=lambda nic: nic.bytes_per_s)
     shares, several = max(1, round(count / len(nics))), max(1, len(nics) // count)
     unlike = len({nic.bytes_per_s for nic in nics}) > 1
-    note = (
-        f"{slow.source}: {slow.rate}, {slow.layer}"
-        + (f", of {several} a GPU" if several > 1 else "")
-        + (", the slowest" if unlike else "")
-    )
+    note = f"{slow.source}: {slow.rate}, {slow.layer}"
+    note += (f", of {several} a GPU" if several > 1 else "") + (", the slowest" if unlike else "")
+    nearest = f"{count} GPUs, {len(nics)} NIC{'s' * (len(nics) > 1)} nearest to them"
     lines = [_line("nic_bytes_per_s", _number(slow.bytes_per_s * several), note)]
-    lines.append(
-        _line("ranks_per_nic", str(shares), f"{count} GPUs, {len(nics)} NIC{'s' * (len(nics) > 1)} nearest to them")
-    )
+    lines.append(_line("ranks_per_nic", str(shares), nearest))
     lines += [f"# GPU {index}: {', '.join(names)} ({how})" for index, (names, how) in enumerate(node.nearest)]
     idle = [nic.name for nic in node.nics if nic not in nics]
     return [*lines, f"# Not nearest to any GPU, so not counted: {', '.join(idle)}"] if idle else lines

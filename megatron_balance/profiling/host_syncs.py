@@ -17,25 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Calls of CUDA's runtime and driver that return when the device is done, or wait for it first.
 WAITING_CALLS = frozenset(
     (
-        *(
-            "cudaStreamSynchronize",
-            "cudaDeviceSynchronize",
-            "cudaEventSynchronize",
-            "cuStreamSynchronize",
-            "cuCtxSynchronize",
-        ),
+        *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+        *("cuStreamSynchronize", "cuCtxSynchronize"),
         *("cudaMemcpy", "cudaMemcpy2D", "cudaMemcpyToSymbol", "cudaMemcpyFromSymbol", "cuMemcpyDtoH_v2", "cudaMemset"),
         *("cudaFree", "cudaFreeHost"),
     )
 )
-"""Calls of CUDA's runtime and driver that return when the device is done, or wait for it first."""
 
+# Operators whose result, or its shape, the host must know.
 WAITING_OPS = frozenset(
     ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::_unique2", "aten::masked_select")
 )
-"""Operators whose result, or its shape, the host must know."""
 
 RUNTIME = frozenset(("cuda_runtime", "cuda_driver"))
 CALLERS = frozenset(("user_annotation", "cpu_op", "python_function"))
@@ -43,9 +38,7 @@ CALLERS = frozenset(("user_annotation", "cpu_op", "python_function"))
 
 @dataclass(frozen=True, slots=True)
 class HostSync:
-    """One wait. `what`: the call or operator; `where`: its callers, outermost first; `seconds`: of
-    the wait.
-    """
+    """A wait of `seconds` in the call or operator `what`; `where`: its callers, outermost first."""
 
     what: str
     where: tuple[str, ...]
@@ -56,11 +49,8 @@ class HostSync:
 
 
 def find_host_syncs(trace: Mapping[str, Any], within: str | None = None) -> list[HostSync]:
-    """All waits of a trace in order. `within`: only those inside a `torch.profiler.record_function`
-    of that name.
-
-    Raises:
-        ValueError: `within` is nowhere in the trace.
+    """All waits of a trace in order; only those inside a `record_function` named `within`, if
+    given. ValueError: that is nowhere in the trace.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_gpu = any(event.get("cat") in RUNTIME for event in events)

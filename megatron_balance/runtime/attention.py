@@ -17,18 +17,16 @@ from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun, run_backward, run_forward
 from megatron_balance.runtime.kernels.latent import LatentKernel
-from megatron_balance.runtime.lower.memory import Buffers
-from megatron_balance.runtime.phase_run import PhaseRun, Received, wide_dtype
+from megatron_balance.runtime.lower.memory import Buffers, wide_dtype
+from megatron_balance.runtime.phase_run import PhaseRun, Received
 
 T = TypeVar("T")
 
 
 def differentiable_once(backward: Callable[..., T]) -> Callable[..., T]:
-    """The backward of an autograd Function, refused under `create_graph=True`.
-
-    torch's `once_differentiable` refuses only where the gradient of the output needs a gradient
-    itself, and leaves out the terms by queries, keys and values without a word.
-    """
+    """The backward of an autograd Function, refused under `create_graph=True`."""
+    # torch's `once_differentiable` refuses only where the gradient of the output needs a gradient
+    # itself, and leaves out the terms by queries, keys and values without a word.
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Tensor) -> T:
@@ -44,16 +42,14 @@ def differentiable_once(backward: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(slots=True)
 class BackwardSlot:
-    """Where the backward of a call finds its plan: put there before the backward pass begins, since
-    a pipeline stage attends backward with other stages than forward.
-    """
+    """Where the backward of a call finds its plan, put there before the backward pass begins."""
+
+    # A pipeline stage attends backward with other stages than forward.
 
     bound: Bound | None = None
 
     def bound_for(self, num_tokens: int) -> Bound:
-        """The plan that was put here. Raises InvalidProgramError where there is none, or one in
-        which this rank owns another number of rows.
-        """
+        """The plan that was put here. InvalidProgramError: none, or one of other numbers of rows."""
         if self.bound is None or self.bound.num_tokens != num_tokens:
             held = "none" if self.bound is None else f"one with {self.bound.num_tokens}"
             raise InvalidProgramError(
@@ -74,31 +70,20 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
     hooked: bool = False,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries within their sequences under the plan's mask, wherever the
-    keys lie.
+    """Attention [T, H, V] of this rank's queries q [T, H, D], in the order of `bound.owned`, over
+    keys k [T, G, D] and values v [T, G, V] of their sequences under the plan's mask, wherever these
+    lie.
 
     Differentiable. Collective: every rank of the pool calls it, also one without tokens (T = 0).
+    `softmax_scale`: default 1 / sqrt(D). `backward`: where the backward finds its plan, if that is
+    not `bound`; then both are bound with policy `replay`. `hooked`: save what was received by
+    autograd's means, so that hooks on saved tensors see it (activation checkpointing drops it and
+    computes it again, offloading moves it); else the backward lets it go piece by piece. `sink`
+    [H]: a logit of each head that every query has beside its keys, without a value; its gradient is
+    of this rank's queries alone.
 
-    Args:
-        q: [T, H, D] in the order of `bound.owned`.
-        k: [T, G, D].
-        v: [T, G, V]; V as `AttentionShape.value_width`.
-        bound: the plan.
-        softmax_scale: default 1 / sqrt(D).
-        backward: where the backward finds its plan, if that is not `bound`; then both are bound
-            with policy `replay`.
-        hooked: save what was received by autograd's means, so that hooks on saved tensors see it:
-            activation checkpointing drops it and computes it again, offloading moves it. Otherwise
-            the backward lets it go piece by piece.
-        sink: [H], a logit of each head that every query has beside its keys, without a value; its
-            gradient is of this rank's queries alone.
-
-    Returns:
-        The output [T, H, V].
-
-    Raises:
-        ConfigError: the tensors do not have the plan's rows and heads.
-        InvalidProgramError: in the backward, as `BackwardSlot.bound_for`.
+    ConfigError: the tensors do not have the plan's rows and heads. InvalidProgramError: in the
+    backward, as `BackwardSlot.bound_for`.
     """
     _check(q, k, v, bound, sink)
     call = (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked)
@@ -115,22 +100,12 @@ def latent_attention(  # noqa: PLR0913  as `balanced_attention`
     *,
     hooked: bool = False,
 ) -> Tensor:
-    """`balanced_attention` of multi-latent attention whose latents travel in place of keys and
-    values.
+    """`balanced_attention` over latents [T, 1, L] of multi-latent attention, which travel in place
+    of keys and values: the normalised latent, and behind it the rotary key that all heads share.
 
-    Args:
-        q: [T, H, D] in the order of `bound.owned`.
-        latent: [T, 1, L], the normalised latent and behind it the rotary key that all heads share.
-        weight: [H * (D - R + V), C], which makes keys (without rotary part) and values of it. Its
-            gradient is of this rank's queries over all keys that they see: the sum over the pool is
-            the whole one.
-        bound: the plan; its shape has `latent`.
-        softmax_scale: default 1 / sqrt(D).
-        backward: as for `balanced_attention`, and `hooked`.
-        hooked: as there.
-
-    Raises:
-        ConfigError: the tensors do not have the plan's rows and heads.
+    `weight` [H * (D - R + V), C] makes keys (without rotary part) and values of it; its gradient is
+    of this rank's queries over all keys that they see: the sum over the pool is the whole one.
+    `bound`: its shape has `latent`. Others, and errors, as there.
     """
     shape = bound.shape
     if not isinstance(bound.kernel, LatentKernel):
@@ -149,13 +124,12 @@ def _of_layer(bound: Bound, weight: Tensor | None) -> Bound:
 
 
 class AttentionCall:
-    """`balanced_attention` in three segments: `start`, `attend`, `end`, once each. Differentiable.
+    """`balanced_attention` in three segments: `start`, `attend`, `end`, once each. Differentiable."""
 
-    Calls of two plans that were bound as different nano-batches may be under way at once, with
-    other work between their segments, in one order on all ranks (`compile.ping_pong`). Autograd
-    goes back through what ran in reverse, so the segments of the backwards lie between one another
-    likewise.
-    """
+    # Calls of two plans that were bound as different nano-batches may be under way at once, with
+    # other work between their segments, in one order on all ranks (`compile.ping_pong`). Autograd
+    # goes back through what ran in reverse, so the backwards' segments lie between one another
+    # likewise.
 
     def __init__(
         self,
@@ -170,9 +144,7 @@ class AttentionCall:
         self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
 
     def start(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Issue what sends inputs to other ranks. Raises ConfigError where the tensors are not the
-        plan's.
-        """
+        """Issue what sends inputs to other ranks. ConfigError: the tensors are not the plan's."""
         _check(q, k, v, self._bound, self._sink)
         self._inputs = (q.detach(), k.detach(), v.detach())
         self._link = _FirstSegment.apply(q, k, v, self._bound, self._runs)
@@ -209,10 +181,9 @@ def _check_rows(bound: Bound, *tensors: tuple[str, Tensor, tuple[int | None, ...
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and LSE [T, H] with one more key of each query, whose score is the sink and whose
     value is zero.
-
-    The backward of attention takes them as those of its own keys: its weights are exp(score - LSE),
-    and the rest of the sum is the sink's.
     """
+    # The backward of attention takes them as those of its own keys: its weights are exp(score -
+    # LSE), and the rest of the sum is the sink's.
     if sink is None:
         return out, lse
     whole = torch.logaddexp(lse, sink.detach().to(lse.dtype))
@@ -278,9 +249,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _take(ctx: Any) -> Received | None:
-    """Received inputs, if `ctx` holds them: for this backward alone, or for others behind it too
-    (`retain_graph=True`).
-    """
+    """Received inputs, if `ctx` holds them: for this backward, or for others too (`retain_graph`)."""
     received = ctx.received
     if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
         ctx.received = None
@@ -289,9 +258,9 @@ def _take(ctx: Any) -> Received | None:
 
 @dataclass(slots=True)
 class _Runs:
-    """State that a call's segments share. Without the forward's plan: the backward may have
-    another, and need not keep it.
-    """
+    """State that a call's segments share."""
+
+    # Without the forward's plan: the backward may have another, and need not keep it.
 
     slot: BackwardSlot
     num_tokens: int
@@ -365,10 +334,8 @@ class _End(torch.autograd.Function):
 @dataclass(frozen=True, slots=True)
 class Server:
     """A pipeline stage without a microbatch of its own in a tick, which attends for the others
-    (DistCA, section 4.1): it makes their attention calls without rows of its own, segment by
-    segment in the order in which they make them (`compile.ping_pong`).
-
-    `dtype`, `device`: of their queries; `scale`: of scores.
+    (DistCA, section 4.1): it makes their attention calls without rows of its own. `dtype`,
+    `device`: of their queries; `scale`: of scores.
     """
 
     dtype: torch.dtype
@@ -376,15 +343,9 @@ class Server:
     scale: float
 
     def serve(self, bounds: Sequence[Bound], segments: Sequence[Segment], *, backward: bool) -> None:
-        """Serve a pass through some layers: attend to what others send, and send it back.
-
-        Args:
-            bounds: by nano-batch.
-            segments: of the pass, those of a backward as `compile.ping_pong.backward` names them.
-            backward: the phase.
-
-        Raises:
-            InvalidProgramError: this rank owns rows of a plan.
+        """Serve a pass through some layers: attend to what others send, and send it back. `bounds`:
+        by nano-batch; `segments`: of the pass (`compile.ping_pong`), in the order in which the
+        others make them. InvalidProgramError: this rank owns rows of a plan.
         """
         for bound in bounds:
             if bound.num_tokens:

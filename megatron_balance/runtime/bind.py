@@ -43,17 +43,12 @@ __all__ = ["AttentionShape", "BindOptions", "Bound", "Counters", "Prepared", "bi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """A plan, looked up for one rank; one serves all layers of its microbatch. Immutable but for
-    `counters` and `trace`.
-
-    `owned`: int64 [n, 3], `ir.columns.Fragment`, the order of this rank's tokens. `query_rows`,
-    `key_rows`: (rows, heads) of each buffer, by number. `peak_bytes`: that a call needs, where memory
-    comes from the pool. `number`: of the microbatch in its step.
-    """
+    """A plan, looked up for one rank, for all layers of its microbatch. Immutable but for counts."""
 
     plan: MicrobatchPlan
     rank: int
     shape: AttentionShape
+    # int64 [n, 3], `ir.columns.Fragment`, in the order of this rank's tokens.
     owned: Ints
     num_tokens: int
     policy: Policy
@@ -61,7 +56,9 @@ class Bound:
     groups: Groups
     kernel: Kernel
     mover: Mover
+    # That a call needs, where memory comes from the pool.
     peak_bytes: PeakBytes | None
+    # (rows, heads) of each buffer, by number; of keys likewise.
     query_rows: dict[int, tuple[int, int]]
     key_rows: dict[int, tuple[int, int]]
     memory: Mapping[PhaseName, PhaseMemory]
@@ -69,6 +66,7 @@ class Bound:
     counters: Counters = field(default_factory=Counters)
     trace: Trace | None = None
     recorder: Recorder | None = None
+    # Of the microbatch in its step.
     number: int = -1
 
     def phase(self, name: PhaseName) -> Phase:
@@ -83,9 +81,10 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A plan looked up for one rank, with its tables still on the host: made without touching the
-    device or another rank, so that another thread may do it ahead of time.
-    """
+    """A plan looked up for one rank, with its tables still on the host."""
+
+    # Made without touching the device or another rank, so that another thread may do it ahead of
+    # time.
 
     bounds: tuple[Bound, ...]
     tables: Sequence[Tensor]
@@ -93,7 +92,6 @@ class Prepared:
 
     def ship(self) -> tuple[Bound, ...]:
         """Connect new pairs of ranks, make room in the pool, and copy all tables to the device.
-
         Call it once, in the thread that will run the plan; all ranks do so in one order.
         """
         groups = self.bounds[0].groups
@@ -107,31 +105,23 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class BindOptions:
-    """The tensors of the calls that plans are bound for, and how these run.
+    """The tensors of the calls that plans are bound for, and how these run."""
 
-    Attributes:
-        shape: heads of the tensors.
-        groups: the rank's view of its pool.
-        device: of the tensors.
-        dtype: of the tensors.
-        kernel: as for `runtime.kernels.choose_kernel`.
-        mover: as for `runtime.movers.choose_mover`.
-        trace: a list to record in, by wall clock (CPU).
-        nano_batch: of two plans whose calls run interleaved (`compile.ping_pong`), the number of
-            this one.
-        gradient_wire: the type that gradients travel in; equal on all ranks, as `nano_batch` is.
-        phases: those that will run; nothing is looked up for the others.
-    """
-
+    # Heads of the tensors; `groups`: the rank's view of its pool.
     shape: AttentionShape
     groups: Groups
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
+    # As for `runtime.kernels.choose_kernel`, and for `runtime.movers.choose_mover`.
     kernel: str = "auto"
     mover: str = "auto"
+    # A list to record in, by wall clock (CPU).
     trace: Trace | None = None
+    # Of two plans whose calls run interleaved (`compile.ping_pong`), the number of this one; equal
+    # on all ranks, as the type is in which gradients travel.
     nano_batch: int = 0
     gradient_wire: GradientWire = "fp32"
+    # Those that will run; nothing is looked up for the others.
     phases: Collection[PhaseName] = BOTH_PHASES
 
 
@@ -151,28 +141,19 @@ def bind(  # noqa: PLR0913  the facts of `BindOptions`, each with a default
     gradient_wire: GradientWire = "fp32",
     phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> Bound:
-    """Look up everything that `rank` needs to run `plan`: steps, rows, messages, kernel.
-
-    Arguments as in `BindOptions`, errors as for `prepare`.
+    """Look up everything that `rank` needs to run `plan`: arguments of `BindOptions`, errors of
+    `prepare`.
     """
     options = BindOptions(shape, groups, device, dtype, kernel, mover, trace, nano_batch, gradient_wire, phases)
     return prepare(plan, rank, options, (policy,)).ship()[0]
 
 
 def prepare(plan: MicrobatchPlan, rank: int, options: BindOptions, policies: Sequence[Policy] = ("keep",)) -> Prepared:
-    """The first part of `bind`, which needs neither the device nor another rank.
+    """The first part of `bind`, which needs neither the device nor another rank. By several
+    `policies` what they share is looked up once, and all tables are shipped together.
 
-    Args:
-        plan: of one microbatch.
-        rank: in the pool.
-        options: the tensors, and how the plan runs.
-        policies: whether the backward keeps what the forward received, or receives it again. By
-            both, what they share is looked up once, and all tables are shipped together.
-
-    Raises:
-        ConfigError: the plan was made for other heads or ranks, or policy keep without one of the
-            phases.
-        InvalidProgramError: a broken plan.
+    ConfigError: the plan was made for other heads or ranks, or policy keep without one of the
+    phases. InvalidProgramError: a broken plan.
     """
     _check(plan, options, policies)
     groups, shape, device = options.groups, options.shape, torch.device(options.device)
@@ -197,7 +178,7 @@ def prepare(plan: MicrobatchPlan, rank: int, options: BindOptions, policies: Seq
         }
         sites: Sites = {}  # where the forward left what the backward reads
         calls = [moves_of(phase, sizes, form, memory[name], sites) for name, phase in phases.items()]
-        tables += chain.from_iterable(tables_of(phase) for phase in phases.values())
+        tables += chain.from_iterable(_tables_of(phase) for phase in phases.values())
         tables += mover.prepare(list(chain.from_iterable(calls)), sizes[0], form)
         owned = as_array(program.program.owned)
         bound = Bound(
@@ -237,32 +218,31 @@ def _check(plan: MicrobatchPlan, options: BindOptions, policies: Sequence[Policy
         )
 
 
-ALIGN = 16
-"""Bytes. Triton compiles a kernel anew for pointers that are not aligned so."""
+ALIGN = 16  # bytes. Triton compiles a kernel anew for pointers that are not aligned so.
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a value: itself, or those in its tuples, lists and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from tensors_in(each)
+            yield from _tensors_in(each)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from _tensors_in(getattr(value, field.name))
 
 
-def tables_of(phase: Phase) -> Iterator[Tensor]:
+def _tables_of(phase: Phase) -> Iterator[Tensor]:
     """The tables in a phase's steps; some may come twice."""
     for step in phase.steps:
         match step:
             case Launch():
                 yield from _of_packed(step.q.packed, step.k.packed, step.out)
-                yield from tensors_in(step.entries)
+                yield from _tensors_in(step.entries)
             case GradLaunch():
                 yield from _of_packed(step.q.packed, step.k.packed, step.dout.packed, step.dq, step.dk)
-                yield from tensors_in(step.entries)
+                yield from _tensors_in(step.entries)
             case IssueStep(exchange):
                 yield from _of_packed(*(message.packed for message in exchange.sends))
             case FinishStep(exchange):
@@ -274,12 +254,12 @@ def _of_packed(*packed: Packed) -> Iterator[Tensor]:
 
 
 def ship(tables: Iterable[Tensor], device: torch.device) -> int:
-    """Make tables on the host views of one block on `device`; the bytes of that block.
-
-    Hundreds of them, copied one by one from pageable memory, would hold up the host for longer than
-    a layer's kernels run. In place: the tensors are the same objects afterwards. The copy is issued
-    to the device's current stream, and the host does not wait for it.
+    """Make tables on the host views of one block on `device`; the bytes of that block. In place:
+    the tensors are the same objects afterwards.
     """
+    # Hundreds of them, copied one by one from pageable memory, would hold up the host for longer
+    # than a layer's kernels run. The copy is issued to the device's current stream, and the host
+    # does not wait for it.
     by_dtype: defaultdict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
     for table in tables:
         by_dtype[table.dtype][id(table)] = table

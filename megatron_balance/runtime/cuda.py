@@ -1,6 +1,5 @@
 """CUDA streams as exchanges need them, behind two protocols that a CPU can stand in for. A stream's
-calls wait in the stream, never in the host; which waits for which is decided in
-`runtime.transport`.
+calls wait in the stream, never in the host; `runtime.transport` decides which waits for which.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Streams whose launches go before those that wait for multiprocessors: transfers between nodes, and
+# the legs inside a node that bring pieces to them and take pieces from them.
 HIGH_PRIORITY = ("inter_node", "dispatch", "combine")
-"""Streams whose launches go before those that wait for multiprocessors: transfers between nodes, and
-the legs inside a node that bring pieces to them and take pieces from them."""
 
 
 def has_high_priority(stream: str) -> bool:
@@ -86,9 +85,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """Streams of the current device. `groups`: the communicator of each stream that carries
-    point-to-point transfers.
-    """
+    """Streams of the current device. `groups`: communicators of those that carry transfers."""
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], ranks: Sequence[int]) -> None:
         self._groups, self.ranks = groups, ranks

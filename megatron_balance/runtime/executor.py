@@ -21,9 +21,7 @@ from megatron_balance.runtime.phase_run import Arrived, BufferOf, PhaseRun, Rece
 
 
 def run_forward(bound: Bound, q: Tensor, kv: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Received]:
-    """Output [T, H, V] in q's dtype, LSE [T, H], and what the backward needs, of q [T, H, D], k [T,
-    G, D], v [T, G, V].
-    """
+    """Output [T, H, V] in q's dtype, LSE [T, H], and what the backward needs; q [T, H, D]."""
     run = ForwardRun(bound, q, kv, scale)
     run.start()
     run.attend()
@@ -168,10 +166,9 @@ class BackwardRun(PhaseRun):
         return held
 
     def total(self, value: Value) -> tuple[Tensor, ...]:
-        """Memory [T, heads, D or V] in the wide type that gradients of a buffer are added to.
-
-        The first of them is there behind the next `begin_sums`, or the next `add`, which begins it.
-        """
+        """Memory [T, heads, D or V] in the wide type that gradients of a buffer are added to."""
+        # The first of them is there behind the next `begin_sums`, or the next `add`, which begins
+        # it.
         before = self.totals.get(value)
         if before is not None and before[0].dtype == self.wide:
             return before
@@ -253,11 +250,9 @@ class BackwardRun(PhaseRun):
         return [RowMove(packed, tuple([total[i] for total in totals]), x, fresh) for i, x in enumerate(grads)]
 
     def received_places(self, message: PeerMessage, slots: Views, at: int, adopted: bool) -> list[RowMove]:
-        """Where gradients that came in a message, [N, heads, D or V] or both joined, are added.
-
-        To adopted ones, a whole buffer's, what this rank has of it is added where they lie: a ring's
-        rounds zero nothing and copy nothing.
-        """
+        """Where gradients that came in a message, [N, heads, D or V] or both joined, are added."""
+        # To adopted ones, a whole buffer's, what this rank has of it is added where they lie: a
+        # ring's rounds zero nothing and copy nothing.
         packed, value = message.packed, (message.kind, message.packed.runs[0].buffer)
         joined = message.kind == Kind.KV_GRAD and self.form.joined
         if adopted:
@@ -296,9 +291,8 @@ class BackwardRun(PhaseRun):
             self.add([place for each in arrived for place in self.received_places(*each)])
 
     def place_final(self, arrived: Sequence[Arrived]) -> None:
-        """Unpack gradients, outputs and LSE of queries that this rank serves; adopted ones are used
-        where they lie.
-        """
+        """Unpack gradients, outputs and LSE of queries that this rank serves."""
+        # Adopted ones are used where they lie.
         places: list[RowMove] = []
         for message, slots, at, adopted in arrived:
             runs = message.packed.runs

@@ -1,17 +1,16 @@
-"""Things that the calls of a rank share: process groups, made collectively, once, and passed to
-whoever communicates; its threads and its queue.
-"""
+"""Things that a rank's calls share: process groups, made once by all ranks; threads; a queue."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +20,15 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.runtime.cuda import CudaStreams, Streams, has_high_priority
 from megatron_balance.runtime.pool import BufferPool
 
-SEVERAL = -1
-"""Source of what a collective brings: all its ranks together."""
+SEVERAL = -1  # source of what a collective brings: all its ranks together
 
 
 @dataclass(slots=True)
 class HostTimes:
-    """Where a rank's host spent its time in attention calls, in seconds since `clear`, counted
-    where they block it.
+    """Where a rank's host spent its time in attention calls, in seconds since `clear`."""
 
-    On gloo the host computes, and blocks until a transfer is there. On NCCL it issues launches and
-    transfers and waits for nothing, so what it counts there says nothing of its GPU.
-    """
+    # On gloo the host computes, and blocks until a transfer is there. On NCCL it issues launches and
+    # transfers and waits for nothing, so what it counts there says nothing of its GPU.
 
     attended_s: float = 0.0
     waited_s: dict[int, float] = field(default_factory=dict[int, float])
@@ -45,75 +41,57 @@ class HostTimes:
         self.waited_s.clear()
 
 
-class ThreadCall:
-    # A call catches its own errors: one that raised would end its thread.
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-        self._done = Event()
-
-    def run(self) -> None:
-        try:
-            self._call()
-        finally:
-            self._done.set()
-
-    @property
-    def ended(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._done.wait(timeout_s)
-
-
 class _Workers:
-    """Threads that stay, as many as were ever needed at once: starting one for every attention call
-    would cost more than the call's own Python. They end with the process.
-    """
+    """Daemon threads that stay, as many as were ever needed at once."""
+
+    # Starting one for every attention call would cost more than the call's own Python. A
+    # `ThreadPoolExecutor` would wait at the end for one that hangs.
+
+    # No `ThreadPoolExecutor`: these are daemons, so that one that hangs does not keep the process.
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[ThreadCall] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Future[None], Callable[[], None]]] = SimpleQueue()
         self._num_threads = 0
-        self._jobs: list[ThreadCall] = []  # those that may not have ended
+        self._under_way: list[Future[None]] = []  # those that may not have ended
 
-    def run(self, calls: Sequence[Callable[[], None]]) -> list[ThreadCall]:
-        """Begin all calls at once, whatever earlier jobs still do."""
-        jobs = [ThreadCall(call) for call in calls]
-        self._jobs = [*(job for job in self._jobs if not job.ended), *jobs]
-        while self._num_threads < len(self._jobs):
+    def run(self, calls: Sequence[Callable[[], None]]) -> list[Future[None]]:
+        """Begin all calls at once, whatever earlier ones still do. A call catches its own errors."""
+        begun = [Future[None]() for _ in calls]
+        self._under_way = [*(each for each in self._under_way if not each.done()), *begun]
+        while self._num_threads < len(self._under_way):
             Thread(target=self._work, name="proxy", daemon=True).start()
             self._num_threads += 1
-        for job in jobs:
-            self._queue.put(job)
-        return jobs
+        for each in zip(begun, calls, strict=True):
+            self._queue.put(each)
+        return begun
 
     def _work(self) -> None:
         while True:
-            self._queue.get().run()
+            future, call = self._queue.get()
+            try:
+                call()
+            finally:
+                future.set_result(None)
 
 
 class Behind(IntEnum):
     """Where a batch is issued."""
 
-    NOTHING = 0
-    """At once, if no other batch is before it."""
-    LAUNCH = 1
-    """Behind the next launch."""
-    LAUNCHES = 2
-    """Behind the last launch of its call; earlier if another batch would have to wait for it."""
+    NOTHING = 0  # at once, if no other batch is before it
+    LAUNCH = 1  # behind the next launch
+    LAUNCHES = 2  # behind the last launch of its call; earlier if another batch would have to wait for it
 
 
 class IssueQueue:
-    """Batches of all runs of a rank that are not issued yet, first in, first out.
+    """Batches of all runs of a rank that are not issued yet, first in, first out."""
 
-    With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for with TP or CP before Blackwell, all
-    launches of a process go to the device through one queue: a batch at its head that waits for
-    another stream holds back every kernel behind it. So a batch that waits for an earlier leg is
-    issued behind the attention launch that it travels beside; and a receive that holds
-    multiprocessors until its sender has computed is issued behind the last launch. Batches never
-    pass one another, so the order in which two ranks issue what they share stays the program's
-    (`compile.order`).
-    """
+    # With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for with TP or CP before Blackwell,
+    # all launches of a process go to the device through one queue: a batch at its head that waits
+    # for another stream holds back every kernel behind it. So a batch that waits for an earlier leg
+    # is issued behind the attention launch that it travels beside; and a receive that holds
+    # multiprocessors until its sender has computed is issued behind the last launch. Batches never
+    # pass one another, so the order in which two ranks issue what they share stays the program's
+    # (`compile.order`).
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[object, Behind, Callable[[], None]]] = deque()
@@ -152,9 +130,6 @@ class IssueQueue:
         self._waiting.clear()
 
 
-_MOVED = ("", " moved")
-
-
 class StreamPair(NamedTuple):
     """A stream, and pool ranks of which one sends to the other on it."""
 
@@ -165,28 +140,27 @@ class StreamPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """One rank's view of its pool.
+    """One rank's view of its pool."""
 
-    `rank`: in the pool, as plans count; `ranks`: global rank of each pool rank. `by_ranks`: process
-    groups by pool ranks; the executor runs a collective among exactly such a set, and point-to-point
-    transfers otherwise. `safe`: exchanges are issued one after the other in the order of their ids
-    (`communication: safe`). `connected`: links whose connection is open. `streams`: None on gloo,
-    whose transfers are calls of `workers`. `inside`: what collective calls run in, by
-    what they are, in words (`training.roll_call.RollCall.of_pool`).
-    """
-
+    # In the pool, as plans count; of each pool rank `ranks` has the global one.
     rank: int
     size: int
     ranks: tuple[int, ...]
     pool: dist.ProcessGroup | None
+    # Process groups by pool ranks. The executor runs a collective among exactly such a set, and
+    # point-to-point transfers otherwise.
     by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     workers: _Workers = field(default_factory=_Workers)
+    # None on gloo, whose transfers are calls of `workers`.
     streams: Streams | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
     issues: IssueQueue = field(default_factory=IssueQueue)
+    # Exchanges are issued one after the other in the order of their ids (`communication: safe`).
     safe: bool = False
+    # Links whose connection is open.
     connected: set[StreamPair] = field(default_factory=set)
     host_times: HostTimes = field(default_factory=HostTimes)
+    # What collective calls run in, by what they are, in words (`training.roll_call.RollCall.of_pool`).
     inside: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -195,9 +169,9 @@ class Groups:
 
     @property
     def timeout(self) -> timedelta:
-        """The pool's timeout as it is now (gloo): point-to-point waits keep to the one that the
-        group was made with unless told, and Megatron sets another after the first step.
-        """
+        """The pool's timeout as it is now (gloo)."""
+        # Point-to-point waits keep to the one that the group was made with unless told, and Megatron
+        # sets another after the first step.
         if self.pool is None:
             return timedelta.max
         backend: Any = self.pool._get_backend(torch.device("cpu"))
@@ -210,10 +184,11 @@ class Groups:
         return list(dict.fromkeys([*own, *of_streams]))
 
     def abort(self) -> None:
-        """Abort the communicators (NCCL): what was issued ends, here and, with an error, at the peers.
-
-        All in one NCCL group: one by one they could wait for one another (pytorch/pytorch#119797).
+        """Abort the communicators (NCCL): what was issued ends, here and, with an error, at the
+        peers.
         """
+        # All in one NCCL group: one by one they could wait for one another
+        # (pytorch/pytorch#119797).
         groups = self.process_groups()
         if not groups:
             return
@@ -238,24 +213,15 @@ def make_groups(
     sms: Mapping[str, int] | None = None,
     safe: bool = False,
 ) -> Groups:
-    """Make the groups of the pool that this process belongs to. Every process calls it with the
-    same arguments: all groups are created by all processes in one order, as NCCL and gloo require.
+    """Make the groups of the pool that this process belongs to, of `pools` by global ranks. Every
+    process calls it with the same arguments: all groups are created by all processes in one order.
 
-    Beside the pool, each of its nodes gets a group where there are several of as many ranks, so that
-    zones on whole nodes can use collectives. On NCCL each stream of transfers has a communicator
-    (`stream_groups`), made here and now.
-
-    Args:
-        pools: global ranks of every pool.
-        ranks_per_node: 0: not known, no groups of nodes.
-        timeout: of every group; default torch's.
-        backend: default the world's.
-        sms: the most multiprocessors of a GPU that a communicator of the links "inter_node" or
-            "intra_node" may take; NCCL chooses where none is given.
-        safe: as in `Groups`.
-
-    Raises:
-        ConfigError: this process is in no pool or in two.
+    Beside the pool, each of its nodes gets a group where there are several of as many ranks, so
+    that zones on whole nodes can use collectives (`ranks_per_node` 0: not known, none). On NCCL
+    each stream of transfers has a communicator (`stream_groups`). `timeout`, `backend`: default
+    torch's and the world's. `sms`: the most multiprocessors of a GPU that a communicator of the
+    links "inter_node" or "intra_node" may take. `safe`: as in `Groups`. ConfigError: this process
+    is in no pool or in two.
     """
     me, nccl = dist.get_rank(), (backend or dist.get_backend()) == "nccl"
     mine = [tuple(pool) for pool in pools if me in pool]
@@ -264,12 +230,8 @@ def make_groups(
     by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for pool in pools:
         for members in _wanted(len(pool), ranks_per_node):
-            link = (
-                "inter_node"
-                if len(members) == len(pool) and not _on_one_node(len(pool), ranks_per_node)
-                else "intra_node"
-            )
-            options = nccl_options(link, sms or {}, timeout) if nccl else None
+            crosses = len(members) == len(pool) and not _on_one_node(len(pool), ranks_per_node)
+            options = _nccl_options("inter_node" if crosses else "intra_node", sms or {}, timeout) if nccl else None
             group = dist.new_group([pool[i] for i in members], timeout=timeout, backend=backend, pg_options=options)
             if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine[0] and pool.index(me) in members:
                 by_ranks[members] = group
@@ -284,10 +246,8 @@ def make_groups(
     return Groups(pool.index(me), len(pool), pool, whole, by_ranks, streams=streams, safe=safe)
 
 
-def nccl_options(stream: str, sms: Mapping[str, int], timeout: timedelta | None = None) -> Any:
-    """NCCL's options for a communicator of `stream`, whose kernels run on a stream of the
-    communicator's own with the priority of ours.
-    """
+def _nccl_options(stream: str, sms: Mapping[str, int], timeout: timedelta | None = None) -> Any:
+    """NCCL's options for a communicator of `stream`, whose kernels have the priority of ours."""
     inter_node = stream.startswith("inter_node")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=has_high_priority(stream))
     limit = sms.get("inter_node" if inter_node else "intra_node")
@@ -309,11 +269,10 @@ def _make_streams(
     timeout: timedelta | None,
     sms: Mapping[str, int],
 ) -> CudaStreams | None:
-    """Streams with a communicator each."""
     groups: dict[str, dist.ProcessGroup] = {}
     for pool in pools:
         for name, members in stream_groups(len(pool), ranks_per_node):
-            ranks, options = [pool[i] for i in members], nccl_options(name, sms, timeout)
+            ranks, options = [pool[i] for i in members], _nccl_options(name, sms, timeout)
             group = dist.new_group(ranks, timeout=timeout, backend="nccl", pg_options=options)
             if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine and dist.get_rank() in ranks:
                 groups[name] = group
@@ -324,12 +283,11 @@ def _make_streams(
 
 def stream_groups(size: int, ranks_per_node: int) -> list[tuple[str, tuple[int, ...]]]:
     """(stream, pool ranks) of every communicator of a pool's streams, in the order of their making.
-
-    A stream whose transfers stay inside a node has one for each node: in one communicator NCCL gives
-    every pair of ranks the channels of its worst pair. Across nodes those are a NIC's, and fewer the
-    more ranks there are, so that NVLink would go with them.
     `ranks_per_node` 0: not known; the communicators are the pool's.
     """
+    # A stream whose transfers stay inside a node has one for each node: in one communicator NCCL
+    # gives every pair of ranks the channels of its worst pair. Across nodes those are a NIC's, and
+    # fewer the more ranks there are, so that NVLink would go with them.
     nodes = [tuple(range(a, min(a + ranks_per_node, size))) for a in range(0, size, ranks_per_node or size)]
     return [
         (name, members)
@@ -340,9 +298,7 @@ def stream_groups(size: int, ranks_per_node: int) -> list[tuple[str, tuple[int, 
 
 
 def stream_names(size: int, ranks_per_node: int) -> list[str]:
-    """The streams (`compile.order.stream_name`) that a pool can need. `ranks_per_node` 0:
-    not known.
-    """
+    """The streams (`compile.order.stream_name`) that a pool can need. `ranks_per_node` 0: unknown."""
     if size < 2:
         return []
     if _on_one_node(size, ranks_per_node):
@@ -351,7 +307,7 @@ def stream_names(size: int, ranks_per_node: int) -> list[str]:
         links = ["inter_node"]
     else:
         links = ["inter_node", "intra_node", "dispatch", "combine"]
-    return [link + moved for link in links for moved in _MOVED]
+    return [link + moved for link in links for moved in ("", " moved")]
 
 
 def _wanted(size: int, ranks_per_node: int) -> list[tuple[int, ...]]:

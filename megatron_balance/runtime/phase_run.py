@@ -28,38 +28,12 @@ from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLA
 from megatron_balance.compile.pipeline import PhaseName
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.memory import (
-    Arranged,
-    Block,
-    Buffers,
-    BytesPlace,
-    CallForm,
-    ExchangeForm,
-    Later,
-    Views,
-    layout,
-    made,
-    wide_dtype,
-)
-from megatron_balance.runtime.lower.steps import (
-    ExchangeStep,
-    FinishStep,
-    GradLaunch,
-    IssueStep,
-    Launch,
-    Operand,
-    Packed,
-    PeerMessage,
-    RowRun,
-    Step,
-    describe,
-)
+from megatron_balance.runtime.lower import memory, steps
 from megatron_balance.runtime.movers.base import RowMove, buffer_rows, heads_view
 from megatron_balance.runtime.recorder import Mark, Trace, Traced
 from megatron_balance.runtime.transport import Gloo, Parcel, Streamed
 
 log = logging.getLogger(__name__)
-
 _UNNAMED = nullcontext()
 
 
@@ -67,19 +41,18 @@ _UNNAMED = nullcontext()
 class Received:
     """Inputs that the forward leaves for the backward under policy `keep`: buffers by number."""
 
-    q: Buffers[Tensor] = field(default_factory=Buffers[Tensor])
-    kv: Buffers[tuple[Tensor, ...]] = field(default_factory=Buffers[tuple[Tensor, ...]])
+    q: memory.Buffers[Tensor] = field(default_factory=memory.Buffers[Tensor])
+    kv: memory.Buffers[tuple[Tensor, ...]] = field(default_factory=memory.Buffers[tuple[Tensor, ...]])
 
 
-BufferOf: TypeAlias = Callable[[int], Tensor]
-"""The tensor of a buffer."""
-Arrived: TypeAlias = tuple[PeerMessage, Views, int, bool]
-"""A message, the tensors that carry it (what arrived with it, and its number there), and whether it
-is adopted (`lower.memory.PhaseMemory`)."""
+BufferOf: TypeAlias = Callable[[int], Tensor]  # the tensor of a buffer
+# A message, the tensors that carry it (what arrived with it, and its number there), and whether it
+# is adopted (`lower.memory.PhaseMemory`).
+Arrived: TypeAlias = tuple[steps.PeerMessage, memory.Views, int, bool]
 
 
-def _half(pair: Tensor | Later, which: int) -> Tensor:
-    return made(pair)[which]
+def _half(pair: Tensor | memory.Later, which: int) -> Tensor:
+    return memory.made(pair)[which]
 
 
 class _Sources(Sequence[Tensor]):
@@ -87,7 +60,7 @@ class _Sources(Sequence[Tensor]):
 
     __slots__ = ("_of", "_runs")
 
-    def __init__(self, runs: Sequence[RowRun], of: Callable[[int], Tensor]) -> None:
+    def __init__(self, runs: Sequence[steps.RowRun], of: Callable[[int], Tensor]) -> None:
         self._runs, self._of = runs, of
 
     def __len__(self) -> int:
@@ -103,20 +76,20 @@ class PhaseRun:
     def __init__(self, bound: Bound, name: PhaseName, q: Tensor, kv: tuple[Tensor, ...], received: Received) -> None:
         self.bound, self.forward = bound, name == "forward"
         self.phase = phase = bound.phase(name)
-        self.q = Buffers({0: q, **received.q}, received.q.later)
-        self.kv = Buffers({0: kv, **received.kv}, received.kv.later)
-        self.stacked: Buffers[Tensor] = Buffers()  # received keys and values as they came, [2, T, G, D]
+        self.q = memory.Buffers({0: q, **received.q}, received.q.later)
+        self.kv = memory.Buffers({0: kv, **received.kv}, received.kv.later)
+        self.stacked: memory.Buffers[Tensor] = memory.Buffers()  # received keys and values as they came, [2, T, G, D]
         # By kind and buffer, both tensors of a pair as one.
         self.pairs: dict[Kind, Mapping[int, Tensor]] = {Kind.KV: self.stacked}
         self.dtype = q.dtype
-        self.wide = wide_dtype(q.dtype)
+        self.wide = memory.wide_dtype(q.dtype)
         self.device = q.device
-        self.form = CallForm.of(bound.shape, self.dtype, bound.gradient_wire)
-        self.upcoming = (step.exchange for step in phase.steps if isinstance(step, IssueStep))
+        self.form = memory.CallForm.of(bound.shape, self.dtype, bound.gradient_wire)
+        self.upcoming = (step.exchange for step in phase.steps if isinstance(step, steps.IssueStep))
         self.memory = bound.memory[name]
         self.operands: Iterator[Tensor] = iter(())  # of a launch, to be gathered
         self.parts = range(len(self.form.kv_widths))
-        self.under_way: dict[int, Views] = {}  # by exchange: what it brings
+        self.under_way: dict[int, memory.Views] = {}  # by exchange: what it brings
         self.at = 0  # the step that is next
         self.arrived: Mark = 0.0  # when the tensors of the last finished exchange were there
         self.filling: list[RowMove] = []  # gathered since the last `fill`
@@ -131,13 +104,11 @@ class PhaseRun:
         )
 
     def start(self) -> None:
-        """Issue what sends inputs out; `attend`, then `end` follow. Segments of other calls on the
-        same ranks may lie between, in one order on all of them (`compile.ping_pong`).
-
-        Raises:
-            RuntimeError: a transfer failed, here or in what this rank relays. All three segments
-                raise it. It is logged with the step that met it.
+        """Issue what sends inputs out; `attend`, then `end` follow. RuntimeError, of all three: a
+        transfer failed, here or in what this rank relays; it is logged with the step that met it.
         """
+        # Segments of other calls on the same ranks may lie between, in one order on all of them
+        # (`compile.ping_pong`).
         with self.guarded():
             for _ in range(self.transport.ahead):
                 self.expect()
@@ -171,21 +142,22 @@ class PhaseRun:
                 raise
 
     def take_steps(self, stop: int) -> None:
-        steps = self.phase.steps
+        every = self.phase.steps
         take = self.take if self.trace is None else self.take_traced
         while self.at < stop:
-            take(steps[self.at])
-            self.free(self.at)
+            take(every[self.at])
+            for kind, buffer in self.phase.last_uses[self.at]:
+                self.let_go(kind, buffer)
             self.at += 1
 
-    def take(self, step: Step) -> None:
+    def take(self, step: steps.Step) -> None:
         match step:
-            case IssueStep(exchange):
+            case steps.IssueStep(exchange):
                 with self.named(PACK, exchange.zone, exchange.id):
                     self.issue(exchange)
-            case FinishStep():
+            case steps.FinishStep():
                 self.receive(step.exchange)
-            case Launch() | GradLaunch():
+            case steps.Launch() | steps.GradLaunch():
                 begin = time.perf_counter()
                 with self.named(ATTENTION, step.zone):
                     self.launch(step)
@@ -197,40 +169,38 @@ class PhaseRun:
             return _UNNAMED
         return record_function(name_of(what, zone, exchange, forward=self.forward))
 
-    def take_traced(self, step: Step) -> None:
+    def take_traced(self, step: steps.Step) -> None:
         begin = self.mark()
         self.take(step)
         end, trace = self.mark(), self.trace
         assert trace is not None
         match step:
-            case IssueStep(exchange):
+            case steps.IssueStep(exchange):
                 if self.recorder is not None:
                     trace.append(Traced(COMPUTE, exchange.op, PACK, "own", begin, end))
                 if not self.on_device:
                     trace.extend(Traced(at, exchange.op, leg, "own", begin, end) for at, leg in exchange.places())
-            case FinishStep(exchange):
+            case steps.FinishStep(exchange):
                 # Unpacking is computation: the exchange ends when its tensors are there.
                 trace.append(Traced("", exchange.op, "finish", "own", begin, self.arrived))
                 if self.recorder is not None:
                     trace.append(Traced(COMPUTE, exchange.op, "run", "own", self.arrived, end))
-            case Launch() | GradLaunch():
+            case steps.Launch() | steps.GradLaunch():
                 trace.append(Traced(COMPUTE, step.op, "run", "own", begin, end))
 
     def mark(self) -> Mark:
         return time.perf_counter() if self.recorder is None else self.recorder.mark()
 
     def log_failure(self) -> None:
-        bound, steps = self.bound, self.phase.steps
+        bound, every = self.bound, self.phase.steps
         log.error(
             "rank %d of %d, %s step %d of %d of the plan %s: %s",
-            *(bound.rank, bound.groups.size, "forward" if self.forward else "backward", self.at, len(steps)),
-            *(bound.plan.fingerprint(), describe(steps[self.at]) if self.at < len(steps) else "passing on"),
+            *(bound.rank, bound.groups.size, "forward" if self.forward else "backward", self.at, len(every)),
+            *(bound.plan.fingerprint(), steps.describe(every[self.at]) if self.at < len(every) else "passing on"),
         )
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, received: bool = False) -> Tensor:
-        """Memory of the rank's pool, not filled. `received`: the transport is the first to write
-        it.
-        """
+        """Memory of the rank's pool, not filled. `received`: first written by the transport."""
         return self.bound.groups.buffers.empty(shape, dtype or self.dtype, self.device, received=received)
 
     def fill(self) -> None:
@@ -239,15 +209,15 @@ class PhaseRun:
             self.bound.mover.fill(self.filling)
             self.filling = []
 
-    def write(self, packed: Packed, of: BufferOf, into: Tensor | Later) -> None:
+    def write(self, packed: steps.Packed, of: BufferOf, into: Tensor | memory.Later) -> None:
         self.filling.append(RowMove(packed, _Sources(packed.runs, of), into))
 
     def open_operands(self) -> None:
         room = self.memory.operands.get(self.at)
         if room is not None:
-            self.operands = iter(Views(self.empty(room.num_bytes, dtype=torch.uint8), room.places)[0])
+            self.operands = iter(memory.Views(self.empty(room.num_bytes, dtype=torch.uint8), room.places)[0])
 
-    def operand(self, operand: Operand, of: BufferOf) -> Tensor:
+    def operand(self, operand: steps.Operand, of: BufferOf) -> Tensor:
         """A view, or the next of the launch's gathered operands, filled by the next `fill`."""
         if operand.buffer >= 0:
             return heads_view(of(operand.buffer), operand.head, operand.num_heads)
@@ -259,7 +229,7 @@ class PhaseRun:
         self.write(packed, of, into)
         return into
 
-    def queries_and_keys(self, step: Launch | GradLaunch) -> tuple[Tensor, ...]:
+    def queries_and_keys(self, step: steps.Launch | steps.GradLaunch) -> tuple[Tensor, ...]:
         """Queries, keys and values of a launch, or what travels in place of these two."""
         q = self.operand(step.q, self.q.__getitem__)  # first: operands are gathered in this order
         return q, *[self.operand(step.k, partial(self.kv_of, part)) for part in self.parts]
@@ -267,14 +237,9 @@ class PhaseRun:
     def kv_of(self, which: int, buffer: int) -> Tensor:
         return self.kv[buffer][which]
 
-    def free(self, index: int) -> None:
-        for kind, buffer in self.phase.last_uses[index]:
-            self.let_go(kind, buffer)
-
     def let_go(self, kind: Kind, buffer: int) -> None:
-        """Drop a received input, which no later step touches; its memory is free once no transfer
-        holds it.
-        """
+        """Drop a received input that no later step touches."""
+        # Its memory is free once no transfer holds it.
         if kind == Kind.Q:
             self.q.let_go(buffer)
         elif kind == Kind.KV:
@@ -289,7 +254,7 @@ class PhaseRun:
             form = self.memory.exchanges[exchange.id]
             slots = self.under_way[exchange.id] = self.views(form.back, received=True)
             if form.is_block:
-                self.transport.expect(exchange, Block(slots.memory, form.back), {})
+                self.transport.expect(exchange, memory.Block(slots.memory, form.back), {})
                 return
             arriving = self.arriving(exchange, form, slots) if exchange.routed_receives else {}
             receives = [
@@ -301,7 +266,7 @@ class PhaseRun:
             self.transport.expect(exchange, receives, arriving)
             return
 
-    def issue(self, exchange: ExchangeStep) -> None:
+    def issue(self, exchange: steps.ExchangeStep) -> None:
         self.expect()
         form = self.memory.exchanges[exchange.id]
         views = self.views(form.out) if form.out.places or form.is_block else None
@@ -315,18 +280,20 @@ class PhaseRun:
                 sends += [(message.peer, x) for x in views[number]]
         self.fill()
         if form.is_block and views is not None:
-            self.transport.start(exchange, Block(views.memory, form.out))
+            self.transport.start(exchange, memory.Block(views.memory, form.out))
             return
         if len(form.sent) < len(exchange.sends):  # the others get the same
             peers = dict.fromkeys(m.peer for m in exchange.sends)
             sends = [(peer, x) for peer in peers for _, x in sends]
         self.transport.start(exchange, sends)
 
-    def views(self, arranged: Arranged, *, received: bool = False) -> Views:
+    def views(self, arranged: memory.Arranged, *, received: bool = False) -> memory.Views:
         """Memory for messages. `received`: the transport is the first to write it."""
-        return Views(self.empty(arranged.num_bytes, dtype=torch.uint8, received=received), arranged.places)
+        return memory.Views(self.empty(arranged.num_bytes, dtype=torch.uint8, received=received), arranged.places)
 
-    def arriving(self, exchange: ExchangeStep, form: ExchangeForm, slots: Views) -> dict[int, Tensor]:
+    def arriving(
+        self, exchange: steps.ExchangeStep, form: memory.ExchangeForm, slots: memory.Views
+    ) -> dict[int, Tensor]:
         """By peer whose messages are routed, the memory that holds all of the peer's."""
         found: dict[int, Tensor] = {}
         for peer, numbered in groupby(range(len(form.brought)), lambda at: form.brought[at].peer):
@@ -335,7 +302,7 @@ class PhaseRun:
                 found[peer] = slots.memory[places[0].begin : places[-1].begin + places[-1].num_bytes]
         return found
 
-    def receive(self, exchange: ExchangeStep) -> None:
+    def receive(self, exchange: steps.ExchangeStep) -> None:
         with self.named(WAIT, exchange.zone, exchange.id):
             self.transport.arrived(exchange)
         if self.trace is not None:
@@ -358,22 +325,22 @@ class PhaseRun:
         each = tuple([partial(of, part) for part in self.parts])
         return [each] if self.form.joined else [(one,) for one in each]
 
-    def pack(self, message: PeerMessage, into: Sequence[Tensor | Later]) -> None:
+    def pack(self, message: steps.PeerMessage, into: Sequence[Tensor | memory.Later]) -> None:
         """Write a message to tensors, with the next `fill`."""
         for of, target in zip(self.sources(message.kind), into, strict=True):
             self.pack_tensor(message.packed, of, target)
 
-    def pack_tensor(self, packed: Packed, of: tuple[BufferOf, ...], target: Tensor | Later) -> None:
+    def pack_tensor(self, packed: steps.Packed, of: tuple[BufferOf, ...], target: Tensor | memory.Later) -> None:
         if len(of) == 1:
             self.write(packed, of[0], target)
             return
         for half, one in enumerate(of):  # of a pair [2, N, heads, D]
             self.write(packed, one, partial(_half, target, half))
 
-    def parcel(self, message: PeerMessage) -> list[Tensor]:
-        """The contiguous tensors that carry a message: each from where it lies, if it does so without
-        gaps, or in memory that the next `fill` fills.
-        """
+    def parcel(self, message: steps.PeerMessage) -> list[Tensor]:
+        """The contiguous tensors that carry a message."""
+        # Each from where it lies, if it does so without gaps, or in memory that the next `fill`
+        # fills.
         tensors: list[Tensor] = []
         for of, place in zip(self.sources(message.kind), self.tensor_places(message), strict=True):
             x = self.as_it_lies(message, of)
@@ -383,11 +350,11 @@ class PhaseRun:
             tensors.append(x)
         return tensors
 
-    def tensor_places(self, message: PeerMessage) -> tuple[BytesPlace, ...]:
+    def tensor_places(self, message: steps.PeerMessage) -> tuple[memory.BytesPlace, ...]:
         """Shapes and types of the tensors that carry a message."""
-        return layout((message.carried,), self.form).places[0]
+        return memory.layout((message.carried,), self.form).places[0]
 
-    def as_it_lies(self, message: PeerMessage, of: tuple[BufferOf, ...]) -> Tensor | None:
+    def as_it_lies(self, message: steps.PeerMessage, of: tuple[BufferOf, ...]) -> Tensor | None:
         """The rows of one of a message's tensors, where they are consecutive rows of one buffer."""
         packed = message.packed
         if not packed.direct:
@@ -411,7 +378,7 @@ class PhaseRun:
             case _:
                 self.other_arrive(arrived)
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: steps.Step) -> None:
         raise NotImplementedError
 
     def other_arrive(self, arrived: Sequence[Arrived]) -> None:
@@ -424,8 +391,8 @@ def recorded() -> bool:
 
 
 def name_of(what: str, zone: str, exchange: int = -1, *, forward: bool) -> str:
-    """The name of a range in the traces of PyTorch's profiler, and in Nsight's where it is asked
-    for NVTX: as `analysis.trace_format` has it, between the phase and the zone (`balance backward
-    pack 7 inter-node`).
+    """The name of a range in the traces of PyTorch's profiler, and in Nsight's where NVTX is asked
+    for: as `analysis.trace_format` has it, between phase and zone (`balance backward pack 7
+    inter-node`).
     """
     return f"balance {'forward' if forward else 'backward'} {named(what, exchange)} {zone}"

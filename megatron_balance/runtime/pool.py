@@ -25,13 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ALIGN = 256
-"""Bytes; as CUDA's own allocations begin, so that the widest accesses and bulk copies serve."""
-SLAB = 1 << 20
-"""Least bytes of a slab."""
-
-Extent = tuple[int, int]
-"""Bytes [start, stop) of a slab."""
+ALIGN = 256  # bytes; as CUDA's own allocations begin, so that the widest accesses and bulk copies serve
+SLAB = 1 << 20  # least bytes of a slab
+Extent = tuple[int, int]  # bytes [start, stop) of a slab
 
 
 class Fence(NamedTuple):
@@ -46,20 +42,16 @@ class Fence(NamedTuple):
     wait: Callable[[Any], None]
 
 
-class _Passed:
-    """How far the compute stream has waited for each other stream."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+class _Passed(dict[str, int]):
+    """The number of the last fence of each other stream that the compute stream has waited for."""
 
     def has(self, fence: Fence) -> bool:
-        """Whether the compute stream has waited for a fence, or for a later one of its stream."""
-        return self._numbers.get(fence.stream, 0) >= fence.number
+        return self.get(fence.stream, 0) >= fence.number
 
     def wait(self, fence: Fence) -> None:
         if not self.has(fence):
             fence.wait(fence.event)
-            self._numbers[fence.stream] = fence.number
+            self[fence.stream] = fence.number
 
 
 @dataclass(slots=True)
@@ -121,9 +113,8 @@ class _Lease:
 
 
 class BufferPool:
-    """See the module. Of one rank; safe for several threads (autograd has its own on CUDA). It
-    never gives memory back. On CPU memory comes from torch, unless `cpu`: the C library keeps what
-    was freed, and a buffer from here costs more Python time.
+    """See the module. Of one rank; safe for several threads; never gives memory back. On CPU memory
+    comes from torch, unless `cpu`: that keeps what was freed, and costs less Python time.
     """
 
     def __init__(self, *, cpu: bool = False) -> None:
@@ -151,9 +142,8 @@ class BufferPool:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, received: bool = False
     ) -> Tensor:
         """A tensor that is not filled; its memory is its own until the last tensor on it is gone.
-
-        `received`: another stream is the first to touch it, which waits for `fences` of it; else
-        the compute stream has waited.
+        `received`: another stream is the first to touch it, and waits for its `fences`; else the
+        compute stream has.
         """
         if not self.lends(device):
             return torch.empty(shape, dtype=dtype, device=device)
@@ -190,9 +180,7 @@ class BufferPool:
         return Fence(stream, self._num_fences, event, wait)
 
     def fences(self, tensors: Iterable[Tensor]) -> list[Fence]:
-        """Fences that a stream passes before it writes to memory that was lent for receiving: the
-        last of each stream, and none that the compute stream has waited for.
-        """
+        """The last fence of each stream to pass before memory lent for receiving is written."""
         last: dict[str, Fence] = {}
         with self._lock:
             for x in tensors:
@@ -211,9 +199,7 @@ class BufferPool:
                     lease.fences.append(fence)
 
     def _find(self, num_bytes: int, device: torch.device) -> tuple[_Slab, Extent]:
-        """The smallest free extent that holds a buffer, else one behind fences, the oldest first,
-        else one of a new slab.
-        """
+        """The smallest free extent that fits, else the oldest behind fences, else of a new slab."""
         key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
         slabs = self._slabs.setdefault(key, [])
         while True:
@@ -233,11 +219,10 @@ class BufferPool:
             if fences:
                 oldest.guards.append((extent, fences))
         size = max(num_bytes, self.slab_bytes)
-        slab = _Slab(torch.empty(size, dtype=torch.uint8, device=device), [(0, size)])
-        slabs.append(slab)
+        slabs.append(_Slab(torch.empty(size, dtype=torch.uint8, device=device), [(0, size)]))
         self.held_bytes += size
         self.num_slabs += 1
-        return slab, slab.take((0, size), num_bytes)
+        return slabs[-1], slabs[-1].take((0, size), num_bytes)
 
     def _take_back(self) -> None:
         """Take back what was let go since the last call. Called with the lock."""

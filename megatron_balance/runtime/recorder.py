@@ -16,58 +16,39 @@ from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, P
 from megatron_balance.analysis.wire import padded, tensor_bytes
 from megatron_balance.compile.order import Leg, Role
 from megatron_balance.runtime.cuda import Streams
+from megatron_balance.runtime.lower import steps
 from megatron_balance.runtime.lower.memory import CallForm, piece_bytes
-from megatron_balance.runtime.lower.steps import (
-    ExchangeStep,
-    FinishStep,
-    GradLaunch,
-    IssueStep,
-    Launch,
-    PeerMessage,
-    Phase,
-    RelayTask,
-    Work,
-)
 
 if TYPE_CHECKING:
     from megatron_balance.runtime.bind import Bound
 
 
-Mark: TypeAlias = Any
-"""Seconds by `time.perf_counter`, or an event of a device's stream (`runtime.recorder`)."""
+Mark: TypeAlias = Any  # seconds by `time.perf_counter`, or an event of a device's stream (`runtime.recorder`)
 
 
 class Traced(NamedTuple):
-    """One thing done: the launches of attention op `op` (leg "run"), or a leg of exchange `op`, which
-    also has a leg "finish", and for a recorder "pack".
-
-    Seconds by `time.perf_counter`. Of the leg of an exchange: issuing it; of a relayed one: from
-    the first wait for it until it is sent on; of "finish": waiting for what the exchange brings. On
-    a device times are events, and those of a leg enclose what it takes on its stream.
-    """
+    """One thing done: launches (leg "run"), a leg of an exchange, its "finish" or "pack"."""
 
     stream: str
+    # Of attention, or of an exchange.
     op: int
     leg: Leg | str
     role: Role
+    # By `time.perf_counter`. Of the leg of an exchange: issuing it; of a relayed one: from the
+    # first wait for it until it is sent on; of "finish": waiting for what the exchange brings. On a
+    # device times are events, and those of a leg enclose what it takes on its stream.
     start_s: Mark
     stop_s: Mark
 
 
-Trace: TypeAlias = list[Traced]
-"""Of one phase, or of several, one after the other."""
+Trace: TypeAlias = list[Traced]  # of one phase, or of several, one after the other
+_Key = tuple[int, str, str]  # (op, leg, stream)
 
-
-_Key = tuple[int, str, str]
-"""(op, leg, stream)."""
-
-
+# Received and sent by one leg of an exchange on a stream, by pool rank at the other end.
 _LegBytes = tuple[Counter[int], Counter[int]]
-"""Received and sent by one leg of an exchange on a stream, by pool rank at the other end."""
 
 
-@dataclass(slots=True)
-class _Marked:
+class _Marked(NamedTuple):
     """A span whose times are still marks."""
 
     span: TrackSpan
@@ -76,15 +57,10 @@ class _Marked:
 
 
 def _read(clock: Callable[[], Any]) -> tuple[float, Any]:
-    """The time of `time.perf_counter` at which another clock was read, and what it said: the
-    quickest of some readings.
-    """
-    readings: list[tuple[float, float, Any]] = []
-    for _ in range(5):
-        before, said, after = time.perf_counter(), clock(), time.perf_counter()
-        readings.append((after - before, (before + after) / 2, said))
-    _, at, said = min(readings, key=lambda each: each[0])
-    return at, said
+    """The time of `time.perf_counter` at which another clock was read, and what that said."""
+    readings = [(time.perf_counter(), clock(), time.perf_counter()) for _ in range(5)]
+    before, said, after = min(readings, key=lambda each: each[2] - each[0])  # the quickest
+    return (before + after) / 2, said
 
 
 class Recorder:
@@ -112,10 +88,9 @@ class Recorder:
         return time.perf_counter() if self.streams is None else self.streams.now()
 
     def add(self, span: TrackSpan, start: Mark, stop: Mark) -> None:
-        """Add a span that is no part of an attention call."""
         self._marked.append(_Marked(span, start, stop))
 
-    def ended(self, bound: Bound, phase: Phase, trace: Trace, form: CallForm, *, forward: bool) -> None:
+    def ended(self, bound: Bound, phase: steps.Phase, trace: Trace, form: CallForm, *, forward: bool) -> None:
         """Add the call whose run of a phase is over, and noted `trace`."""
         name, number = "forward" if forward else "backward", bound.number
         call = self._calls[name, number]
@@ -125,12 +100,10 @@ class Recorder:
         for marked in _of_call(phase, trace, form, common, on_device=self.streams is not None):
             span = marked.span
             sent, received = ({ranks[peer]: n for peer, n in way.items()} for way in (span.sent, span.received))
-            self._marked.append(_Marked(replace(span, sent=sent, received=received), marked.start, marked.stop))
+            self._marked.append(marked._replace(span=replace(span, sent=sent, received=received)))
 
     def spans(self) -> list[TrackSpan]:
-        """All spans, and between two calls of a pass the modules that ran there. Call once, when
-        the device has done all.
-        """
+        """All spans, and between calls of a pass the modules there. Once, when the device is done."""
         found = [replace(m.span, start_s=self._seconds(m.start), stop_s=self._seconds(m.stop)) for m in self._marked]
         for streams in self._timed:
             streams.timed(False)
@@ -154,14 +127,16 @@ def _between(spans: Sequence[TrackSpan]) -> Iterator[TrackSpan]:
 # One call
 
 
-def _of_call(phase: Phase, trace: Trace, form: CallForm, common: TrackSpan, *, on_device: bool) -> Iterator[_Marked]:
-    """The spans of a call; a leg of an exchange on a stream is one, whatever it is made of.
-
-    On a device the trace has what a leg took on its stream. Without one, it has when the host
-    issued it: it lasts until what the exchange brings is there.
-    """
-    exchanges = {step.exchange.op: step.exchange for step in phase.steps if isinstance(step, IssueStep | FinishStep)}
-    zones = {step.op: step.zone for step in phase.steps if isinstance(step, Launch | GradLaunch)}
+def _of_call(
+    phase: steps.Phase, trace: Trace, form: CallForm, common: TrackSpan, *, on_device: bool
+) -> Iterator[_Marked]:
+    """The spans of a call; a leg of an exchange on a stream is one, whatever it is made of."""
+    # On a device the trace has what a leg took on its stream. Without one, it has when the host
+    # issued it: it lasts until what the exchange brings is there.
+    exchanges = {
+        step.exchange.op: step.exchange for step in phase.steps if isinstance(step, steps.IssueStep | steps.FinishStep)
+    }
+    zones = {step.op: step.zone for step in phase.steps if isinstance(step, steps.Launch | steps.GradLaunch)}
     tasks = [task for group in phase.relay_tasks for task in group]
     relayed = {task.op: task.exchange for task in tasks}
     legs: dict[_Key, tuple[Mark, Mark]] = {}
@@ -190,8 +165,8 @@ def _of_call(phase: Phase, trace: Trace, form: CallForm, common: TrackSpan, *, o
         yield _Marked(replace(of(op, stream, leg), sent=sent, received=received), start, stop)
 
 
+# Spans of the compute track by the legs of a trace; a run of an exchange's op is the placing.
 _COMPUTED = {"run": ATTENTION, "finish": WAIT, "pack": PACK}
-"""Spans of the compute track by the legs of a trace; a run of an exchange's op is the placing."""
 
 
 def _widen(legs: dict[_Key, tuple[Mark, Mark]], each: Traced, stop: Mark) -> None:
@@ -206,7 +181,7 @@ def _widen(legs: dict[_Key, tuple[Mark, Mark]], each: Traced, stop: Mark) -> Non
 
 
 def _moved(
-    exchanges: Sequence[ExchangeStep], tasks: Sequence[RelayTask], form: CallForm
+    exchanges: Sequence[steps.ExchangeStep], tasks: Sequence[steps.RelayTask], form: CallForm
 ) -> defaultdict[_Key, _LegBytes]:
     """The bytes of every leg of this rank's exchanges, and of what it relays."""
     moved: defaultdict[_Key, _LegBytes] = defaultdict(lambda: (Counter(), Counter()))
@@ -217,7 +192,8 @@ def _moved(
             for message in messages:
                 if message.peer not in routed:
                     key = (exchange.op, "direct", exchange.stream or message.stream)
-                    moved[key][sends][message.peer] += _bytes(message, form, aligned=bool(exchange.stream))
+                    sizes = tensor_bytes([message.carried], form.sizes)
+                    moved[key][sends][message.peer] += sum(map(padded, sizes) if exchange.stream else sizes)
             for peer, pieces in routed.items():
                 carried = tuple([m.carried for m in messages if m.peer == peer])
                 for piece in pieces:
@@ -231,14 +207,8 @@ def _moved(
     return moved
 
 
-def _bytes(message: PeerMessage, form: CallForm, *, aligned: bool) -> int:
-    return sum(padded(n) if aligned else n for n in tensor_bytes([message.carried], form.sizes))
-
-
 def exchange_s(trace: Trace) -> tuple[float, float]:
-    """(under way, waited) of the rank's own exchanges: from being issued until they were put to
-    use; the rank, for them.
-    """
+    """Seconds of own exchanges from being issued until put to use, and that the rank waited."""
     issued: dict[int, float] = {}
     under_way = waited = 0.0
     for event in sorted(trace, key=lambda e: e.start_s):
@@ -252,11 +222,11 @@ def exchange_s(trace: Trace) -> tuple[float, float]:
     return under_way, waited
 
 
-def hidden_share(*traces: Trace) -> float:
+def hidden_share(trace: Trace) -> float:
     """Share of the rank's own exchange time in which it did not wait; 1 if nothing was exchanged.
     `traces`: of calls that were under way at once, one each.
     """
-    under_way, waited = (sum(seconds) for seconds in zip(*(exchange_s(trace) for trace in traces), strict=True))
+    under_way, waited = exchange_s(trace)
     return 1.0 - waited / under_way if under_way else 1.0
 
 
@@ -265,9 +235,7 @@ def hidden_share(*traces: Trace) -> float:
 
 @dataclass(slots=True)
 class Counters:
-    """Sums over the calls of one bound plan on this rank, forward and backward together unless said
-    otherwise.
-    """
+    """Sums over the calls of one bound plan on this rank, of both phases unless said otherwise."""
 
     forward_calls: int = 0
     backward_calls: int = 0
@@ -306,7 +274,7 @@ class Counters:
     # Tasks that a pipeline stage without a microbatch of its own attended to for others.
     idle_tasks: int = 0
 
-    def ran(self, work: Work) -> None:
+    def ran(self, work: steps.Work) -> None:
         """Add one finished run of a phase."""
         for name, count in work:
             setattr(self, name, getattr(self, name) + count)

@@ -10,14 +10,15 @@ where they arrive (`is_block`): nothing is copied for the call.
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import chain
-from typing import Any, TypeAlias
+from itertools import chain, groupby
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -27,41 +28,26 @@ from megatron_balance.analysis.wire import padded, piece_bounds
 from megatron_balance.compile.order import LEGS, Leg
 from megatron_balance.ir.program import MOVED
 from megatron_balance.runtime.cuda import StreamMessage, Streams
-from megatron_balance.runtime.groups import SEVERAL, Behind, Groups, HostTimes, StreamPair, ThreadCall
+from megatron_balance.runtime.groups import SEVERAL, Behind, Groups, HostTimes, StreamPair
+from megatron_balance.runtime.lower import steps
 from megatron_balance.runtime.lower.memory import Block, CallForm, as_bytes, is_collective, pack, piece_bytes
-from megatron_balance.runtime.lower.steps import (
-    ExchangeStep,
-    GradLaunch,
-    Hop,
-    IssueStep,
-    Launch,
-    Phase,
-    Piece,
-    RelayTask,
-)
 from megatron_balance.runtime.pool import Fence
 from megatron_balance.runtime.recorder import PhaseTraffic, Trace, Traced
 
-Parcel = tuple[int, Tensor]
-"""(pool rank of the peer, contiguous tensor)."""
+Parcel = tuple[int, Tensor]  # (pool rank of the peer, contiguous tensor)
 _Parcels: TypeAlias = Sequence[Parcel]
-_Goods: TypeAlias = _Parcels | Block
-"""All of an exchange that goes out, or comes: by message, or as one block."""
-
-
+_Goods: TypeAlias = _Parcels | Block  # all of an exchange that goes out, or comes: by message, or as one block
 _POISON_TAG = 2**31 - 1
 
 
 @dataclass(slots=True)
 class _CollectiveCall:
-    """A collective call, packed and not yet issued.
-
-    `memory`: tensors that it reads and writes; `received`: tensors and the bytes that belong there,
-    where they are not read in place.
-    """
+    """A collective call, packed and not yet issued."""
 
     call: Callable[[], dist.Work | None]
+    # Tensors that it reads and writes.
     memory: list[Tensor]
+    # Tensors, and the bytes that belong there, where they are not read in place.
     received: list[tuple[Tensor, Tensor]]
 
     def issue(self) -> list[dist.Work]:
@@ -75,37 +61,31 @@ class _CollectiveCall:
 
 def send(x: Tensor, peer: int, tag: int, groups: Groups) -> dist.Work:
     """Begin to send a contiguous tensor to pool rank `peer`."""
-    work = dist.isend(x, groups.ranks[peer], groups.pool, tag)
-    assert work is not None, "this rank is not in its own pool"
-    return work
+    return cast("dist.Work", dist.isend(x, groups.ranks[peer], groups.pool, tag))
 
 
 def receive(x: Tensor, peer: int, tag: int, groups: Groups) -> dist.Work:
     """Begin to receive into a contiguous tensor."""
-    work = dist.irecv(x, groups.ranks[peer], groups.pool, tag)
-    assert work is not None, "this rank is not in its own pool"
-    return work
+    return cast("dist.Work", dist.irecv(x, groups.ranks[peer], groups.pool, tag))
 
 
 def break_off(group: dist.ProcessGroup | None) -> bool:
-    """Make all transfers of this rank in a group, and those that peers wait for, fail (gloo).
-
-    A receive that times out closes the connections to all peers. It is the only way to wake another
-    thread of this rank. False: the group also has another backend than gloo.
+    """Make all transfers of this rank in a group, and those that peers wait for, fail (gloo);
+    False: the group also has another backend.
     """
+    # A receive that times out closes the connections to all peers. It is the only way to wake
+    # another thread of this rank.
     if group is None:
         return True
     backends = {group._get_backend(device).name() for device in group._device_types}
     for peer in dist.get_process_group_ranks(group) if "gloo" in backends else ():
         if peer != dist.get_rank():
             with suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1), peer, group, _POISON_TAG)
-                assert work is not None, "this rank is in the group"
-                work.wait(timedelta(milliseconds=1))
+                cast("dist.Work", dist.irecv(torch.empty(1), peer, group, _POISON_TAG)).wait(timedelta(milliseconds=1))
     return backends == {"gloo"}
 
 
-def _direct_and_routed(sends: _Parcels, exchange: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
+def _direct_and_routed(sends: _Parcels, exchange: steps.ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
     """Parcels that go directly; and by peer, the bytes of all that goes in pieces."""
     direct: list[Parcel] = []
     routed: dict[int, list[Tensor]] = {}
@@ -117,7 +97,7 @@ def _direct_and_routed(sends: _Parcels, exchange: ExchangeStep) -> tuple[list[Pa
     return direct, {peer: pack(tensors) for peer, tensors in routed.items()}
 
 
-def _pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, Tensor]]:
+def _pieces(raw: Tensor, routed: Sequence[steps.Piece]) -> Iterator[tuple[steps.Piece, steps.Hop, Tensor]]:
     """The pieces of a parcel that are not empty, with their hop and bytes."""
     bounds = piece_bounds(raw.numel(), routed[0].count)
     for piece in routed:
@@ -126,7 +106,7 @@ def _pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, 
             yield piece, piece.hop, raw[begin:end]
 
 
-def _pack_collective(sends: _Goods, receives: _Goods, exchange: ExchangeStep, groups: Groups) -> _CollectiveCall:
+def _pack_collective(sends: _Goods, receives: _Goods, exchange: steps.ExchangeStep, groups: Groups) -> _CollectiveCall:
     group = groups.of(exchange.group)
     assert group is not None, "ranks without a process group"
     if isinstance(sends, Block) and isinstance(receives, Block):
@@ -144,8 +124,12 @@ def _far_bytes(parcels: _Goods, far: frozenset[int], routed: Collection[int] = (
     return sum(num_bytes for peer, num_bytes in own if peer in far and peer not in routed)
 
 
-def _size(parcels: _Parcels, peer: int) -> int:
-    return sum(padded(x.nbytes) for p, x in parcels if p == peer)
+def _of(parcels: _Parcels, peer: int) -> list[Parcel]:
+    return [parcel for parcel in parcels if parcel[0] == peer]
+
+
+def _size(parcels: _Parcels) -> int:
+    return sum(padded(x.nbytes) for _, x in parcels)
 
 
 def _slots(parcels: _Parcels, raw: Tensor, begin: int) -> list[tuple[Tensor, Tensor]]:
@@ -162,10 +146,6 @@ def _pack_into(parcels: _Parcels, raw: Tensor, begin: int) -> None:
         place.copy_(as_bytes(x))
 
 
-def _device(parcels: _Parcels, fallback: _Parcels) -> torch.device:
-    return next((x.device for _, x in (*parcels, *fallback)), torch.device("cpu"))
-
-
 def _all_to_all(sends: Block, receives: Block, process_group: dist.ProcessGroup) -> _CollectiveCall:
     packed, raw = sends.memory, receives.memory
     sizes = list(receives.arranged.sizes), list(sends.arranged.sizes)
@@ -174,35 +154,32 @@ def _all_to_all(sends: Block, receives: Block, process_group: dist.ProcessGroup)
 
 
 def _all_gather(sends: _Parcels, receives: _Parcels, group: tuple[int, ...], groups: Groups) -> _CollectiveCall:
-    device = _device(sends, receives)
+    device = next((x.device for _, x in (*sends, *receives)), torch.device("cpu"))
     others = [peer for peer in group if peer != groups.rank]
-    mine = [p for p in sends if p[0] == others[0]]
-    width = max([_size(sends, others[0]), *(_size(receives, peer) for peer in others)])
+    mine = _of(sends, others[0])
+    width = max(map(_size, [mine, *(_of(receives, peer) for peer in others)]))
     packed = groups.buffers.empty((width,), torch.uint8, device)
     raw = groups.buffers.empty((width * len(group),), torch.uint8, device, received=True)
     _pack_into(mine, packed, 0)
     received: list[tuple[Tensor, Tensor]] = []
-    for index, peer in enumerate(group):
-        if peer != groups.rank:
-            received += _slots([p for p in receives if p[0] == peer], raw, index * width)
+    for peer in others:
+        received += _slots(_of(receives, peer), raw, group.index(peer) * width)
     call = partial(dist.all_gather_into_tensor, raw, packed, group=groups.of(group), async_op=True)
     return _CollectiveCall(call, [packed, raw], received)
 
 
 def _reduce_scatter(sends: _Parcels, receives: _Parcels, group: tuple[int, ...], groups: Groups) -> _CollectiveCall:
-    """A block for each rank, all as wide as the widest; this rank's own gradients stay here.
-    `receives`: from one peer.
-    """
-    device = _device(sends, receives)
-    dtype = next(x.dtype for _, x in (*sends, *receives))  # gradients: all of the wide type
-    width = max([sum(padded(x.nbytes) for _, x in receives), *(_size(sends, peer) for peer in group)])
+    """A block for each other rank, all as wide as the widest. `receives`: from one peer."""
+    # Gradients: all of the wide type.
+    device, dtype = next((x.device, x.dtype) for _, x in (*sends, *receives))
+    by_rank = [_of(sends, peer) for peer in group]
+    width = max(map(_size, [receives, *by_rank]))
     packed = groups.buffers.empty((width * len(group),), torch.uint8, device).zero_()
     raw = groups.buffers.empty((width,), torch.uint8, device, received=True)
-    for index, peer in enumerate(group):
-        _pack_into([p for p in sends if p[0] == peer], packed, index * width)
-    call = partial(
-        dist.reduce_scatter_tensor, raw.view(dtype), packed.view(dtype), group=groups.of(group), async_op=True
-    )
+    for index, mine in enumerate(by_rank):
+        _pack_into(mine, packed, index * width)
+    tensors = raw.view(dtype), packed.view(dtype)
+    call = partial(dist.reduce_scatter_tensor, *tensors, group=groups.of(group), async_op=True)
     return _CollectiveCall(call, [packed, raw], _slots(receives, raw, 0))
 
 
@@ -220,23 +197,16 @@ def _reduce_scatter(sends: _Parcels, receives: _Parcels, group: tuple[int, ...],
 
 @dataclass(slots=True)
 class _GlooCalls:
-    """An exchange's calls.
-
-    `receiving`: with the pool rank that each comes from, or `SEVERAL`; `keep` holds the tensors
-    that are still read; `packed`: those that a collective brings, in its own order.
-    """
-
+    # Each with the pool rank that it comes from, or `SEVERAL`.
     receiving: list[tuple[int, dist.Work]]
     sending: list[dist.Work] = field(default_factory=list)
+    # Tensors that are still read.
     keep: list[Tensor] = field(default_factory=list)
     packed: _CollectiveCall | None = None
 
     def arrived(self, timeout: timedelta, times: HostTimes) -> None:
-        """Block the thread until everything is here, and unpacked; no longer than `timeout` for each.
-
-        Call once: gloo waits for ever for a message that has come before.
-        """
-        begin = time.perf_counter()
+        """Block the thread until everything is here, and unpacked: for each `timeout` at most."""
+        begin = time.perf_counter()  # called once: gloo waits for ever for a message that has come before
         for source, work in self.receiving:
             work.wait(timeout)
             end = time.perf_counter()
@@ -254,29 +224,27 @@ class _GlooCalls:
 
 
 class Gloo:
-    """One run of a phase on gloo.
+    """One run of a phase on gloo."""
 
-    gloo sends a message once its receiver has said that it is ready, and says so on the connection
-    on which other messages travel. Where two ranks send each other pieces at once, as proxies of a
-    ring do, the word for the next round would wait behind a whole piece of this one. So receives
-    are posted two exchanges ahead.
-    """
+    # gloo sends a message once its receiver has said that it is ready, and says so on the
+    # connection on which other messages travel. Where two ranks send each other pieces at once, as
+    # proxies of a ring do, the word for the next round would wait behind a whole piece of this one.
+    # So receives are posted two exchanges ahead.
 
     ahead = 2
 
-    def __init__(self, phase: Phase, form: CallForm, groups: Groups, trace: Trace | None) -> None:
+    def __init__(self, phase: steps.Phase, form: CallForm, groups: Groups, trace: Trace | None) -> None:
         self.groups = groups
         self.traffic = PhaseTraffic()
         self.expected: dict[int, _Goods] = {}  # receives of collectives not yet issued
         self.under_way: dict[int, _GlooCalls] = {}
         self.leaving: dict[int, _GlooCalls] = {}  # exchanges whose sends may still be under way
         self.relays = [_Relay(relay_tasks, form, groups, trace) for relay_tasks in phase.relay_tasks]
-        self.relaying: list[ThreadCall] = groups.workers.run([relay.pass_on for relay in self.relays])
+        self.relaying = groups.workers.run([relay.pass_on for relay in self.relays])
 
-    def expect(self, exchange: ExchangeStep, receives: _Goods, arriving: Mapping[int, Tensor]) -> None:
-        """Say where the tensors of an exchange that begins later go: a block, if that is one on both
-        sides. `arriving`: the memory for all that comes from a peer whose messages are routed, which
-        is not in `receives`.
+    def expect(self, exchange: steps.ExchangeStep, receives: _Goods, arriving: Mapping[int, Tensor]) -> None:
+        """Say where the tensors of an exchange that begins later go: a block if both sides have one.
+        `arriving`: by peer whose messages are routed, not in `receives`, the memory of all of them.
         """
         if exchange.far:
             self.traffic.inter_node_bytes_received += _far_bytes(receives, exchange.far)
@@ -290,7 +258,7 @@ class Gloo:
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
         self.under_way[exchange.id] = _GlooCalls(receiving)
 
-    def start(self, exchange: ExchangeStep, sends: _Goods) -> None:
+    def start(self, exchange: steps.ExchangeStep, sends: _Goods) -> None:
         if exchange.far:
             self.traffic.inter_node_bytes_sent += _far_bytes(sends, exchange.far, exchange.routed_sends)
         if exchange.id in self.expected:
@@ -315,24 +283,21 @@ class Gloo:
     def attended(self) -> None:
         """Note that the host issued the last launch of the call: everything is under way."""
 
-    def arrived(self, exchange: ExchangeStep) -> None:
+    def arrived(self, exchange: steps.ExchangeStep) -> None:
         """Wait for the tensors of an exchange: whatever is issued next finds them."""
         self.under_way.pop(exchange.id).arrived(self.groups.timeout, self.groups.host_times)
         self.let_go([at for at in self.leaving if at < exchange.id])
 
     def let_go(self, exchanges: Sequence[int]) -> None:
-        """Wait for the sends of exchanges.
-
-        Where the rank has ended a later one, the peers have begun these: no deadlock.
-        """
+        """Wait for the sends of exchanges."""
+        # Where the rank has ended a later one, the peers have begun these: no deadlock.
         for at in exchanges:
             self.leaving.pop(at).left(self.groups.timeout)
 
     def end(self) -> None:
         """Wait for the end of every exchange, and of relaying: RuntimeError where that failed."""
         self.let_go(list(self.leaving))
-        for call in self.relaying:
-            call.wait()
+        wait(self.relaying)
         self.raise_relays_error()
         for relay in self.relays:
             self.traffic.relayed_bytes += relay.num_bytes
@@ -343,8 +308,7 @@ class Gloo:
         """Abort after an error: unblock peers that wait for this rank; raise relaying's behind it."""
         self.raise_relays_error()
         break_off(self.groups.pool)
-        for call in self.relaying:  # they end soon, since all connections are closed
-            call.wait(_PATIENCE_S)
+        wait(self.relaying, _PATIENCE_S)  # they end soon, since all connections are closed
 
     def raise_relays_error(self) -> None:
         for relay in self.relays:
@@ -353,33 +317,24 @@ class Gloo:
 
 
 _AHEAD = 16  # receives posted before the first of them is waited for
-
-
 _BEHIND = 32  # sends under way before the first of them is waited for
-
-
 _PATIENCE_S = 5.0
 
 
-_CPU = torch.device("cpu")
-
-
 class _Relay:
-    """One group of relay tasks, in order, in its own thread. `num_bytes`: sent on so far; of these
-    `crossed_in`, `crossed_out` nodes.
-    """
+    """One group of relay tasks, in order, in its own thread. `num_bytes`: sent on so far."""
 
-    def __init__(self, relay_tasks: Sequence[RelayTask], form: CallForm, groups: Groups, trace: Trace | None) -> None:
+    def __init__(
+        self, relay_tasks: Sequence[steps.RelayTask], form: CallForm, groups: Groups, trace: Trace | None
+    ) -> None:
         self.relay_tasks, self.form, self.groups, self.trace = relay_tasks, form, groups, trace
         self.num_bytes = self.crossed_in = self.crossed_out = 0
         self.error: RuntimeError | None = None
 
     def pass_on(self) -> None:
-        """Receive and send on every piece. Where one fails, `error` says so, and all other
-        transfers of the rank are broken off.
-        """
-        posted: deque[tuple[RelayTask, Tensor, dist.Work, float]] = deque()
-        behind: deque[tuple[RelayTask, Tensor, dist.Work]] = deque()
+        """Receive and send on every piece. One that fails is `error`, and breaks all others off."""
+        posted: deque[tuple[steps.RelayTask, Tensor, dist.Work, float]] = deque()
+        behind: deque[tuple[steps.RelayTask, Tensor, dist.Work]] = deque()
         upcoming = iter(self.sized())
         relay_task, what = self.relay_tasks[0], "arrive"
         try:
@@ -403,23 +358,25 @@ class _Relay:
             self.error = RuntimeError(f"{_described(relay_task, self.groups.rank)}: it did not {what}: {error}")
             break_off(self.groups.pool)
 
-    def sized(self) -> Iterator[tuple[RelayTask, int]]:
+    def sized(self) -> Iterator[tuple[steps.RelayTask, int]]:
         for relay_task in self.relay_tasks:
             num_bytes = piece_bytes(relay_task.carried, self.form, relay_task.route.index, relay_task.route.count)
             if num_bytes:
                 yield relay_task, num_bytes
 
     def post(
-        self, upcoming: Iterator[tuple[RelayTask, int]], posted: deque[tuple[RelayTask, Tensor, dist.Work, float]]
+        self,
+        upcoming: Iterator[tuple[steps.RelayTask, int]],
+        posted: deque[tuple[steps.RelayTask, Tensor, dist.Work, float]],
     ) -> None:
         for relay_task, num_bytes in upcoming:
-            x = self.groups.buffers.empty((num_bytes,), torch.uint8, _CPU)
+            x = self.groups.buffers.empty((num_bytes,), torch.uint8, torch.device("cpu"))
             begin = time.perf_counter()
             arrives = relay_task.route.arrives
             posted.append((relay_task, x, receive(x, arrives.peer, relay_task.tag + arrives.tag, self.groups), begin))
             return
 
-    def send(self, relay_task: RelayTask, x: Tensor, begin: float) -> dist.Work:
+    def send(self, relay_task: steps.RelayTask, x: Tensor, begin: float) -> dist.Work:
         now = time.perf_counter()
         work = send(x, relay_task.route.leaves.peer, relay_task.tag + relay_task.route.leaves.tag, self.groups)
         self.num_bytes += x.nbytes
@@ -431,7 +388,7 @@ class _Relay:
         return work
 
 
-def _described(relay_task: RelayTask, rank: int) -> str:
+def _described(relay_task: steps.RelayTask, rank: int) -> str:
     route = relay_task.route
     path = f"rank {route.arrives.peer} -> rank {rank} -> rank {route.leaves.peer}"
     piece = f"piece {route.index} of {route.count} from rank {route.src} to rank {route.dst}"
@@ -447,8 +404,7 @@ def _described(relay_task: RelayTask, rank: int) -> str:
 # their legs and streams as `compile.proof.runs` has them, and messages within a batch by source,
 # target and piece. Collectives have streams too, but go by the communicators of their ranks.
 
-_LATER_LEGS: tuple[Leg, ...] = ("across", "combine")
-"""Legs that wait for an earlier one, here or on another rank."""
+_LATER_LEGS: tuple[Leg, ...] = ("across", "combine")  # legs that wait for an earlier one, here or on another rank
 
 
 @dataclass(slots=True)
@@ -463,8 +419,7 @@ class _UnderWay:
     packed: _CollectiveCall | None = None
 
 
-_Place = tuple[Leg, str]
-"""(leg, stream) of a batch."""
+_Place = tuple[Leg, str]  # (leg, stream) of a batch
 
 
 class _Batches:
@@ -485,34 +440,32 @@ class _Batches:
 
 
 class Streamed:
-    """One run of a phase on NCCL; calls as `Gloo` has them. Relayed pieces are issued with the
-    exchange, in the batches of its legs.
-    """
+    """One run of a phase on NCCL; calls as `Gloo` has them. Pieces are relayed in batches."""
 
     ahead = 0
 
-    def __init__(self, phase: Phase, form: CallForm, groups: Groups, trace: Trace | None, *, timed: bool) -> None:
+    def __init__(self, phase: steps.Phase, form: CallForm, groups: Groups, trace: Trace | None, *, timed: bool) -> None:
         assert groups.streams is not None, "no streams were made for this pool"
         self.groups, self.form, self.trace, self.timed = groups, form, trace, timed
         self.streams: Streams = groups.streams
         self.traffic = PhaseTraffic()
-        launch = next((step for step in phase.steps if isinstance(step, Launch | GradLaunch)), None)
+        launch = next((step for step in phase.steps if isinstance(step, steps.Launch | steps.GradLaunch)), None)
         # Later legs come behind the launch that they travel beside. A backward launch is three
         # kernels, each of which waits at the head of a single hardware queue for the one before, so a
         # leg behind it reaches the device when the main kernel has ended: early enough for the next
         # round of a ring, late for what other ranks need for their first launch. So legs of exchanges
         # before this rank's first backward launch come at once.
-        self.later_legs = Behind.LAUNCH if isinstance(launch, Launch) else Behind.NOTHING
+        self.later_legs = Behind.LAUNCH if isinstance(launch, steps.Launch) else Behind.NOTHING
         self.expected: dict[int, tuple[_Goods, Mapping[int, Tensor]]] = {}
         self.under_way: dict[int, _UnderWay] = {}
-        self.relay_tasks: dict[int, list[RelayTask]] = {}
+        self.relay_tasks: dict[int, list[steps.RelayTask]] = {}
         for relay_task in chain.from_iterable(phase.relay_tasks):
             self.relay_tasks.setdefault(relay_task.op, []).append(relay_task)
 
-    def expect(self, exchange: ExchangeStep, receives: _Goods, arriving: Mapping[int, Tensor]) -> None:
+    def expect(self, exchange: steps.ExchangeStep, receives: _Goods, arriving: Mapping[int, Tensor]) -> None:
         self.expected[exchange.id] = receives, arriving
 
-    def start(self, exchange: ExchangeStep, sends: _Goods) -> None:
+    def start(self, exchange: steps.ExchangeStep, sends: _Goods) -> None:
         receives, arriving = self.expected.pop(exchange.id)
         if exchange.far:
             self.traffic.inter_node_bytes_sent += _far_bytes(sends, exchange.far, exchange.routed_sends)
@@ -545,12 +498,9 @@ class Streamed:
         transfers: Sequence[StreamMessage],
         started: tuple[_UnderWay, Any, Sequence[Fence]],
     ) -> None:
-        """Issue one batch.
-
-        `started`: its exchange; the event behind which the compute stream has written what it sends,
-        and let go of the memory that it fills (None: that is now); and other streams' uses of that
-        memory.
-        """
+        """Issue one batch. `started`: its exchange, when it may begin, and what it comes behind."""
+        # Behind `ready` the compute stream has written what is sent, and let go of the memory that is
+        # filled (None: that is now); `before`: other streams' uses of that memory.
         under_way, ready, before = started
         name, own = place[1], any(self.groups.rank in (t.src, t.dst) for t in transfers)
         stream = self.streams.of(name)
@@ -573,10 +523,8 @@ class Streamed:
     def fence(self, name: str) -> Fence:
         return self.groups.buffers.fence(name, self.streams.of(name).record(), self.streams.wait)
 
-    def start_collective(self, exchange: ExchangeStep, packed: _CollectiveCall) -> None:
-        """Put one call on the communicator of its ranks: the compute stream has packed the bytes
-        and will unpack them.
-        """
+    def start_collective(self, exchange: steps.ExchangeStep, packed: _CollectiveCall) -> None:
+        """Put one call on the communicator of its ranks; the compute stream packs and unpacks."""
         under_way = self.under_way[exchange.id] = _UnderWay(packed=packed)
         ready, before = self.streams.now(), self.groups.buffers.fences(packed.memory)
 
@@ -598,7 +546,7 @@ class Streamed:
 
     def add_own(
         self,
-        exchange: ExchangeStep,
+        exchange: steps.ExchangeStep,
         sends: _Parcels,
         receives: _Parcels,
         arriving: Mapping[int, Tensor],
@@ -619,7 +567,7 @@ class Streamed:
                 batches.add((hop.leg, hop.stream), StreamMessage(peer, rank, piece.index, False, hop.peer, x))
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
 
-    def add_relay_tasks(self, relay_tasks: Sequence[RelayTask], batches: _Batches) -> None:
+    def add_relay_tasks(self, relay_tasks: Sequence[steps.RelayTask], batches: _Batches) -> None:
         """Add relayed pieces: received in one leg, sent in a later one."""
         for relay_task in relay_tasks:
             route = relay_task.route
@@ -640,7 +588,7 @@ class Streamed:
         if begun is not None and self.trace is not None:
             self.trace.append(Traced(stream, op, leg, "own", begun, fence.event))
 
-    def record(self, relay_task: RelayTask, hop: Hop) -> None:
+    def record(self, relay_task: steps.RelayTask, hop: steps.Hop) -> None:
         if self.trace is not None and not self.timed:
             now = time.perf_counter()
             self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.route.role, now, now))
@@ -652,7 +600,7 @@ class Streamed:
     def attended(self) -> None:
         self.groups.issues.attended()
 
-    def arrived(self, exchange: ExchangeStep) -> None:
+    def arrived(self, exchange: steps.ExchangeStep) -> None:
         under_way = self.under_way.pop(exchange.id)
         self.groups.issues.through(under_way)
         for fence in under_way.fences.values():
@@ -664,63 +612,41 @@ class Streamed:
         """Do nothing: what was sent is kept by the streams until they have read it."""
 
     def fail(self) -> None:
-        """Issue nothing more and abort: peers that wait for this rank end with an error, and this
-        process can end.
-        """
+        """Issue nothing more and abort: peers end with an error, and this process can end."""
         self.groups.issues.forget()
         self.groups.abort()
 
 
-def connect(phases: Iterable[Phase], groups: Groups) -> int:
+def connect(phases: Iterable[steps.Phase], groups: Groups) -> int:
     """Connect ranks that the phases need and no earlier call connected; the number of new links
-    (NCCL).
-
-    NCCL connects two ranks of a communicator at their first send or receive, each direction for
-    itself, and the host stands in the group call until the other end is in its own (NCCL 2.29.7,
-    `ncclTransportP2pSetup`; NVIDIA/nccl#783). A warm-up all-reduce connects rings, not pairs. So
-    each new pair is connected when a plan is bound, by one byte: one group call for each
-    communicator, in one order on all ranks, before anything of the step is issued. All ranks of the
-    pool bind the same plans, for the same phases, in one order, from the thread that issues their
-    steps.
+    (NCCL). All ranks of the pool bind the same plans, for the same phases, in one order, from the
+    thread that issues their steps.
     """
+    # NCCL connects two ranks of a communicator at their first send or receive, each direction for
+    # itself, and the host stands in the group call until the other end is in its own (NCCL 2.29.7,
+    # `ncclTransportP2pSetup`; NVIDIA/nccl#783). A warm-up all-reduce connects rings, not pairs. So
+    # each new pair is connected when a plan is bound, by one byte: one group call for each
+    # communicator, in one order on all ranks, before anything of the step is issued.
     if groups.streams is None:
         return 0
+    rank = groups.rank
     new = {link for phase in phases for link in _links(phase, groups)} - groups.connected
-    by_stream: defaultdict[str, list[StreamPair]] = defaultdict(list)
-    for link in sorted(new):
-        by_stream[link.stream].append(link)
-    for name, together in by_stream.items():  # sorted, so in one order everywhere
+    for name, together in groupby(sorted(new), lambda link: link.stream):  # in one order everywhere
         stream = groups.streams.of(name)
-        stream.batch(
-            [
-                StreamMessage(src, dst, 0, src == groups.rank, dst if src == groups.rank else src, stream.empty(1))
-                for _, src, dst in together
-            ]
-        )
+        ends = [(src, dst, 0, src == rank, dst if src == rank else src) for _, src, dst in together]
+        stream.batch([StreamMessage(*end, stream.empty(1)) for end in ends])
     groups.connected.update(new)
     return len(new)
 
 
-def _links(phase: Phase, groups: Groups) -> Iterator[StreamPair]:
+def _links(phase: steps.Phase, groups: Groups) -> Iterator[StreamPair]:
     """Links of this rank point to point in a phase, with repeats."""
     rank = groups.rank
     for step in phase.steps:
-        if isinstance(step, IssueStep) and not is_collective(step.exchange, groups):
-            yield from _own(step.exchange, rank)
+        if isinstance(step, steps.IssueStep) and not is_collective(step.exchange, groups):
+            for stream, _, sent, peer in step.exchange.legs():
+                yield StreamPair(stream, *((rank, peer) if sent else (peer, rank)))
     for relay_task in chain.from_iterable(phase.relay_tasks):
         arrives, leaves = relay_task.route.arrives, relay_task.route.leaves
         yield StreamPair(arrives.stream, arrives.peer, rank)
         yield StreamPair(leaves.stream, rank, leaves.peer)
-
-
-def _own(exchange: ExchangeStep, rank: int) -> Iterator[StreamPair]:
-    for message in exchange.sends:
-        if message.peer not in exchange.routed_sends:
-            yield StreamPair(message.stream, rank, message.peer)
-    for message in exchange.receives:
-        if message.peer not in exchange.routed_receives:
-            yield StreamPair(message.stream, message.peer, rank)
-    for piece in chain.from_iterable(exchange.routed_sends.values()):
-        yield StreamPair(piece.hop.stream, rank, piece.hop.peer)
-    for piece in chain.from_iterable(exchange.routed_receives.values()):
-        yield StreamPair(piece.hop.stream, piece.hop.peer, rank)

@@ -16,12 +16,4 @@ from megatron_balance.torch.batch import BalancedBatch, balanced_attention
 from megatron_balance.torch.documents import IGNORED, Document
 from megatron_balance.torch.settings import Settings, model_of
 
-__all__ = [
-    "IGNORED",
-    "BalancedBatch",
-    "Document",
-    "SequenceBalancer",
-    "Settings",
-    "balanced_attention",
-    "model_of",
-]
+__all__ = ["IGNORED", "BalancedBatch", "Document", "SequenceBalancer", "Settings", "balanced_attention", "model_of"]

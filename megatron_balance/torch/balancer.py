@@ -27,35 +27,16 @@ from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlan
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.movers import build_variants
+from megatron_balance.torch import documents
 from megatron_balance.torch.batch import BalancedBatch, Dealt, LossScale
-from megatron_balance.torch.documents import (
-    IGNORED,
-    LABEL,
-    TOKEN,
-    Document,
-    Form,
-    Parts,
-    agree_form,
-    check_form,
-    read,
-    to_sequences,
-)
+from megatron_balance.torch.documents import IGNORED, LABEL, TOKEN, Document
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
 from megatron_balance.torch.settings import Settings, layers_of, model_of
+from megatron_balance.training import tokens
 from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.training.log import StepTracer
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans, check_agreement
 from megatron_balance.training.pool import Pool, TensorParallel
-from megatron_balance.training.tokens import (
-    NOTHING,
-    PoolLengths,
-    Recalled,
-    Sequences,
-    TokenExchange,
-    assemble,
-    by_nano_batch,
-    share_lengths,
-)
 
 T = TypeVar("T")
 ALONE = TensorParallel()
@@ -142,7 +123,7 @@ class SequenceBalancer:
         # `_at`: the first microbatch of the step at hand, `_read`: the first that was not read,
         # `_known`: the lengths of those between; `_num_documents`: that this rank gave; `_pending`:
         # the step that was read ahead.
-        self._form: Form | None = None
+        self._form: documents.Form | None = None
         self._known: dict[int, tuple[int, ...]] = {}
         self._at = self._read = self._num_documents = 0
         self._num_microbatches = 1
@@ -150,11 +131,10 @@ class SequenceBalancer:
         self._evaluation: StepPlans | None = None
         self._tracer = _LoopTracer(settings, self.pool, self.device)
         self._waiting = _Waiting(self.pool.rank)
-        self._pending: list[Sequences] = []
+        self._pending: list[tokens.Sequences] = []
         self._last: BalancedBatch | None = None
         self._layers: int | None = None
-        self.planned: PlannedStep | None = None
-        """The plan of the last step that was dealt, and how long planning took."""
+        self.planned: PlannedStep | None = None  # the plan of the last step that was dealt, and how long planning took
 
     @classmethod
     def for_model(
@@ -168,33 +148,21 @@ class SequenceBalancer:
     ) -> Self:
         """The balancer for a model.
 
-        Args:
-            config: of a Transformers model, of torchtitan's, or a `megatron_balance.Model`
-                (`torch.model_of`).
-            planner: as for the constructor.
-            mesh: as for the constructor.
-            accept: as for the constructor; the log repeats it.
-            keywords: `averaged_over`, `settings` and the planner's options, as for the constructor.
-
-        Raises:
-            ConfigError: a configuration that does not say heads and sizes, or whose attention is not
-                known; as the constructor.
+        `config`: of a Transformers model, of torchtitan's, or a `megatron_balance.Model`
+        (`torch.model_of`). Others, and `keywords`, as for the constructor; the log repeats what is
+        accepted. ConfigError: no heads and sizes are said, or the attention is not known; as there.
         """
         made = cls(planner, model_of(config, accept), mesh, accept=accept, **keywords)
         made._layers = layers_of(config)
         return made
 
     def __call__(self, documents: Sequence[Document]) -> BalancedBatch:
-        """The rows that this rank computes of a step of one microbatch.
+        """The rows that this rank computes of a step of one microbatch, of the documents that it
+        read (none is fine): token ids [n], or tuples (tokens, labels, others [n, ...]). All ranks
+        give the same number of other tensors, of the same types.
 
-        Args:
-            documents: that this rank read; none is fine. Token ids [n], or tuples (tokens, labels,
-                others [n, ...]). All ranks give the same number of other tensors, of the same types.
-
-        Raises:
-            DataError: documents that are none, on every rank.
-            InfeasibleError: documents that the ranks cannot hold.
-            PlanMismatchError: ranks that planned differently.
+        DataError: documents that are none, on every rank. InfeasibleError: the ranks cannot hold
+        them. PlanMismatchError: ranks that planned differently.
         """
         (batch,) = self.step([documents])
         return batch
@@ -219,18 +187,12 @@ class SequenceBalancer:
         return self._run(dealing)
 
     def steps(self, loader: Iterable[Sequence[Document]], microbatches: int = 1) -> Iterator[list[BalancedBatch]]:
-        """The steps of a loader, each but the first planned in a background process while the one
-        before computes.
+        """The steps of a loader, which gives the documents of one microbatch after the other, each
+        step but the first planned in a background process while the one before computes.
 
         Ends when the loaders of all ranks have ended; a rank whose loader ended before takes part
         without documents. Then come steps of the documents that still wait (`flush`).
-
-        Args:
-            loader: gives the documents of one microbatch after the other.
-            microbatches: of a step.
-
-        Raises:
-            DataError: a loader that failed, on every rank.
+        `microbatches`: of a step. DataError: a loader that failed, on every rank.
         """
         microbatches = at_least(1, "microbatches", microbatches)
         ledger = self._plans.end_step()
@@ -290,11 +252,8 @@ class SequenceBalancer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`, with this rank's own state.
-
-        Raises:
-            ConfigError: not the state of a balancer; documents wait that another number of ranks
-                has, or that this planner cannot train.
+        """Go on from `state_dict`, with this rank's own state. ConfigError: it is none, or
+        documents wait that another number of ranks has, or that this planner cannot train.
         """
         if not isinstance(state, Mapping):
             raise ConfigError(f"expected the state_dict of a balancer, got {type(state).__name__}")
@@ -305,7 +264,7 @@ class SequenceBalancer:
             ledger, _ = Ledger.from_json(state["ledger"])
             at, trained = map(int, state["counts"])
             waiting = _Waiting(self.pool.rank, state["waiting"])
-            pending = [Sequences(rows, tuple(lengths)) for rows, lengths in state["pending"]]
+            pending = [tokens.Sequences(rows, tuple(lengths)) for rows, lengths in state["pending"]]
             others = None if state["form"] is None else tuple((dtype, tuple(shape)) for dtype, shape in state["form"])
         except (TypeError, ValueError) as error:
             raise ConfigError(f"expected the state_dict of a balancer, got one that is damaged: {error}") from None
@@ -320,7 +279,7 @@ class SequenceBalancer:
         self._at = self._read = at
         self._num_documents = trained + sum(len(each.lengths) for each in self._pending)
         self._known.clear()
-        self._form = None if others is None else Form(others)
+        self._form = None if others is None else documents.Form(others)
 
     def close(self) -> None:
         """End what runs in the background, and a trace that is under way; `with` does so, too.
@@ -376,17 +335,17 @@ class SequenceBalancer:
         self, microbatches: Sequence[Sequence[Document]], failure: Exception | None = None, *, training: bool = True
     ) -> _Dealing:
         """Share the lengths of the documents of a step. `failure`: to read them, told to all ranks."""
-        documents: list[list[Parts]] = []
-        form: Form | None = None
+        parts: list[list[documents.Parts]] = []
+        form: documents.Form | None = None
         try:
             if failure is None:
-                documents = read(microbatches, shift_labels=self.settings.shift_labels)
-                form = check_form(documents, self._form)
+                parts = documents.read(microbatches, shift_labels=self.settings.shift_labels)
+                form = documents.check_form(parts, self._form)
         except Exception as error:  # raised by share_lengths, on all ranks
             failure = error
         if self._form is None:
-            self._form = agree_form(None if failure is not None else form, self.pool)
-        mine = [] if failure is not None else to_sequences(documents, self._form or Form())
+            self._form = documents.agree_form(None if failure is not None else form, self.pool)
+        mine = [] if failure is not None else documents.to_sequences(parts, self._form or documents.Form())
         return self._share_sequences(mine, failure, len(microbatches), training=training)
 
     @_collective
@@ -398,9 +357,9 @@ class SequenceBalancer:
         return self._share_sequences(mine, None, len(mine))
 
     def _share_sequences(
-        self, mine: list[Sequences], failure: Exception | None, num_microbatches: int, *, training: bool = True
+        self, mine: list[tokens.Sequences], failure: Exception | None, num_microbatches: int, *, training: bool = True
     ) -> _Dealing:
-        shared = share_lengths(mine, failure, num_microbatches, self.pool, ALONE, self.device)
+        shared = tokens.share_lengths(mine, failure, num_microbatches, self.pool, ALONE, self.device)
         ends = list(accumulate((len(each.lengths) for each in mine), initial=self._num_documents if training else 0))
         dealing = _Dealing(self._read, mine, [tuple(range(a, b)) for a, b in pairwise(ends)], shared)
         if training:
@@ -430,24 +389,24 @@ class SequenceBalancer:
         """Move the tokens of a planned step."""
         rank = self.pool.rank
         recalled = self._waiting.recall(planned.recalled)
-        mine, apart = by_nano_batch(dealing.mine, dealing.shared, planned.step.members, rank, recalled)
+        mine, apart = tokens.by_nano_batch(dealing.mine, dealing.shared, planned.step.members, rank, recalled)
         own = np.flatnonzero(np.concatenate([*dealing.shared.owners, np.empty(0)]) == rank).tolist()
         numbers = dict(zip(own, chain.from_iterable(dealing.numbers), strict=True))
         again = {number for number, _ in recalled.rows}
         numbers |= {held.number: self._waiting.number(held) for held in planned.recalled if held.number in again}
         if training:
             self._waiting.keep(planned.ledger.held, dealing)
-        form = self._form or Form()
-        exchange = TokenExchange(apart, planned.plans, self.pool)
+        form = self._form or documents.Form()
+        exchange = tokens.TokenExchange(apart, planned.plans, self.pool)
         rows = exchange.to_ranks(mine, form.num_columns, ALONE, self.device)
         scale = self._loss_scale(rows)
         batches: list[BalancedBatch] = []
         for at, seqs in enumerate(chain.from_iterable(planned.step.members)):
-            local = assemble(rows[at], exchange.layouts[at], self.settings.row_multiple)
+            local = tokens.assemble(rows[at], exchange.layouts[at], self.settings.row_multiple)
             lengths = zip(seqs, apart.lengths[at], strict=True)
             dealt = Dealt(
                 planned.plans[at],
-                PoolLengths((apart.lengths[at],), (apart.owners[at],)),
+                tokens.PoolLengths((apart.lengths[at],), (apart.owners[at],)),
                 tuple((numbers[seq], length) for seq, length in lengths if seq in numbers),
                 self.pool,
                 self.model,
@@ -519,8 +478,7 @@ class _Known(Samples):
             return None
 
 
-_Place = tuple[int, int]
-"""Where a document was dealt: number of the microbatch in the run, and number in it."""
+_Place = tuple[int, int]  # where a document was dealt: number of the microbatch in the run, and number in it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -531,9 +489,9 @@ class _Dealing:
     # `numbers`: those of this rank's documents among all that it ever gave.
 
     first: int
-    mine: list[Sequences]
+    mine: list[tokens.Sequences]
     numbers: list[tuple[int, ...]]
-    shared: PoolLengths
+    shared: tokens.PoolLengths
 
     def own(self, rank: int) -> list[tuple[_Place, int]]:
         """Of this rank's documents, the place and the number."""
@@ -566,12 +524,12 @@ class _Waiting:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def recall(self, wanted: Sequence[HeldDocument]) -> Recalled:
+    def recall(self, wanted: Sequence[HeldDocument]) -> tokens.Recalled:
         """The documents that a step trains."""
         if not wanted:
-            return NOTHING
+            return tokens.NOTHING
         kept = [self._kept[each.sample, each.place] for each in wanted]
-        return Recalled(
+        return tokens.Recalled(
             tuple((each.number, each.length) for each in wanted),
             tuple(each.owner for each in kept),
             tuple((held.number, each.rows) for held, each in zip(wanted, kept, strict=True) if each.rows is not None),

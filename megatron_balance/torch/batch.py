@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -35,20 +35,13 @@ from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths, TokenExchange
 
-
-class Bind(Protocol):
-    """Look a plan up for a rank. `shape`: of a layer's heads; None: as the balancer's model."""
-
-    def __call__(
-        self, plan: MicrobatchPlan, dtype: torch.dtype, device: torch.device, shape: AttentionShape | None
-    ) -> Bound: ...
+# Looks a plan up for this rank. The shape is of a layer's heads; None: as the balancer's model.
+_Bind: TypeAlias = Callable[[MicrobatchPlan, torch.dtype, torch.device, AttentionShape | None], Bound]
 
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """The ranks over which gradients are averaged, and the labels that count of all these ranks, in
-    all microbatches of the step: a scalar.
-    """
+    """Ranks over which gradients are averaged, and a scalar: their labels that count in a step."""
 
     num_targets: Tensor
     num_ranks: int
@@ -66,9 +59,6 @@ class Dealt:
     model: Model
     layers: int | None = None
 
-    def exchange(self) -> TokenExchange:
-        return TokenExchange(self.lengths, [self.plan], self.pool)
-
 
 class _Forward:
     """A forward whose layers attended under a batch. `taken`: values of it were let through."""
@@ -76,7 +66,12 @@ class _Forward:
     taken = False
 
 
-_outside_compiled = cast("Callable[[Callable[..., None]], Callable[..., None]]", disable)
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+
+
+def _outside_compiled(function: _Called) -> _Called:
+    """A function at which graphs of torch.compile break."""
+    return cast("_Called", disable(function))
 
 
 def in_backward() -> bool:
@@ -119,7 +114,7 @@ class BalancedBatch:
         *,
         dealt: Dealt,
         loss_scale: LossScale,
-        bind: Bind,
+        bind: _Bind,
         accept: Collection[str] = (),
     ) -> None:
         self.tokens = tokens
@@ -313,15 +308,10 @@ class BalancedBatch:
 
     def gather(self, values: Tensor, *, attended: int | None = None) -> list[Tensor]:
         """Per-token results [n, ...] of each of `documents`, back on the rank that gave them.
-
         Collective over the pool. For a loss on them take `gather_rows`.
 
-        Args:
-            values: [T, ...] or [1, T, ...], in the order of `tokens`, of one dtype on all ranks.
-            attended: see the class.
-
-        Raises:
-            ConfigError: values of another number of rows; attention that did not reach the plan.
+        `values` [T, ...] or [1, T, ...], in the order of `tokens`, of one dtype on all ranks;
+        `attended`: see the class. ConfigError: other rows; attention that did not reach the plan.
         """
         lengths = [length for _, length in self._dealt.documents]
         return list(self.gather_rows(values, attended=attended).split(lengths))
@@ -354,13 +344,12 @@ class BalancedBatch:
 
     @cached_property
     def _exchange(self) -> TokenExchange:
-        return self._dealt.exchange()
+        return TokenExchange(self._dealt.lengths, [self.plan], self._dealt.pool)
 
     def layout(self, rank: int | None = None) -> Ints:
-        """Where tokens lie: rows (document, start, stop) of a rank of the pool, default this one, in
-        order. ConfigError: no such rank.
-
-        `document`: its number in the microbatch of all ranks, an index of `plan.lengths`.
+        """Where tokens lie: rows (document, start, stop) of a rank of the pool, default this one,
+        in order. `document`: its number in the microbatch of all ranks, an index of `plan.lengths`.
+        ConfigError: no such rank.
         """
         return megatron_balance.layout(self.plan, self._dealt.pool.rank if rank is None else rank)
 
@@ -386,16 +375,9 @@ class BalancedBatch:
         self, dtype: torch.dtype, device: torch.device, mask: Mask | None = None, shape: AttentionShape | None = None
     ) -> Bound:
         """The plan looked up for this rank, for tensors of this type; made at the first call.
-
-        Args:
-            dtype: of the tensors.
-            device: of the tensors.
-            mask: of the layer; None: that of the plan.
-            shape: of the layer's heads; None: those of the balancer's model.
-
-        Raises:
-            ConfigError: the plan was made for another mask, and not for the causal one; heads of keys
-                that do not divide those of queries.
+        `mask`: of the layer; None: that of the plan. `shape`: of the layer's heads; None: of the
+        balancer's model. ConfigError: the plan was made for another mask, and not the causal one;
+        heads of keys that do not divide those of queries.
         """
         plan = self.plan
         if shape is not None:
@@ -464,9 +446,10 @@ def back(computed: Tensor, exchange: TokenExchange) -> Tensor:
     return _Exchanged.apply(computed, exchange.back, exchange.there)
 
 
+@_outside_compiled
 def exchanged(values: Tensor, way: _Way, inverse: _Way) -> Tensor:
-    """`way(values)`, whose gradient is `inverse` of the output's. Breaks graphs of torch.compile."""
-    return _outside_graphs(values, way, inverse)
+    """`way(values)`, whose gradient is `inverse` of the output's."""
+    return _Exchanged.apply(values, way, inverse)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -483,9 +466,7 @@ class _Exchanged(torch.autograd.Function):
         return ctx.inverse(grad), None, None
 
 
-_outside_graphs = cast("Callable[[Tensor, _Way, _Way], Tensor]", disable(_Exchanged.apply))
-
-
+@_outside_compiled
 def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     q: Tensor,
     k: Tensor,
@@ -524,21 +505,6 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
         ConfigError: the tensors do not have the batch's rows, or other heads than the balancer's
             model, or are on several devices; a window under another mask than the causal one.
     """
-    mask = None if window is None else SlidingWindow(window)
-    return _attend_outside_graphs(q, k, v, batch, scale, mask, sink, layers, own_heads)
-
-
-def _attend(  # noqa: PLR0913, PLR0917  as `balanced_attention`
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: BalancedBatch,
-    scale: float | None,
-    mask: Mask | None,
-    sink: Tensor | None,
-    layers: int | None,
-    own_heads: bool,
-) -> Tensor:
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(
             f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}; hand it through the "
@@ -566,6 +532,7 @@ def _attend(  # noqa: PLR0913, PLR0917  as `balanced_attention`
                 f"{list(x.shape)}"
             )
     shape = AttentionShape(rows[0].shape[1], rows[1].shape[1], rows[0].shape[2], rows[2].shape[2])
+    mask = None if window is None else SlidingWindow(window)
     bound = batch.bound(q.dtype, q.device, mask, shape if own_heads else None)
     owned = [x[: bound.num_tokens] for x in rows]
     with torch.autocast(device, enabled=False):
@@ -573,6 +540,3 @@ def _attend(  # noqa: PLR0913, PLR0917  as `balanced_attention`
     out = F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens))
     batch.count_call(layers, out)
     return out.view(*q.shape[:-1], v.shape[-1])
-
-
-_attend_outside_graphs = cast("Callable[..., Tensor]", disable(_attend))

@@ -20,19 +20,12 @@ from megatron_balance.errors import DataError
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import Sequences
 
+# Token ids [n], or a tuple of them and of other tensors per token: (tokens, labels, others [n,
+# ...]). Whatever `torch.as_tensor` takes is a tensor here.
 Document: TypeAlias = Any
-"""Token ids [n], or a tuple of them and of other tensors per token: (tokens, labels, others [n, ...]).
-Whatever `torch.as_tensor` takes is a tensor here.
-"""
-
-IGNORED = -100
-"""The label of a token that has none, as `torch.nn.functional.cross_entropy` has it."""
-
-TOKEN, LABEL = range(2)
-"""Columns of a row; those of other tensors follow."""
-
-WORD = 8
-"""Bytes of a column."""
+IGNORED = -100  # the label of a token that has none, as `torch.nn.functional.cross_entropy` has it
+TOKEN, LABEL = range(2)  # columns of a row; those of other tensors follow
+WORD = 8  # bytes of a column
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +83,9 @@ class Parts:
 
 
 def _parts_of(document: Document, *, shift_labels: bool) -> Parts:
-    """The tensors of a document.
-
-    Args:
-        document: as given. Labels are the token ids, unless others are given.
-        shift_labels: whether the label of a token is the next one's, and that of the last `IGNORED`;
-            else labels are already those of the model's outputs, and must be given.
-
-    Raises:
-        DataError: no tokens, tokens that are no integers, or tensors of other lengths.
+    """The tensors of a document. Labels are the token ids, unless others are given; with
+    `shift_labels` the label of a token is the next one's, and that of the last `IGNORED`; else they
+    are those of the model's outputs, and must be given. DataError: it is none.
     """
     given = document if isinstance(document, tuple) else (document,)
     if not given:
@@ -160,9 +147,7 @@ def check_form(documents: Sequence[Sequence[Parts]], form: Form | None) -> Form 
 
 
 def agree_form(mine: Form | None, pool: Pool) -> Form | None:
-    """The form of all ranks' documents; None: nobody has any yet. Collective over the
-    pool. DataError on every rank: forms that differ.
-    """
+    """The form of all ranks' documents; None: unknown yet. Collective. DataError: forms differ."""
     forms: list[Form | None] = [mine] * pool.size
     if pool.size > 1:
         dist.all_gather_object(forms, mine, group=pool.groups.pool)

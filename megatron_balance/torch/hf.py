@@ -22,22 +22,21 @@ from megatron_balance.torch import positions
 from megatron_balance.torch.batch import BalancedBatch, balanced_attention
 from megatron_balance.torch.settings import check_layer
 
-NAME = "balanced"
-"""Of the attention, as `attn_implementation` takes it."""
+NAME = "balanced"  # of the attention, as `attn_implementation` takes it
 
+# Mask functions of Transformers: what their size is called, if they have one, and they in words.
 LIMITS = {
     "sliding_window_overlay": ("sliding_window", "a sliding window"),
     "chunked_overlay": ("chunk_size", "attention inside chunks"),
     "sliding_window_bidirectional_overlay": ("sliding_window", "a window to both sides"),
     "or_masks": ("", "a union of masks, as of a prefix or of images"),
 }
-"""Mask functions of Transformers: what their size is called, if they have one, and they in words."""
 
+# Arguments of a forward that say where documents lie in a row, as collators without padding do.
 OWN_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments of a forward that say where documents lie in a row, as collators without padding do."""
 
+# Arguments of Transformers' attention that change it, and that balanced attention does not have.
 UNLIKE = ("position_bias", "head_mask", "indices", "block_indices", "sinks")
-"""Arguments of Transformers' attention that change it, and that balanced attention does not have."""
 
 
 def register(model: torch.nn.Module | None = None) -> str:
@@ -164,11 +163,8 @@ class _MaskRequest(_Refusing):
 
 def inputs(batch: BalancedBatch) -> dict[str, Any]:
     """Arguments of a model's forward: a batch of one row, without a cache of keys and values.
-
     Whoever gives the model `labels` beside them gets an error: its own loss would be another.
-
-    Raises:
-        ConfigError: not a batch of a balancer.
+    ConfigError: no batch.
     """
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}")

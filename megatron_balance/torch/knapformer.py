@@ -80,18 +80,10 @@ class GroupBalancer:
         self._full_lens: list[int] = []
 
     def plan_routing(self, seq_lens: Sequence[int], d_model: int) -> MicrobatchPlan:
-        """Share lengths and plan.
-
-        Args:
-            seq_lens: of the sequences that this rank loaded, in tokens; none is fine.
-            d_model: channels of a token outside attention.
-
-        Returns:
-            The plan of the replica, in its own ranks.
-
-        Raises:
-            DataError: lengths that are no whole numbers of 1 or more, on every rank.
-            ConfigError: a `d_model` that is none.
+        """Share lengths and plan: the plan of the replica, in its own ranks. `seq_lens`: of the
+        sequences that this rank loaded, in tokens; none is fine. `d_model`: channels of a token
+        outside attention. DataError: lengths that are no whole numbers of 1 or more, on every rank.
+        ConfigError: a `d_model` that is none.
         """
         d_model = at_least(1, "d_model", d_model)
         lengths: list[int] = []
@@ -124,18 +116,11 @@ class GroupBalancer:
         return planned
 
     def route(self, packed: Tensor, features: Sequence[Tensor] = ()) -> tuple[list[int], Tensor, list[Tensor]]:
-        """Chunks to their ranks, differentiable.
+        """Chunks to their ranks, differentiable: lengths of this rank's chunks, their rows [l'1 +
+        l'2 + ..., ...], and those of each feature. A rank of an empty group has none.
 
-        Args:
-            packed: [l1 + l2 + ... + ln, ...], the sequences of this rank.
-            features: tensors of as many rows.
-
-        Returns:
-            Lengths of this rank's chunks, their rows [l'1 + l'2 + ..., ...], and those of each
-            feature. A rank of an empty group has none.
-
-        Raises:
-            ConfigError: nothing is planned, or rows that do not fit the plan.
+        `packed` [l1 + l2 + ... + ln, ...]: the sequences of this rank; `features`: tensors of as
+        many rows. ConfigError: nothing is planned, or rows that do not fit the plan.
         """
         exchange, total = self._planned(), sum(self._seq_lens)
         if not isinstance(features, Sequence):  # a tensor is one feature, in a list
@@ -145,10 +130,8 @@ class GroupBalancer:
         return list(self._chunk_lens), there(packed, exchange), [there(x, exchange) for x in features]
 
     def reverse_route(self, balanced: Tensor) -> tuple[list[int], Tensor]:
-        """The inverse of `route`: lengths and rows of the sequences that this rank loaded.
-
-        Raises:
-            ConfigError: as `route`.
+        """The inverse of `route`: lengths and rows of the sequences that this rank loaded; its
+        errors.
         """
         exchange = self._planned()
         _check_rows(balanced, sum(self._chunk_lens), "those of route")
@@ -157,22 +140,14 @@ class GroupBalancer:
     def pre_attn(
         self, packed_q: Tensor, packed_k: Tensor, packed_v: Tensor
     ) -> tuple[list[int], Tensor, Tensor, Tensor]:
-        """Chunks with all heads to whole sequences with this rank's heads, differentiable.
+        """Chunks with all heads, rows as from `route`, to whole sequences with this rank's heads,
+        differentiable: lengths of the sequences of this rank's group, and q [T, H', D], k and v [T,
+        G', D] of packed_q [T', H, D], packed_k and packed_v [T', G, D].
 
-        Args:
-            packed_q: [T', H, D], rows as from `route`.
-            packed_k: [T', G, D].
-            packed_v: [T', G, D].
-
-        Returns:
-            Lengths of the sequences of this rank's group, and their rows with H (G) over the group's
-            ranks heads. In a group of one rank all is as it was. Where there are no sequences, let
-            the output be made of queries, keys or values all the same (`q[:0]`): parameters before
-            them need a gradient on every rank.
-
-        Raises:
-            ConfigError: nothing is planned, other rows than those of `route`, or heads that the
-                group's ranks do not divide.
+        H' is H over the group's ranks, G' likewise. In a group of one rank all is as it was. Where
+        there are no sequences, let the output be made of queries, keys or values all the same
+        (`q[:0]`): parameters before them need a gradient on every rank. ConfigError: nothing is
+        planned, other rows, or heads that the group's ranks do not divide.
         """
         self._planned()
         parts = (packed_q, packed_k, packed_v)
@@ -194,10 +169,8 @@ class GroupBalancer:
         return list(self._full_lens), q, k, v
 
     def post_attn(self, packed_x: Tensor) -> tuple[list[int], Tensor]:
-        """The inverse of `pre_attn`: whole sequences [T, H / ranks, D] to chunks [T', H, D].
-
-        Raises:
-            ConfigError: nothing is planned, or other rows than those of `pre_attn`.
+        """The inverse of `pre_attn`: whole sequences [T, H / ranks, D] to chunks [T', H, D]; its
+        errors.
         """
         self._planned()
         _check_rows(packed_x, sum(self._full_lens), "those of pre_attn", heads=True)
@@ -212,8 +185,7 @@ class GroupBalancer:
         return self._exchange
 
 
-SequenceBalancer = GroupBalancer
-"""By the name that the paper gives it."""
+SequenceBalancer = GroupBalancer  # by the name that the paper gives it
 
 
 def _check_rows(x: Tensor, rows: int, like: str, *, heads: bool = False) -> None:
@@ -274,11 +246,10 @@ class _Heads:
 
 
 class _AllGradients(torch.autograd.Function):
-    """Queries, keys and values as they are; all have a gradient if one has.
+    """Queries, keys and values as they are; all have a gradient if one has."""
 
-    Attention of no sequences may use none of the keys. FSDP and DDP reduce the gradients that there
-    are, which must be those of the same parameters on all ranks.
-    """
+    # Attention of no sequences may use none of the keys. FSDP and DDP reduce the gradients that
+    # there are, which must be those of the same parameters on all ranks.
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

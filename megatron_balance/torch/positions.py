@@ -30,14 +30,11 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Fragment
 from megatron_balance.torch.batch import BalancedBatch, in_backward
 
-_batches: WeakValueDictionary[int, BalancedBatch] = WeakValueDictionary()
-"""By the address of their `position_ids`."""
+_batches: WeakValueDictionary[int, BalancedBatch] = WeakValueDictionary()  # by the address of their `position_ids`
 
+# Of each batch, the models that took its positions by document: their `MARK`s.
 _models: WeakKeyDictionary[BalancedBatch, set[object]] = WeakKeyDictionary()
-"""Of each batch, the models that took its positions by document: their `MARK`s."""
-
-MARK = "balanced_model"
-"""Attribute of all modules of a treated model: its `_Treated`."""
+MARK = "balanced_model"  # attribute of all modules of a treated model: its `_Treated`
 
 
 class _Treated:
@@ -107,9 +104,7 @@ def treat(model: nn.Module) -> None:
 
 def treated(module: nn.Module, query: Tensor, batch: BalancedBatch) -> Tensor:
     """Queries [1, H, T, D] of an attention module, with the temperature of their positions.
-
-    Raises:
-        ConfigError: positions of this model are those of the row; alike on all ranks.
+    ConfigError, on all ranks alike: positions of this model are those of the row.
     """
     name, config, file = type(module).__name__, getattr(module, "config", None), _file(_kind(module))
     if getattr(module, MARK, None) not in _models.get(batch, ()):

@@ -18,20 +18,16 @@ from megatron_balance.training.roll_call import RollCall
 
 Ranks: TypeAlias = DeviceMesh | dist.ProcessGroup
 _T = TypeVar("_T")
+# By world: what `shared` made.
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
-"""By world: what `shared` made."""
 
 
 def shared(asked: Hashable, make: Callable[[], _T]) -> _T:
-    """The process groups that `make` makes: once in a world for what its ranks ask for.
-
-    Collective over the world: groups cost every rank threads and connections, and only all ranks
-    together can make them, so all compare what each of them asked for.
-
-    Args:
-        asked: by this rank; may differ from rank to rank.
-        make: the groups; its outcome depends on what the ranks asked for alone.
+    """The process groups that `make` makes of what the ranks asked for alone: once in a world for
+    what its ranks, each for itself, ask for. Collective over the world.
     """
+    # Groups cost every rank threads and connections, and only all ranks together can make them, so
+    # all compare what each of them asked for.
     everyone: list[Hashable] = [asked] * dist.get_world_size()
     dist.all_gather_object(everyone, asked)
     made = _SHARED.setdefault(cast("dist.ProcessGroup", dist.group.WORLD), {})
@@ -42,18 +38,11 @@ def shared(asked: Hashable, make: Callable[[], _T]) -> _T:
 
 
 def pool_of(ranks: Ranks | None, ranks_per_node: int | None) -> Pool:
-    """The pool of this rank, whose ranks each read documents of their own.
-
-    Collective over the world: every rank gives the ranks that it shares documents with. Balancers of
-    the same ranks share their pool.
-
-    Args:
-        ranks: a mesh, of which all dimensions count, or a group; None: the world, or this process
-            alone where torch.distributed is not set up.
-        ranks_per_node: as for `training.pool.make_pool`.
-
-    Raises:
-        ConfigError: this rank is not among `ranks`, or nodes hold different numbers of them.
+    """The pool of this rank, whose ranks each read documents of their own. Collective over the
+    world: every rank gives the ranks that it shares documents with, a mesh, of which all dimensions
+    count, or a group; None: the world, or this process alone without torch.distributed. Balancers
+    of the same ranks share their pool. ConfigError: this rank is not among `ranks`, or nodes hold
+    different numbers of them.
     """
     if ranks is not None and not isinstance(ranks, (DeviceMesh, dist.ProcessGroup)):
         raise ConfigError(f"expected a DeviceMesh or a process group, got {type(ranks).__name__}")

@@ -119,29 +119,22 @@ class Settings:
         return self.cluster
 
 
+# Configurations of layers that passed, by their `id` and what was accepted.
 _checked: WeakValueDictionary[tuple[int, frozenset[str]], object] = WeakValueDictionary()
-"""Configurations of layers that passed, by their `id` and what was accepted."""
 
 
 def model_of(config: object, accept: Collection[str] = ()) -> Model:
-    """The model that a configuration describes.
+    """The model that a configuration describes: a `megatron_balance.Model`, or a configuration with
+    Transformers' names, torchtitan's or GPT-2's: an object with attributes, or a mapping.
 
-    Args:
-        config: a `megatron_balance.Model`, or a configuration with Transformers' names, torchtitan's
-            or GPT-2's: an object with attributes, or a mapping.
-        accept: names that a refusal said, to go on with them (`model_config.check`).
-
-    Raises:
-        ConfigError: heads, or the hidden size, are not said; a model type or a key that is not proved
-            to attend as plans have it.
+    `accept`: names that a refusal said, to go on with them (`model_config.check`). ConfigError:
+    heads, or the hidden size, are not said; a model type or key not proved to attend as plans have
+    it.
     """
     if isinstance(config, Model):
         return config
     dtype = value(config, "dtype")
-    return Model(
-        **facts(config, accept),
-        bytes_per_element=dtype.itemsize if isinstance(dtype, torch.dtype) else 2,
-    )
+    return Model(**facts(config, accept), bytes_per_element=dtype.itemsize if isinstance(dtype, torch.dtype) else 2)
 
 
 def layers_of(config: object) -> int | None:

@@ -18,24 +18,21 @@ from megatron_balance.compile.pipeline import BOTH_PHASES, PhaseName
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.mask import CAUSAL, Mask
-from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import TickPlan
-from megatron_balance.runtime.bind import AttentionShape, BindOptions, Bound, Counters, Prepared, prepare
+from megatron_balance.runtime.bind import BindOptions, Bound, Counters, Prepared, prepare
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
+# Fingerprint, nano-batch, policies, phases and pool: what a prepared plan of a job depends on.
 Key: TypeAlias = tuple[str, int, tuple[Policy, ...], frozenset[PhaseName], Groups]
-"""Fingerprint, nano-batch, policies, phases and pool: what a prepared plan of a job depends on."""
 
 
 class BindAhead:
-    """A thread that prepares plans before they are asked for (`runtime.bind.prepare`).
-
-    It touches neither the device nor other ranks. An error is raised where the plan is taken, if it
-    is.
+    """A thread that prepares plans before they are asked for (`runtime.bind.prepare`). An error is
+    raised where the plan is taken, if it is.
     """
 
     def __init__(self) -> None:
@@ -57,8 +54,7 @@ class BindAhead:
 
     def take(self, key: Key) -> Prepared | None:
         """The plan prepared for `key`, waited for if it is being prepared; None: nobody expected
-        it, or its turn has not come. Raises what `prepare` raised in the thread, with a note that
-        says so.
+        it, or its turn has not come. Raises what `prepare` raised, with a note that says where.
         """
         with self._lock:
             future = self._prepared.pop(key, None)
@@ -89,18 +85,12 @@ def _logged(job: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Binder:
-    """Facts of a job that every bound plan needs. `groups`: of the ranks that attend together."""
+    """Facts of a job that every bound plan needs. `options`: over the ranks that attend together."""
 
-    groups: Groups
-    shape: AttentionShape
-    dtype: torch.dtype
-    device: torch.device
-    kernel: str = "auto"
-    gradient_wire: GradientWire = "fp32"
+    options: BindOptions
     ahead: BindAhead | None = None
     recorder: Recorder | None = None
-    masks: tuple[Mask, ...] = (CAUSAL,)
-    """Of the model's layers, the one that plans are made for first."""
+    masks: tuple[Mask, ...] = (CAUSAL,)  # of the model's layers, the one that plans are made for first
 
     def plans(self, plan: MicrobatchPlan) -> dict[str, MicrobatchPlan]:
         """The plans of the layers of each mask, by its name, of a plan made for the first mask."""
@@ -116,15 +106,15 @@ class Binder:
         *,
         number: int = -1,
     ) -> tuple[Bound, ...]:
-        """Bind `plan` for this rank by each policy; what they share is looked up once. Errors as for
-        `runtime.bind.bind`. All ranks bind the same plans in one order, each in its training thread.
-        `number`: of the plan in its step, for a trace.
+        """Bind `plan` for this rank by each policy, as `runtime.bind.bind`; what they share is
+        looked up once. All ranks bind the same plans in one order. `number`: of the plan in its
+        step, for a trace.
         """
         prepared = None if self.ahead is None else self.ahead.take(self.key(plan, policies, nano_batch, phases))
         bounds = (prepared or self._prepare(plan, policies, nano_batch, phases)).ship()
         if self.recorder is None:
             return bounds
-        self.recorder.watch(self.groups.streams)
+        self.recorder.watch(self.options.groups.streams)
         return tuple(replace(bound, recorder=self.recorder, number=number) for bound in bounds)
 
     def expect(
@@ -142,33 +132,24 @@ class Binder:
     def key(
         self, plan: MicrobatchPlan, policies: tuple[Policy, ...], nano_batch: int, phases: Collection[PhaseName]
     ) -> Key:
-        return plan.fingerprint(), nano_batch, policies, frozenset(phases), self.groups
+        return plan.fingerprint(), nano_batch, policies, frozenset(phases), self.options.groups
 
     def _prepare(
         self, plan: MicrobatchPlan, policies: tuple[Policy, ...], nano_batch: int, phases: Collection[PhaseName]
     ) -> Prepared:
-        if self.device.type == "cuda":  # another thread begins on device 0
-            torch.cuda.set_device(self.device)
-        options = BindOptions(
-            self.shape,
-            self.groups,
-            self.device,
-            self.dtype,
-            self.kernel,
-            nano_batch=nano_batch,
-            gradient_wire=self.gradient_wire,
-            phases=phases,
-        )
-        return prepare(plan, self.groups.rank, options, policies)
+        options = replace(self.options, nano_batch=nano_batch, phases=phases)
+        if torch.device(options.device).type == "cuda":  # another thread begins on device 0
+            torch.cuda.set_device(options.device)
+        return prepare(plan, options.groups.rank, options, policies)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskBounds:
-    """A plan bound for the layers of each mask, by its name, and of these for those that keep what
-    they received, with a number up to `keeping` (`analysis.backward.held_layers`), and for those
-    that receive it again, if there are any: their backward programs differ.
-    """
+    """A plan bound for the layers of each mask, by its name and by what keeping costs."""
 
+    # For layers that keep what they received, with a number up to `keeping`
+    # (`analysis.backward.held_layers`), and for those that receive it again, if there are any:
+    # their backward programs differ.
     by_mask: Mapping[str, Mapping[Policy, Bound]]
     keeping: int
 
@@ -204,9 +185,7 @@ def bind_layers(
     *,
     number: int = -1,
 ) -> MaskBounds:
-    """Bind `plan` for the layers of each mask, and of these for those that keep and for those that
-    replay, as decided; `number` as in `Binder.bind`.
-    """
+    """Bind `plan` for the layers of each mask, and of these those that keep and those that replay."""
     policies = policies_of(decision)
     bound: dict[str, Mapping[Policy, Bound]] = {}
     by_mask: dict[str, Mapping[Policy, Bound]] = {}
@@ -222,9 +201,9 @@ def bind_layers(
 
 
 class BoundTicks:
-    """The plans of a step's ticks, bound for this rank: each when first needed, for the phases of all
-    ticks that run it, and let go after the last.
-    """
+    """The plans of a step's ticks, bound for this rank."""
+
+    # Each when first needed, for the phases of all ticks that run it, and let go after the last.
 
     def __init__(
         self, binder: Binder, nano_batches: Sequence[Sequence[TickPlan]], phases_of: Mapping[bool, frozenset[PhaseName]]

@@ -25,27 +25,21 @@ from megatron_balance.training.tokens import PoolLengths
 Cost: TypeAlias = AnalyticCost | MeasuredCost
 Floats: TypeAlias = npt.NDArray[np.float64]
 Json: TypeAlias = dict[str, Any]
-
-BACKWARD = 2
-"""A layer's backward pass takes twice its forward pass."""
+BACKWARD = 2  # a layer's backward pass takes twice its forward pass
 
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """Facts of a training job that figures need. `cost` predicts times; its cluster is the pool's.
-    `num_chunks`: model chunks of each pipeline stage.
-    """
+    """Facts that figures need. `cost`: its cluster is the pool's; `num_chunks`: of each stage."""
 
     pool: Pool
     model: Model
     cost: Cost
     num_chunks: int = 1
+    # Facts of each pipeline of a strategy; empty where they are the job's.
     of_strategy: Callable[[Strategy | None], Sequence[JobFacts]] = lambda _: ()
-    """Facts of each pipeline of a strategy; empty where they are the job's."""
-    stages: int | None = None
-    """Pipeline stages; None: those of the pool."""
-    tensor: int = 1
-    """GPUs of a rank, where pipelines differ in them."""
+    stages: int | None = None  # pipeline stages; None: those of the pool
+    tensor: int = 1  # GPUs of a rank, where pipelines differ in them
 
     @property
     def num_stages(self) -> int:
@@ -115,16 +109,16 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Js
         ),
     }
     if planned.step.ticks:
-        ticks = tick_figures(planned.step.ticks, job.model, job.cost, job.num_chunks)
+        ticks = _tick_figures(planned.step.ticks, job.model, job.cost, job.num_chunks)
         record["imbalance_after"]["attention"] = imbalance_after(ticks.pop("attention"))
         record.update(ticks)
     return record
 
 
-def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost: Cost, num_chunks: int) -> Json:
-    """The figures of ticks in which all pipeline stages attend together, by nano-batch.
+def _tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost: Cost, num_chunks: int) -> Json:
+    """The figures of ticks in which all pipeline stages attend together, by nano-batch;
     `num_chunks`: of each stage. Received tokens count, as for microbatches, one layer of every
-    forward pass of a stage.
+    forward of a stage.
     """
     each: list[Json] = []
     for one in nano_batches:
@@ -176,9 +170,8 @@ def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
 
 
 def imbalance_after(*pipelines: Floats, gpus: Sequence[int] = ()) -> float:
-    """Imbalance of loads [M, R] of ranks that exchange in every microbatch, by pipeline.
-
-    `gpus`: by pipeline, those that share the load of each rank; empty: as many in each.
+    """Imbalance of loads [M, R] of ranks that exchange in every microbatch, by pipeline; `gpus`: by
+    pipeline, those that share the load of each rank; empty: as many in each.
     """
     of = gpus or (1,) * len(pipelines)
     ranks = sum(loads.shape[1] * each for loads, each in zip(pipelines, of, strict=True))

@@ -12,15 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_balance.analysis.backward import (
-    Decision,
-    MicrobatchBytes,
-    Stage,
-    check_fits,
-    decide,
-    microbatch_bytes,
-    step_bytes,
-)
+from megatron_balance.analysis import backward
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Backward
@@ -29,19 +21,16 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.plans import PlannedStep
 
 log = logging.getLogger(__name__)
-
-FIRST_AGREEMENT = 3
-"""The step in which ranks first agree on what devices counted; then every `agreement_every`."""
+FIRST_AGREEMENT = 3  # the step in which ranks first agree on what devices counted; then every `agreement_every`
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedMemory:
-    """The least memory of any rank, and the most state (parameters, gradients and optimizer) of any
-    rank of each stage. `memory_bytes`: of a device, without what others take of it; None: not known
-    (CPU).
-    """
+    """The least memory of any rank, and the most state of any rank of each stage."""
 
+    # Of a device, without what others take of it; None: not known (CPU).
     memory_bytes: float | None
+    # Parameters, gradients and optimizer.
     state_bytes: tuple[float, ...]
 
     @classmethod
@@ -61,9 +50,7 @@ class AgreedMemory:
 
 
 class Keeping:
-    """Decides for every training step. `auto` asks the plan; `keep` and `replay` are what they say,
-    and their prediction is told once.
-    """
+    """Decides for every training step: `auto` asks the plan, `keep` and `replay` are what they say."""
 
     def __init__(
         self,
@@ -75,10 +62,9 @@ class Keeping:
         agreement_every: int,
         of_strategy: Callable[[Strategy | None], Sequence[StepMemory]] = lambda _: (),
     ) -> None:
-        """Take the facts of a job; the state agreed on takes the place of the predicted one of
-        `memory`. `groups`: of all ranks that plan together. `counted`: the most bytes that this
-        rank's device held so far; None: none. `agreement_every`: in steps. `of_strategy`: memory of
-        each of its pipelines, empty where it is the job's.
+        """`agreed`: its state takes the place of the one predicted in `memory`. `groups`: of all
+        ranks that plan together. `counted`: the most bytes that this rank's device held so far;
+        None: none. `of_strategy`: memory of each of its pipelines, empty where it is the job's.
         """
         self._asked: Backward = memory.asked
         self._agreed = agreed
@@ -91,12 +77,10 @@ class Keeping:
         self._predicted = 0.0
         self._excess = 0.0
         self._told: str | None = None
-        self._last: tuple[str, Strategy | None, Decision] | None = None
+        self._last: tuple[str, Strategy | None, backward.Decision] | None = None
 
-    def decide(self, planned: PlannedStep) -> Decision:
-        """Number of layers that keep in this step. Collective in some steps. InfeasibleError:
-        `auto`, and the step does not fit with every layer replayed.
-        """
+    def decide(self, planned: PlannedStep) -> backward.Decision:
+        """Number of layers that keep. Collective now and then. InfeasibleError: none fits `auto`."""
         strategy = planned.step.strategy
         if self._last is not None:
             fingerprint, under, decision = self._last
@@ -115,13 +99,17 @@ class Keeping:
             self._pipeline(planned, numbers, memory, state)
             for numbers, memory in zip(pipelines, own or (self._memory,) * len(pipelines), strict=True)
         ]
-        found = [step_bytes(microbatches, model, stage) for microbatches, model, stages in each for stage in stages]
-        decision = decide(found, self._asked, self._agreed.memory_bytes)
+        found = [
+            backward.step_bytes(microbatches, model, stage) for microbatches, model, stages in each for stage in stages
+        ]
+        decision = backward.decide(found, self._asked, self._agreed.memory_bytes)
         if decision.in_words != self._told:
             self._told = decision.in_words
             log.log(logging.INFO if decision.fits else logging.WARNING, "%s", decision.sentence())
-        fullest = max(each, key=lambda one: max(float(step_bytes(*one[:2], at).peak(0).max()) for at in one[2]))
-        check_fits(decision, *fullest)
+        fullest = max(
+            each, key=lambda one: max(float(backward.step_bytes(*one[:2], at).peak(0).max()) for at in one[2])
+        )
+        backward.check_fits(decision, *fullest)
         # Devices count the most bytes so far, so the excess holds for all steps before, too.
         self._predicted = max(self._predicted, decision.peak_bytes - self._excess)
         self._last = (planned.fingerprint, strategy, decision)
@@ -129,13 +117,13 @@ class Keeping:
 
     def _pipeline(
         self, planned: PlannedStep, numbers: range, memory: StepMemory, state: Sequence[float]
-    ) -> tuple[list[MicrobatchBytes], Model, list[Stage]]:
+    ) -> tuple[list[backward.MicrobatchBytes], Model, list[backward.Stage]]:
         stages = [
             dataclasses.replace(stage, state_bytes=state[stage.sharding.stage] + self._excess)
             for stage in memory.stages
         ]
         plans_of = planned.step.plans_of[numbers.start : numbers.stop]
-        microbatches = [microbatch_bytes([planned.plans[at] for at in own], memory.model) for own in plans_of]
+        microbatches = [backward.microbatch_bytes([planned.plans[at] for at in own], memory.model) for own in plans_of]
         return microbatches, memory.model, stages
 
     def _correct(self) -> None:

@@ -20,9 +20,7 @@ from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 
 
 class HeldDocument(NamedTuple):
-    """A document that waits: its number as the next step sees it, and that it is sequence `place` of
-    training sample `sample`, of `length` tokens.
-    """
+    """A document that waits: its number in the next step; sequence `place` of sample `sample`."""
 
     number: int
     sample: int
@@ -32,14 +30,14 @@ class HeldDocument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where a run stands between two steps. `held`: the documents of `carry.waiting`. `behind`:
-    samples that were drawn less than Megatron has counted as consumed. `drawn`, `trained`: tokens
-    since the run began.
-    """
+    """Where a run stands between two steps."""
 
     carry: Carry = EMPTY
+    # The documents of `carry.waiting`.
     held: tuple[HeldDocument, ...] = ()
+    # Samples that were drawn less than Megatron has counted as consumed.
     behind: int = 0
+    # Tokens since the run began.
     drawn: int = 0
     trained: int = 0
 
@@ -50,8 +48,8 @@ class Ledger:
 
     def after(self, step: StepPlan, lengths: Lengths, carry: Carry, samples: Sequence[int], behind: int) -> Ledger:
         """The ledger behind a step. `lengths`: as drawn, by microbatch; `samples`: of each document
-        drawn, the sample; empty: not known. `behind`: samples that the step drew less than Megatron
-        counts. ConfigError: documents wait that nobody can read again.
+        drawn; empty: not known. `behind`: samples that the step drew less than Megatron counts.
+        ConfigError: documents wait that nobody can read again.
         """
         drawn = list(chain.from_iterable(lengths))
         waiting = held_back(step, lengths, self.carry.waiting)
@@ -116,18 +114,16 @@ UNKNOWN = "samples of an unknown data set (of a plain checkpoint, or of a loop's
 
 @dataclass(frozen=True, slots=True)
 class DataIdentity:
-    """Identity of a run's training samples: a checkpoint carries it, and a run that goes on
-    compares it.
+    """Identity of a run's samples: a checkpoint carries it, and a run that goes on compares it."""
 
-    `fingerprint`: 16 hex digits, their name in `accepted_data`; empty: nobody knows them. `facts`:
-    of a script's own data set what it is made of, by name. `places`: by name of a fact, the path
-    where it was read, which is told and not compared. `samples`: digests of the tokens of some
-    samples, by number: they notice another order, or other tokens in a corpus of the same size.
-    """
-
+    # 16 hex digits, their name in `accepted_data`; empty: nobody knows them.
     fingerprint: str = ""
+    # Of a script's own data set what it is made of, by name.
     facts: Mapping[str, str] = field(default_factory=dict[str, str])
+    # By name of a fact, the path where it was read, which is told and not compared.
     places: Mapping[str, str] = field(default_factory=dict[str, str])
+    # Digests of the tokens of some samples, by number: they notice another order, or other tokens
+    # in a corpus of the same size.
     samples: Mapping[int, str] = field(default_factory=dict[int, str])
 
     @classmethod
@@ -136,9 +132,7 @@ class DataIdentity:
         return cls(hashlib.sha256(text.encode()).hexdigest()[:16], facts, places, samples)
 
     def changes(self, here: DataIdentity, trained: int) -> list[str]:
-        """A phrase for everything that is other in the samples `here` than in those of a
-        checkpoint, which has trained the first `trained` of them; empty: they are the same.
-        """
+        """Phrases for what is other in samples `here` than in a checkpoint's first `trained` ones."""
         # Facts of a script are compared one by one; samples of ours by their fingerprint alone.
         if not (self.facts and here.facts):
             return [] if self.fingerprint == here.fingerprint else [str(here)]

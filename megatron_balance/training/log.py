@@ -22,19 +22,8 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from megatron_balance.analysis import trace_format
 from megatron_balance.analysis.backward import Decision
-from megatron_balance.analysis.trace_format import (
-    ATTENTION,
-    COMPUTE,
-    GRADIENT_SYNC,
-    OPTIMIZER,
-    PLAN,
-    STEP,
-    Trace,
-    TrackSpan,
-    file_name,
-    rank_name,
-)
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text, parse_json
 from megatron_balance.ir.arrays import Ints
@@ -51,7 +40,6 @@ from megatron_balance.training.stragglers import Stragglers, link_rates, own_tim
 from megatron_balance.training.tokens import PoolLengths
 
 log = logging.getLogger(__name__)
-
 FOLDER = "traces"
 
 
@@ -67,8 +55,7 @@ class StepTracer:
         self._begun: Mark = None
         self._planned: tuple[str, Mark] = ("", None)
         self._ran: Mark = None
-        self.recorder: Recorder | None = None
-        """Of the step that is under way, if it is traced."""
+        self.recorder: Recorder | None = None  # of the step that is under way, if it is traced
 
     def place(self, node: Callable[[], int], streams: Callable[[], Streams | None]) -> None:
         """Say how to find this rank's node and its device's streams (None: a CPU), when traced."""
@@ -98,15 +85,15 @@ class StepTracer:
             self._ran = self.recorder.mark()
 
     def finish(self) -> float | None:
-        """Write the trace of the step that is over, if there is one; none of one that failed. What
-        cannot be written ends no training. Returns the seconds of this rank's attention by the
-        device's clock, where it has one.
+        """Write the trace of the step that is over, if there is one. Returns the seconds of this
+        rank's attention by the device's clock, where it has one.
         """
+        # What cannot be written ends no training.
         recorder, self.recorder = self.recorder, None
         # None of a step that failed: it never said that it ran.
         if recorder is None or self._folder is None or self._ran is None:
             return None
-        path = self._folder / FOLDER / file_name(self._step, self._rank)
+        path = self._folder / FOLDER / trace_format.file_name(self._step, self._rank)
         trace = self._trace(recorder)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,12 +102,12 @@ class StepTracer:
             log.warning("trace of step %d: %s cannot be written (%s)", self._step, path, error.strerror)
         if recorder.streams is None:
             return None
-        return sum((span.stop_s - span.start_s for span in trace.spans if span.what == ATTENTION), 0.0)
+        return sum((span.stop_s - span.start_s for span in trace.spans if span.what == trace_format.ATTENTION), 0.0)
 
-    def _trace(self, recorder: Recorder) -> Trace:
+    def _trace(self, recorder: Recorder) -> trace_format.Trace:
         end = recorder.mark()
-        self._add(recorder, PLAN, self._begun, self._planned[1])
-        self._add(recorder, OPTIMIZER, self._ran, end)
+        self._add(recorder, trace_format.PLAN, self._begun, self._planned[1])
+        self._add(recorder, trace_format.OPTIMIZER, self._ran, end)
         spans = recorder.spans()
         spans += _passes(spans)
         spans += _synchronising(spans)
@@ -134,76 +121,69 @@ class StepTracer:
             "began_unix_s": recorder.began_unix_s,
             "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         }
-        return Trace(spans, {self._rank: rank_name(self._rank, self._at)}, facts)
+        return trace_format.Trace(spans, {self._rank: trace_format.rank_name(self._rank, self._at)}, facts)
 
     def _add(self, recorder: Recorder, what: str, start: Mark, stop: Mark) -> None:
-        recorder.add(TrackSpan(self._rank, STEP, what, 0.0, 0.0), start, stop)
+        recorder.add(trace_format.TrackSpan(self._rank, trace_format.STEP, what, 0.0, 0.0), start, stop)
 
 
-def _passes(spans: list[TrackSpan]) -> list[TrackSpan]:
+def _passes(spans: list[trace_format.TrackSpan]) -> list[trace_format.TrackSpan]:
     """Every microbatch's forward and backward, from its first attention call to its last."""
-    found: dict[tuple[str, int], TrackSpan] = {}
+    found: dict[tuple[str, int], trace_format.TrackSpan] = {}
     for span in spans:
-        if span.track != COMPUTE:
+        if span.track != trace_format.COMPUTE:
             continue
         key = (span.phase, span.microbatch)
         before = found.get(key, span)
         start_s, stop_s = min(before.start_s, span.start_s), max(before.stop_s, span.stop_s)
         what = f"{span.phase} {span.microbatch}"
-        found[key] = TrackSpan(span.rank, STEP, what, start_s, stop_s, span.phase, span.microbatch)
+        found[key] = trace_format.TrackSpan(
+            span.rank, trace_format.STEP, what, start_s, stop_s, span.phase, span.microbatch
+        )
     return list(found.values())
 
 
-def _synchronising(spans: list[TrackSpan]) -> list[TrackSpan]:
-    optimizer = next(span for span in spans if span.what == OPTIMIZER)
-    last_s = max((span.stop_s for span in spans if span.track == COMPUTE), default=optimizer.start_s)
-    return [TrackSpan(optimizer.rank, STEP, GRADIENT_SYNC, min(last_s, optimizer.start_s), optimizer.start_s)]
+def _synchronising(spans: list[trace_format.TrackSpan]) -> list[trace_format.TrackSpan]:
+    optimizer = next(span for span in spans if span.what == trace_format.OPTIMIZER)
+    last_s = max((span.stop_s for span in spans if span.track == trace_format.COMPUTE), default=optimizer.start_s)
+    return [
+        trace_format.TrackSpan(
+            optimizer.rank,
+            trace_format.STEP,
+            trace_format.GRADIENT_SYNC,
+            min(last_s, optimizer.start_s),
+            optimizer.start_s,
+        )
+    ]
 
 
 STEPS_FILE = "steps.jsonl"
-REPLACED_FILE = "steps.replaced.jsonl"
-"""Records of steps that ran again after a resume."""
+REPLACED_FILE = "steps.replaced.jsonl"  # records of steps that ran again after a resume
 CONFIG_FILE = "config.yaml"
+# The ranks that plans are made for, and the model as one of them has it.
 CLUSTER_FILE, MODEL_FILE = "cluster.yaml", "model.yaml"
-"""The ranks that plans are made for, and the model as one of them has it."""
-
-ScalarWriter: TypeAlias = Callable[[str, float, int], object]
-"""Takes a name, a value and the number of a step."""
+ScalarWriter: TypeAlias = Callable[[str, float, int], object]  # takes a name, a value and the number of a step
 
 
 @dataclass(frozen=True, slots=True)
 class LogTarget:
-    """The files and writers of a job's records.
+    """The files and writers of a job's records."""
 
-    `folder`: None: no files. `config`: written beside the records. `writes`: whether this rank writes
-    the log line and the files; true on one rank. `interval`: steps from one log line to the next, the
-    first step's apart. `writers`: of scalars, for a step; also on other ranks.
-    """
-
+    # None: no files.
     folder: Path | None = None
+    # Written beside the records.
     config: str = ""
+    # Whether this rank writes the log line and the files; true on one rank.
     writes: bool = True
+    # Steps from one log line to the next, the first step's apart.
     interval: int = 1
+    # Of scalars, for a step; also on other ranks.
     writers: Callable[[int], Sequence[ScalarWriter]] = lambda _: ()
     tracer: StepTracer = field(default_factory=StepTracer)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ran:
-    """The facts of a step that are known before its loss is. `counters`: of this rank, by plan;
-    `backward`: None: stages attend together, and replay.
-    """
-
-    planned: PlannedStep
-    shared: PoolLengths
-    counters: tuple[Counters, ...]
-    backward: Decision | None = None
-
-
 class StepLog:
-    """Collects a step while it runs, and writes it when its loss has been reduced. ConfigError
-    where the folder cannot be written.
-    """
+    """Collects a step while it runs, writes it when its loss is reduced. ConfigError: it cannot."""
 
     def __init__(self, target: LogTarget) -> None:
         self._target = target
@@ -213,7 +193,7 @@ class StepLog:
         self._proofs = Proofs()
         self._first = self._untold = True
         self._begun: float | None = None
-        self._ran: _Ran | None = None
+        self._ran: tuple[PlannedStep, PoolLengths, tuple[Counters, ...], Decision | None] | None = None
         self._job: tuple[JobFacts, torch.device] | None = None
         self._stragglers: Stragglers | None = None
         self._change: Callable[[], Mapping[str, float]] = dict
@@ -244,9 +224,8 @@ class StepLog:
             self._write(MODEL_FILE, _as_yaml(job.model))
 
     def begin(self, step: int) -> None:
-        """Start the clock of a training step; where a step runs again, the first start counts.
-        Collective over the world if the step is traced.
-        """
+        """Start the clock of a training step. Collective over the world if it is traced."""
+        # Where a step runs again, the first start counts.
         self.tracer.begin(step)
         if self._begun is None:
             if self._job is not None:
@@ -255,14 +234,10 @@ class StepLog:
             self._begun = time.perf_counter()
 
     def ran(
-        self,
-        planned: PlannedStep,
-        shared: PoolLengths,
-        counters: Sequence[Counters],
-        backward: Decision | None = None,
+        self, planned: PlannedStep, shared: PoolLengths, counters: Sequence[Counters], backward: Decision | None = None
     ) -> None:
         """Keep the facts of a step, all of whose microbatches have run."""
-        self._ran = _Ran(planned, shared, tuple(counters), backward)
+        self._ran = planned, shared, tuple(counters), backward
         self.tracer.ran()
 
     def changed(self, figures: Callable[[], Mapping[str, float]]) -> None:
@@ -270,20 +245,19 @@ class StepLog:
         self._change = figures
 
     def finish(self, step: int, loss: float | torch.Tensor | None, grad_norm: float | torch.Tensor | None) -> None:
-        """Write the step. Collective over the joint pool if there is a folder. `loss`: reduced;
-        with pipeline stages only the last one needs to know it.
-        """
+        """Write the step; `loss`: reduced, as the last stage has it. Collective with a folder."""
         traced_s = self.tracer.finish()
         ran, begun, change = self._ran, self._begun, self._change
         self._ran = self._begun = None
         self._change = dict
         if ran is None or begun is None or self._job is None:
             return
+        planned, shared, counters, backward = ran
         step_s = time.perf_counter() - begun
         reduced = _number(loss)
-        counted, slow = _sums(ran.counters)[None], Json()
+        counted, slow = _sums(counters)[None], Json()
         if self._target.folder is not None:
-            gathered = self._gather(ran.counters, step_s, traced_s)
+            gathered = self._gather(counters, step_s, traced_s)
             counted, reduced = gathered[:, : len(_COUNTERS)], self._from_last_stage(reduced)
             slow = self._judge(int(step), gathered)
         writers = self._target.writers(step)
@@ -295,25 +269,26 @@ class StepLog:
             "step": int(step),
             "loss": reduced,
             "grad_norm": _number(grad_norm),
-            **step_figures(ran.planned, ran.shared, self._job[0]),
+            **step_figures(planned, shared, self._job[0]),
             **_counted(counted),
             **slow,
             "change": dict(change()),
-            "backward": None if ran.backward is None else ran.backward.described(),
-            "plan_ms": 1e3 * ran.planned.plan_s,
-            "plan_wait_ms": 1e3 * ran.planned.wait_s,
+            # None: stages attend together, and replay.
+            "backward": None if backward is None else backward.described(),
+            "plan_ms": 1e3 * planned.plan_s,
+            "plan_wait_ms": 1e3 * planned.wait_s,
             "step_ms": 1e3 * step_s,
-            "fingerprint": ran.planned.fingerprint,
-            "announced": ran.planned.announced,
-            "proved_steps": ran.planned.proofs.proved,
-            "unproved_steps": ran.planned.proofs.left_out,
+            "fingerprint": planned.fingerprint,
+            "announced": planned.announced,
+            "proved_steps": planned.proofs.proved,
+            "unproved_steps": planned.proofs.left_out,
         }
         if self._target.writes:
             if tells:
                 self._untold = False
                 _log_line(record)
-            if ran.planned.proofs != self._proofs:
-                self._proofs = ran.planned.proofs
+            if planned.proofs != self._proofs:
+                self._proofs = planned.proofs
                 log.info(
                     "step %d: plans of %d steps proved so far; %d were too large to prove beside training",
                     *(step, self._proofs.proved, self._proofs.left_out),
@@ -434,14 +409,14 @@ def _number(value: float | torch.Tensor | None) -> float | None:
     return None if value is None else float(value)
 
 
+# Numbers of a step that all writers get, by their places in its record; the log has them by the
+# same names.
 _SCALARS = (
     *("num_sequences", "num_tokens", "imbalance_before/tokens", "imbalance_before/attention"),
     *("imbalance_after/tokens", "imbalance_after/attention", "kv_tokens_received", "remapped_tokens"),
     *("routed_transfers", "kernel_calls", "drawn_tokens", "trained_tokens", "waiting_tokens"),
     *("plan_ms", "plan_wait_ms", "step_ms", "predicted_ms"),
 )
-"""Numbers of a step that all writers get, by their places in its record; the log has them by the same
-names."""
 
 
 def _value(record: Json, name: str) -> float:
@@ -483,10 +458,10 @@ def _log_line(record: Json) -> None:
 
 
 class LineFile:
-    """Lines appended to a file. One that cannot be written, as where the disk is full, is left out,
-    with one warning until writing works again. A line that an earlier process was killed in stays
-    as it is.
-    """
+    """Lines appended to a file."""
+
+    # One that cannot be written, as where the disk is full, is left out, with one warning until
+    # writing works again. A line that an earlier process was killed in stays as it is.
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -495,9 +470,8 @@ class LineFile:
         self._left_out = 0
 
     def move_from(self, first: Callable[[bytes], bool], aside: Path) -> int:
-        """Move the first line for which `first` holds, and all behind it, to the end of file
-        `aside`: their number. A file that cannot be read or cut stays whole.
-        """
+        """Move the lines from the one on for which `first` holds to file `aside`: their number."""
+        # A file that cannot be read or cut stays whole.
         if not self._path.is_file():  # a pipe or a device
             return 0
         try:

@@ -28,12 +28,8 @@ from megatron_balance.training.ledger import BEGINNING, DataIdentity, HeldDocume
 from megatron_balance.training.pool import least_and_most
 
 log = logging.getLogger(__name__)
-
-HORIZON = 2
-"""Steps planned ahead."""
-
-PLAIN = "plain"
-"""The name of samples that nobody knows, in `accepted_data`."""
+HORIZON = 2  # steps planned ahead
+PLAIN = "plain"  # the name of samples that nobody knows, in `accepted_data`
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +40,11 @@ class PlannedStep:
     plan_s: float
     wait_s: float
     carry: Carry = EMPTY
-    recalled: tuple[HeldDocument, ...] = ()
-    """Documents of earlier steps that this one trains, by their number in it."""
+    recalled: tuple[HeldDocument, ...] = ()  # documents of earlier steps that this one trains, by their number in it
     ledger: Ledger = BEGINNING
-    planner: str = ""
-    """Name of the planner that was asked; it may have asked others."""
-    announced: bool = False
-    """Whether ranks compared it with the lengths that they shared, in no collective of its own."""
-    proofs: Proofs = NONE
-    """Of plans made ahead on this rank, so far."""
+    planner: str = ""  # name of the planner that was asked; it may have asked others
+    announced: bool = False  # whether ranks compared it with the lengths that they shared, in no collective of its own
+    proofs: Proofs = NONE  # of plans made ahead on this rank, so far
 
     @property
     def plans(self) -> tuple[MicrobatchPlan, ...]:
@@ -73,17 +65,17 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The training samples of a pool, dealt in order: `per_microbatch` to each microbatch.
-
-    `lengths`: of the sequences of one sample, known without reading it; None: they are not ours, and
-    nothing is planned ahead or held back. `remaining`: steps of the run, this one included.
-    """
+    """The training samples of a pool, dealt in order."""
 
     consumed: Callable[[], int]
     num_microbatches: Callable[[], int]
+    # Samples of each microbatch.
     per_microbatch: int
+    # Of the sequences of one sample, known without reading it; None: they are not ours, and nothing
+    # is planned ahead or held back.
     lengths: Callable[[int], tuple[int, ...]] | None = None
     total: int = 0
+    # Steps of the run, this one included.
     remaining: Callable[[], int] | None = None
     identity: Callable[[], DataIdentity] | None = None
 
@@ -105,20 +97,19 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The samples that a step draws: `num_microbatches` whole microbatches. `first`: the first
-    sample, read by its number; None: the data iterator has it next. `fingerprint`: of the plan, if
-    it is made already.
-    """
+    """The samples that a step draws: `num_microbatches` whole microbatches."""
 
     num_microbatches: int
+    # The first sample, read by its number; None: the data iterator has it next.
     first: int | None = None
+    # Of the plan, if it is made already.
     fingerprint: str = ""
 
 
 class StepPlans:
-    """Plans of training steps, or of evaluation, on one rank: `draw`, then `plan`. On a rerun the same
-    microbatches come again, and get the same plan.
-    """
+    """Plans of training steps, or of evaluation, on one rank: `draw`, then `plan`."""
+
+    # On a rerun the same microbatches come again, and get the same plan.
 
     def __init__(
         self,
@@ -142,9 +133,8 @@ class StepPlans:
         self._warned = False
 
     def draw(self, num_microbatches: int) -> Draw:
-        """The samples of the coming step, which runs `num_microbatches` microbatches; where their
-        lengths are known, it is planned here. ConfigError: documents wait that the steps left
-        cannot train.
+        """The samples of the coming step of `num_microbatches`, planned here where their lengths
+        are known. ConfigError: documents wait that the steps left cannot train.
         """
         consumed = self._samples.consumed()
         # A rerun of the step asks again, and draws the same.
@@ -192,15 +182,12 @@ class StepPlans:
         self, lengths: Lengths, *, may_delay: bool = True, announced: Mapping[int, str] = MappingProxyType({})
     ) -> PlannedStep:
         """The plan of a step of microbatches of these lengths, as read, equal on all ranks.
-
-        `may_delay`: whether documents may be held back that would fit; where nothing was drawn,
+        `may_delay`: whether documents may be held back that would fit, where nothing was drawn,
         which says so itself. `announced`: by global rank, the `Draw.fingerprint` of each.
 
-        Raises:
-            InfeasibleError: a microbatch that the pool cannot hold.
-            DataError: documents may wait, and others were read than the corpus has there.
-            PlanMismatchError: ranks that planned differently.
-            InvalidProgramError: the proof of an earlier plan failed.
+        InfeasibleError: a microbatch that the pool cannot hold. DataError: documents may wait, and
+        others were read than the corpus has. PlanMismatchError: ranks planned differently.
+        InvalidProgramError: the proof of an earlier plan failed.
         """
         consumed = self._samples.consumed()
         if self._drawn is not None and self._drawn[0] == consumed:
@@ -224,11 +211,9 @@ class StepPlans:
         return planned
 
     def _compared(self, planned: PlannedStep, consumed: int, announced: Mapping[int, str]) -> PlannedStep:
-        """The plan, compared across ranks before any of them runs it. Collective, unless it is the
-        one that all of them announced.
-        """
+        """The plan, compared across ranks. Collective, unless all of them announced it."""
         try:
-            if check_announced(announced) == planned.fingerprint:
+            if _check_announced(announced) == planned.fingerprint:
                 return dataclasses.replace(planned, announced=True)
             self._agree(planned.fingerprint)
         except PlanMismatchError as error:
@@ -258,7 +243,7 @@ class StepPlans:
         return ledger.to_json(self._here())
 
     def restore(self, ledger: Ledger, data: DataIdentity | None = None, accepted: str = "") -> None:
-        """Go on with the ledger of a checkpoint, whose samples are `data` (None: nobody knows);
+        """Go on with the ledger of a checkpoint, whose samples are `data` (None: unknown);
         ConfigError where this run cannot. `accepted`: the fingerprint of other samples, or "plain",
         after which to go on.
         """
@@ -424,10 +409,8 @@ def check_agreement(
     raise _mismatch({groups.ranks[i]: f"{a:08x}{b:08x}" for i, (a, b) in enumerate(every.tolist())})
 
 
-def check_announced(announced: Mapping[int, str]) -> str:
-    """The plan that all ranks announced (by global rank, the same on all), by fingerprint; empty:
-    none of them did. PlanMismatchError where they differ.
-    """
+def _check_announced(announced: Mapping[int, str]) -> str:
+    """The fingerprint that all ranks announced; empty: none did. PlanMismatchError: they differ."""
     if len(set(announced.values())) > 1:
         raise _mismatch(announced)
     return next(iter(announced.values()), "")

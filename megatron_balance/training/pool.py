@@ -31,20 +31,15 @@ class Pool:
 
     groups: Groups
     ranks_per_node: int
-    replicas: tuple[int, ...]
-    """By pool rank: the number of its replica, whose ranks read the same microbatches."""
-    readers: tuple[int, ...]
-    """By replica: the pool rank whose microbatches count."""
+    replicas: tuple[int, ...]  # by pool rank: the number of its replica, whose ranks read the same microbatches
+    readers: tuple[int, ...]  # by replica: the pool rank whose microbatches count
     stage: int = 0
     num_stages: int = 1
-    joint_groups: Groups | None = None
-    """None: there is one stage."""
-    joint_ranks_per_node: int = 0
-    """Ranks of the joint pool on a node; 0: they are spread unevenly or not node by node."""
+    joint_groups: Groups | None = None  # None: there is one stage
+    joint_ranks_per_node: int = 0  # ranks of the joint pool on a node; 0: they are spread unevenly or not node by node
+    # This rank's replica, where every replica attends for itself; None: the whole pool does
+    # together.
     replica_groups: Groups | None = None
-    """This rank's replica, where every replica attends for itself; None: the whole pool does
-    together.
-    """
 
     @property
     def attention(self) -> Groups:
@@ -133,9 +128,7 @@ class StrategyRanks:
         return seat is not None and seat.stage in (0, seat.scheme.pipeline - 1)
 
     def ranks_of(self, pipeline: int) -> tuple[int, ...]:
-        """The context-parallel ranks of a pipeline: those that attend with this rank, if it is one
-        of the pipeline's; else those of the first stage.
-        """
+        """A pipeline's context-parallel ranks, at this rank's place in it, if it has one."""
         seat = self.strategy.seat(self.rank)
         if seat is None or seat.pipeline != pipeline:
             return self._row(pipeline, 0, 0)
@@ -159,8 +152,7 @@ class StrategyRanks:
 class TensorParallel:
     """Ranks that compute the same tokens; rank 0, `source` in the world, reads and hands on."""
 
-    group: dist.ProcessGroup | None = None
-    """None: this rank alone."""
+    group: dist.ProcessGroup | None = None  # None: this rank alone
     source: int = 0
 
     @property
@@ -198,18 +190,11 @@ def make_pool(
     """Make the process groups of all pools, and return this rank's pool. Collective over the world,
     once.
 
-    Args:
-        mine: of this rank.
-        ranks_per_node: of the job, numbered node by node; None: nodes are told apart by host name.
-        sms: as for `make_groups`.
-        attends: the ranks that have the groups and streams that attention takes: each stage's
-            pool, the joint pools, or each replica's ranks of a pool.
-        safe: as for `make_groups`.
-        timeout: of every group; default torch's.
-
-    Raises:
-        ConfigError: nodes of a pool that hold different numbers of its ranks, or whose ranks are not
-            numbered node by node.
+    `ranks_per_node`: of the job, numbered node by node; None: nodes are told apart by host name.
+    `attends`: the ranks that have the groups and streams that attention takes: each stage's pool,
+    the joint pools, or each replica's ranks of a pool. Others as for `make_groups`. ConfigError:
+    nodes of a pool that hold different numbers of its ranks, or whose ranks are not numbered node
+    by node.
     """
     mine = dataclasses.replace(mine, host=socket.gethostname())
     everyone: list[Membership] = [mine] * dist.get_world_size()

@@ -41,12 +41,9 @@ from megatron_balance.errors import RankFailedError
 from megatron_balance.runtime.transport import break_off
 
 log = logging.getLogger(__name__)
-
 NAME = "megatron_balance/roll_call"
-PATIENCE_S = 3.0
-"""How long answers are waited for, and a rank that left a step by an error, which may come back."""
-MOST_NAMED, MOST_CHARACTERS = 8, 300
-"""Ranks that a sentence names, and of the reason of each."""
+PATIENCE_S = 3.0  # how long answers are waited for, and a rank that left a step by an error, which may come back
+MOST_NAMED, MOST_CHARACTERS = 8, 300  # ranks that a sentence names, and of the reason of each
 _POLL_S, _WATCH_S = 0.1, 1.0
 _MOST_CALLS = 4096
 _FOREVER = timedelta(days=365)
@@ -55,9 +52,7 @@ T = TypeVar("T")
 
 
 class _News(NamedTuple):
-    """A rank that `ends`, or that `left` call `number` of `pool` by an error, its `count`th; `over`:
-    the rank that holds the store has come to its end.
-    """
+    """A rank that `ends`, or `left` call `number` of `pool` by its `count`th error; `over`: no store."""
 
     rank: int
     what: str
@@ -95,8 +90,7 @@ class RollCall:
         self._calls = _PoolCalls(())  # of the pool of that call, or of the last one
         self._left: Exception | None = None  # the error by which this rank left one
         self._num_left = 0
-        self.found = ""
-        """The ranks that failed, in words, once they told this one."""
+        self.found = ""  # the ranks that failed, in words, once they told this one
         if self._size > 1:
             self._store, self._rank = _store(), dist.get_rank()
             # a wait keeps its connection busy, so it has its own
@@ -293,9 +287,7 @@ class RollCall:
 
 
 def _break_off_all() -> None:
-    """End all that this process waits for: each gloo group's transfers raise an error. With a group of
-    another backend the process ends.
-    """
+    """End all that this process waits for; with a group of another backend than gloo, the process."""
     groups: Any = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
     # A communicator of NCCL could be aborted, and what waits for it would go on with numbers that
     # never came. So a process with one is given a while to end by itself, and ends, as torch's own
@@ -310,9 +302,7 @@ def _break_off_all() -> None:
 def missing(
     store: Any, size: int, patience_s: float = PATIENCE_S, until: Callable[[], bool] | None = None
 ) -> list[int] | None:
-    """The ranks of `size` that did not answer within `patience_s`; None: the store itself is gone.
-    `until`: wait, though all have answered, until this is so.
-    """
+    """Ranks that did not answer within `patience_s`, or before `until`; None: the store is gone."""
     waiting = list(range(size))
     try:
         _ring(store, waiting)

@@ -37,40 +37,34 @@ from megatron_balance.runtime.groups import SEVERAL, Groups
 from megatron_balance.runtime.transport import receive, send
 
 log = logging.getLogger(__name__)
-
 STEPS = 3
 SLOW_PACE, SLOW_SHARE = 1.5, 0.05
 WAITING_SHARE, WORSE, AGAIN = 0.2, 1.25, 50
 SLOW_RATE, MEASURED, AT_LEAST = 0.5, 5, 2
-MOST_LINKS = 32
-"""Links that are measured: those that most was waited for, and as many between neighbours."""
-SOURCES = 4
-"""Of each rank's, those that it waited for longest are told to the others."""
+MOST_LINKS = 32  # links that are measured: those that most was waited for, and as many between neighbours
+SOURCES = 4  # of each rank's, those that it waited for longest are told to the others
 MOST_NAMED = 4
-
 Floats: TypeAlias = NDArray[np.float64]
-Link: TypeAlias = tuple[int, int]
-"""(rank that sends, rank that receives)."""
+Link: TypeAlias = tuple[int, int]  # (rank that sends, rank that receives)
 
 
 class RankTimes(NamedTuple):
-    """Times of one rank in one step, in seconds. `attended_s`: in attention; 0: not known (NCCL,
-    but in traced steps). `waited_s`: blocked, for transfers of attention; 0 on NCCL, where the host
-    waits for nothing. `pairs`: (query, key) pairs times heads, that it attended. `sources`: those
-    that it waited for longest, with seconds; `SEVERAL`: a collective's ranks.
-    """
+    """Times of one rank in one step, in seconds."""
 
     step_s: float
+    # In attention; 0: not known (NCCL, but in traced steps).
     attended_s: float
+    # Blocked, for transfers of attention; 0 on NCCL, where the host waits for nothing.
     waited_s: float
+    # (query, key) pairs times heads, that it attended.
     pairs: int
     calls: int
+    # Those that it waited for longest, with seconds; `SEVERAL`: a collective's ranks.
     sources: tuple[tuple[int, float], ...] = ()
 
 
 def own_times(pools: Sequence[Groups], joint: Groups, step_s: float, traced_s: float | None) -> list[int]:
     """This rank's times as integers (microseconds), to be gathered; and the clocks are set to zero.
-
     `pools`: all that attention may have run over; sources are told as ranks of `joint`. `traced_s`:
     seconds of attention by the device's clock, where the step was traced.
     """
@@ -108,13 +102,13 @@ def slow_ranks(ranks: Sequence[RankTimes]) -> dict[int, float]:
     attended_s, pairs, calls = np.array([(r.attended_s, r.pairs, r.calls) for r in (ranks[at] for at in known)]).T
     per_pair, per_call = attended_s / pairs, attended_s / calls
     # Both must be slow: neither a rank's share of the work nor many small calls make it so.
-    times = np.minimum(per_pair / median_of_others(per_pair), per_call / median_of_others(per_call))
+    times = np.minimum(per_pair / _median_of_others(per_pair), per_call / _median_of_others(per_call))
     lost_s = attended_s * (1 - 1 / times)
     slow = (times >= SLOW_PACE) & (lost_s >= SLOW_SHARE * max(each.step_s for each in ranks))
     return {known[at]: float(times[at]) for at in np.flatnonzero(slow).tolist()}
 
 
-def median_of_others(values: Floats) -> Floats:
+def _median_of_others(values: Floats) -> Floats:
     """For each of n >= 2 values, the median of all others."""
     order, count = np.argsort(values), len(values) - 1
     ordered, place = values[order], np.empty(len(values), dtype=np.int64)
@@ -131,7 +125,7 @@ def _waiting_share(ranks: Sequence[RankTimes]) -> float:
     return sum(each.waited_s for each in ranks) / len(ranks) / longest if longest else 0.0
 
 
-def links_to_measure(ranks: Sequence[RankTimes]) -> list[Link]:
+def _links_to_measure(ranks: Sequence[RankTimes]) -> list[Link]:
     """The links that most was waited for, and those between neighbours to compare them with."""
     waits = {(source, at): s for at, each in enumerate(ranks) for source, s in each.sources if source != SEVERAL}
     longest = sorted(waits, key=lambda link: (-waits[link], link))[:MOST_LINKS]
@@ -140,7 +134,7 @@ def links_to_measure(ranks: Sequence[RankTimes]) -> list[Link]:
     return list(dict.fromkeys([*longest, *ring]))
 
 
-def slow_links(rates: Mapping[Link, float], node_of: Callable[[int], int]) -> dict[Link, tuple[float, int]]:
+def _slow_links(rates: Mapping[Link, float], node_of: Callable[[int], int]) -> dict[Link, tuple[float, int]]:
     """By slow link, the median rate of the others of its kind, and how many those are."""
     kinds: dict[bool, list[Link]] = {}
     for link in rates:
@@ -157,14 +151,16 @@ def slow_links(rates: Mapping[Link, float], node_of: Callable[[int], int]) -> di
 
 @dataclass(slots=True)
 class Stragglers:
-    """The judgement of a job so far. Ranks are those of the joint pool; `names`: their numbers in
-    the job. `ranks_per_node`: 0: not known. `measure`: the rates of links in bytes/s, collective
-    over the ranks; None: they cannot be measured (NCCL). `tells`: this rank writes the log.
-    """
+    """The judgement of a job so far. Ranks are those of the joint pool."""
 
+    # Their numbers in the job.
     names: Sequence[int]
+    # 0: not known.
     ranks_per_node: int
+    # The rates of links in bytes/s, collective over the ranks; None: they cannot be measured
+    # (NCCL).
     measure: Callable[[Sequence[Link]], Mapping[Link, float]] | None
+    # This rank writes the log.
     tells: bool
     ranks: tuple[int, ...] = ()
     links: tuple[Link, ...] = ()
@@ -173,9 +169,7 @@ class Stragglers:
     _found: list[dict[Link, tuple[float, int]]] = field(default_factory=list[dict[Link, tuple[float, int]]])
 
     def judge(self, step: int, times: Sequence[RankTimes]) -> None:
-        """Judge a step by the times of all ranks, the same on all; collective where links are to be
-        measured. Logs what changed.
-        """
+        """Judge a step by all ranks' times, and log what changed; collective if links are measured."""
         self._recent.append((slow_ranks(times), _waiting_share(times)))
         if len(self._recent) < STEPS:
             return
@@ -229,8 +223,8 @@ class Stragglers:
                 return
         # Waits alone cannot tell a link: in a ring every rank soon waits as long as the one behind
         # the slow link. So links are measured, once, and again when ranks wait longer.
-        rates = self.measure(links_to_measure(times))
-        slow = slow_links(rates, lambda rank: rank // self.ranks_per_node if self.ranks_per_node else 0)
+        rates = self.measure(_links_to_measure(times))
+        slow = _slow_links(rates, lambda rank: rank // self.ranks_per_node if self.ranks_per_node else 0)
         log.debug("step %d: links carry bytes/s: %s", step, rates)
         self._measured = (step, beside)
         # One busy core can slow a measurement, and a link that loses packets is fast now and then:
@@ -272,19 +266,16 @@ def _microseconds(seconds: float) -> int:
 
 
 NUM_BYTES = 512 << 10
-REPEATS = 5
-"""All of them count: not each meets a lost packet."""
-
+REPEATS = 5  # all of them count: not each meets a lost packet
 _ASK_TAG, _ANSWER_TAG = 2**31 - 3, 2**31 - 2
 
 
 def link_rates(links: Sequence[Link], groups: Groups, ranks_per_node: int) -> dict[Link, float]:
     """Bytes/s of each link, by pool ranks, with the time of the question in it. Collective over the
     pool. `ranks_per_node`: 0: not known, so one link at a time.
-
-    Rank by rank a link's receiver asks, and times what the other end then sends: no two clocks are
-    compared.
     """
+    # Rank by rank a link's receiver asks, and times what the other end then sends: no two clocks
+    # are compared.
     took = torch.zeros(len(links), dtype=torch.float64)
     # Links are taken in rounds in which a rank is at one of them at most, and a node sends and
     # receives by one link between nodes at most: none shares a NIC with another that is measured.

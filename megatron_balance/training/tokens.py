@@ -53,29 +53,23 @@ def from_bits(bits: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-_FAILED = -1
-"""In place of a rank's first number: it could not read."""
+_FAILED = -1  # in place of a rank's first number: it could not read
 
+# Numbers before a rank's counts, each as the least and the most over its tensor-parallel ranks:
+# microbatches of a step, and two halves of the plan's fingerprint.
 _HEADER = 6
-"""Numbers before a rank's counts, each as the least and the most over its tensor-parallel ranks:
-microbatches of a step, and two halves of the plan's fingerprint.
-"""
-
-_NOT_PLANNED = -1
-"""In place of both halves of a fingerprint."""
+_NOT_PLANNED = -1  # in place of both halves of a fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLengths:
-    """The sequences that the pool read in one step.
+    """The sequences that the pool read in one step."""
 
-    `lengths[m]`: of all sequences of microbatch m, replica by replica. `owners[m]` [sequences]: the
-    pool rank that holds each. `announced`: by global rank, the fingerprint of the plan that it made
-    before.
-    """
-
+    # Of all sequences of each microbatch, replica by replica.
     lengths: tuple[tuple[int, ...], ...]
+    # [sequences] of each microbatch: the pool rank that holds each.
     owners: tuple[Ints, ...]
+    # By global rank, the fingerprint of the plan that it made before.
     announced: Mapping[int, str] = field(default_factory=dict[int, str])
 
 
@@ -90,20 +84,16 @@ def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and who
     fingerprint: str = "",
 ) -> PoolLengths:
     """Share the lengths of all sequences. Collective over the joint pool and the tensor-parallel
-    group.
+    group, whose rank 0 shares, and hands on.
 
-    Args:
-        mine: by microbatch, what this rank read; empty on ranks whose microbatches do not count.
-        failure: the reason why this rank could not read, told to the others before it is raised.
-        num_microbatches: of a step, on this rank.
-        pool: of this rank.
-        tensor_parallel: its rank 0 shares, and hands on.
-        device: that the process groups work on.
-        fingerprint: of the plan that this rank made for the step (16 hex digits); empty: none yet.
+    `mine`: by microbatch, what this rank read; empty where its microbatches do not count.
+    `failure`: the reason why it could not read, told to the others before it is raised.
+    `num_microbatches`: of a step, on this rank. `fingerprint`: of the plan that it made for the
+    step; empty: none yet.
 
-    Raises on every rank, so that none waits for another:
-        DataError: a rank could not read its microbatches, or stages read different ones.
-        ConfigError: ranks that run different numbers of microbatches; each is a collective of all.
+    Raised on every rank, so that none waits for another: DataError: a rank could not read, or
+    stages read different microbatches. ConfigError: ranks that run different numbers of
+    microbatches.
     """
     table = torch.empty(0)
     peers = [tensor_parallel.group] if tensor_parallel.group is not None and tensor_parallel.size > 1 else []
@@ -228,15 +218,10 @@ NOTHING = Recalled()
 def by_nano_batch(
     mine: Sequence[Sequences], shared: PoolLengths, members: Members, rank: int, recalled: Recalled = NOTHING
 ) -> tuple[list[Sequences], PoolLengths]:
-    """Sequences read here and in the pool, with each nano-batch as a microbatch of its own: two of one
-    microbatch take turns at the link (ping-pong; DistCA, section 4.1).
-
-    Args:
-        mine: by microbatch as read, or empty on ranks whose microbatches do not count.
-        shared: of the pool, by microbatch as read.
-        members: by microbatch and nano-batch, numbers of sequences; below 0 those of `recalled`.
-        rank: this one of the pool.
-        recalled: sequences of earlier steps.
+    """Sequences read here and in the pool, with each nano-batch as a microbatch of its own: two of
+    one microbatch take turns at the link (ping-pong; DistCA, section 4.1). `mine`: by microbatch as
+    read, or empty on ranks whose microbatches do not count. `members`: by microbatch and
+    nano-batch, numbers of sequences; below 0 those of `recalled`, of earlier steps.
     """
     chosen = list(chain.from_iterable(members))
     if all(len(each) == 1 for each in members) and tuple(chosen) == dealt(shared.lengths):
@@ -280,16 +265,14 @@ def by_nano_batch(
 
 
 class _Routes(NamedTuple):
-    """Rows between two orders: those in which ranks read them, and those of the plans' layouts.
+    """Rows between two orders: as ranks read them, and as the plans' layouts have them."""
 
-    `sent` [rows read here]: which of them go out, destination by destination, `send_counts` to each
-    pool rank. `place` [rows of this rank's layouts]: of each, its place in what arrives, source by
-    source.
-    """
-
+    # To each pool rank.
     send_counts: list[int]
+    # [rows read here]: which of them go out, destination by destination.
     sent: Ints
     receive_counts: list[int]
+    # [rows of this rank's layouts]: of each, its place in what arrives, source by source.
     place: Ints
 
 
@@ -315,23 +298,22 @@ class TokenExchange:
         self._ranks = [ranks[each] for each in of_plans]
         holders = {pipeline: pool.holders_of(pipeline) for pipeline in ranks}
         self._holders = [holders[each] for each in of_plans]
+        # By microbatch: rows (seq, start, stop) of this rank, in order.
         self.layouts: list[Ints] = [
             # Of another pipeline's plan this rank has no row.
             layout(plan, ranks.index(pool.rank)) if pool.rank in ranks else np.empty((0, Fragment.WIDTH), np.int64)
             for plan, ranks in zip(plans, self._ranks, strict=True)
         ]
-        """By microbatch: rows (seq, start, stop) of this rank, in order."""
+        # By microbatch: tokens of this rank.
         self.counts = [int((rows[:, Fragment.STOP] - rows[:, Fragment.START]).sum()) for rows in self.layouts]
-        """By microbatch: tokens of this rank."""
 
     def to_ranks(
         self, mine: Sequence[Sequences], num_columns: int, tensor_parallel: TensorParallel, device: torch.device
     ) -> list[Tensor]:
         """Rows [T, C] int64 of this rank by microbatch, in the order of its layouts; zeros on a
         pipeline stage that has no use for tokens. Collective over the pool (under a strategy: all
-        ranks) and the tensor-parallel group.
-
-        `mine`: by microbatch, what was read here; empty on ranks whose microbatches do not count.
+        ranks) and the tensor-parallel group. `mine`: as read here; empty where microbatches do not
+        count.
         """
         rows = torch.zeros(sum(self.counts), num_columns, dtype=torch.int64, device=device)
         # A tensor-parallel source receives, and its peers take the rows from it; the middle stages
@@ -456,16 +438,15 @@ def _starts(shared: PoolLengths, rank: int) -> list[Ints]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalMicrobatch:
-    """Rows of this rank in the plan's order, padding rows last.
+    """Rows of this rank in the plan's order, padding rows last."""
 
-    `rows` [T, C] int64, zeros where padded. `positions` [T] int64: of each token in its own
-    sequence. `padding` [T]: True where a row belongs to no sequence. `nano_batches`: those that
-    `interleave` brought into these rows; empty: it runs whole.
-    """
-
+    # [T, C] int64, zeros where padded.
     rows: Tensor
+    # [T] int64: of each token in its own sequence.
     positions: Tensor
+    # [T]: True where a row belongs to no sequence.
     padding: Tensor
+    # Those that `interleave` brought into these rows; empty: it runs whole.
     nano_batches: tuple[LocalMicrobatch, ...] = ()
 
 

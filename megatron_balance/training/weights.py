@@ -20,23 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.analysis.link import (
-    StrategyLink,
-    Twins,
-    WeightPiece,
-    elements,
-    link,
-    num_slots,
-    places,
-    slots_of,
-    through_nodes,
-)
+from megatron_balance.analysis import link
 from megatron_balance.analysis.shards import Base, ParameterTable, Shard, held
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Strategy
 
+# By number of a parameter, what a rank has of it: a contiguous tensor, read as a flat one.
 Flat = Mapping[int, torch.Tensor]
-"""By number of a parameter, what a rank has of it: a contiguous tensor, read as a flat one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +37,20 @@ class _LinkWay:
 
     packed: Ints
     unpacked: Ints
+    # The order [m] in which they are unpacked: by slot as slots are pushed, then by sending rank.
+    # So sums have the same bits whether slots move one by one or at once.
     turns: Ints
-    """The order [m] in which they are unpacked: by slot as slots are pushed, then by sending rank.
-    So sums have the same bits whether slots move one by one or at once.
-    """
     sent: tuple[int, ...]
     received: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Transfers of one slot of layers (`analysis.link`), or of all. `inside`: among ranks of
-    a node, behind `across` in a pull and before it in a push; None: there are none on any rank, so
-    that no rank waits for the call.
-    """
+    """Transfers of one slot of layers (`analysis.link`), or of all."""
 
     across: _LinkWay
+    # Among ranks of a node, behind `across` in a pull and before it in a push; None: there are none
+    # on any rank, so that no rank waits for the call.
     inside: _LinkWay | None
 
 
@@ -78,9 +66,9 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class WeightExchange:
-    """A rank's part in the change to one strategy. Made once per strategy, without a message. Slots
-    are pulled forwards and pushed backwards.
-    """
+    """A rank's part in the change to one strategy, made without a message."""
+
+    # Slots are pulled forwards and pushed backwards.
 
     pulls: tuple[_Slot, ...]
     pushes: tuple[_Slot, ...]
@@ -101,33 +89,33 @@ class WeightExchange:
         """
         base, owned, parameters = layout
         rank = group.rank()
-        parts: list[StrategyLink] = [link(base, owned, strategy, parameters, rank)]
+        parts: list[link.StrategyLink] = [link.link(base, owned, strategy, parameters, rank)]
         if apart.ranks_per_node is not None:
-            twins = Twins.of(strategy, base.num_ranks, apart.ranks_per_node)
-            parts = list(through_nodes(parts[0], parameters, twins, rank))
+            twins = link.Twins.of(strategy, base.num_ranks, apart.ranks_per_node)
+            parts = list(link.through_nodes(parts[0], parameters, twins, rank))
         own, mine = owned[owned[:, Shard.RANK] == rank], held(strategy, parameters, rank=rank)
         # Embedding and output have slots of their own, beside those of layers.
-        count = num_slots(strategy, parameters.num_layers) + 2 if apart.slots else 1
+        count = link.num_slots(strategy, parameters.num_layers) + 2 if apart.slots else 1
 
         def way(pieces: Ints, slots: Ints, sending: Ints, receiving: Ints) -> _LinkWay:
-            out, into = (pieces[pieces[:, end] == rank] for end in (WeightPiece.SRC, WeightPiece.DST))
+            out, into = (pieces[pieces[:, end] == rank] for end in (link.WeightPiece.SRC, link.WeightPiece.DST))
             return _LinkWay(
-                packed=places(out, sending),
-                unpacked=places(into, receiving),
-                turns=np.argsort(-slots[pieces[:, WeightPiece.DST] == rank], kind="stable"),
-                sent=tuple(sums(out[:, WeightPiece.DST], elements(out), base.num_ranks).tolist()),
-                received=tuple(sums(into[:, WeightPiece.SRC], elements(into), base.num_ranks).tolist()),
+                packed=link.places(out, sending),
+                unpacked=link.places(into, receiving),
+                turns=np.argsort(-slots[pieces[:, link.WeightPiece.DST] == rank], kind="stable"),
+                sent=tuple(sums(out[:, link.WeightPiece.DST], link.elements(out), base.num_ranks).tolist()),
+                received=tuple(sums(into[:, link.WeightPiece.SRC], link.elements(into), base.num_ranks).tolist()),
             )
 
         made: list[tuple[_Slot, ...]] = []
         for name, role, sending, receiving in (
-            ("pull", WeightPiece.DST, own, mine),
-            ("push", WeightPiece.SRC, mine, own),
+            ("pull", link.WeightPiece.DST, own, mine),
+            ("push", link.WeightPiece.SRC, mine, own),
         ):
             tables = [getattr(part, name) for part in parts]
             # Of each transfer, the slot in which it moves: by the parameter that the role's rank
             # has.
-            slots = [slots_of(t[:, WeightPiece.PARAMETER], t[:, role], strategy, parameters) for t in tables]
+            slots = [link.slots_of(t[:, link.WeightPiece.PARAMETER], t[:, role], strategy, parameters) for t in tables]
             # Two ends where what ranks of a node have alike crosses its NICs once: then from role
             # to role.
             ends = [(sending, receiving), (mine, mine)]
@@ -144,9 +132,7 @@ class WeightExchange:
         return cls(*made, group=group, device=device)
 
     def pull_slot(self, slot: int, owned: Flat, weights: Flat, dtype: torch.dtype) -> None:
-        """Bring the owners' fp32 weights of a slot to this rank's role, cast to `dtype` by the owner.
-        Collective over the group, slots from 0 on.
-        """
+        """Bring the owners' fp32 weights of a slot to this role, as `dtype`. Collective, in order."""
         part = self.pulls[slot]
         # First over the nodes' borders, then from the one that received to its node.
         for there, message in self._exchanged(part.across, owned, weights, dtype):
@@ -215,9 +201,7 @@ def _matched(table: Ints, flat: Flat, message: torch.Tensor) -> list[tuple[torch
 
 
 class Stopwatch:
-    """Measures named parts of a step, by the device's own clock where it has one; nothing waits for it
-    before the seconds are asked for.
-    """
+    """Measures named parts of a step, by the device's own clock if it has one, which nobody awaits."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -252,9 +236,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """Weights and gradients of a role, and the slot of each, by number of the parameter. `first`:
-    whether the rank computes on its pipeline's first stage.
-    """
+    """Weights, gradients and slots by number of the parameter; `first`: of the pipeline's stages."""
 
     weights: Flat
     gradients: Flat
@@ -263,9 +245,7 @@ class RoleMemory:
 
 
 class Lane:
-    """Runs functions one after the other beside the caller: a stream of the device, or a thread
-    where it has none. Not `beside`: at once.
-    """
+    """Runs functions in order `beside` the caller, on a stream or a thread; else at once."""
 
     def __init__(self, device: torch.device, *, beside: bool) -> None:
         self.beside = beside
@@ -297,13 +277,12 @@ class Lane:
 
 
 class Moves:
-    """Pull and push of one step of a role; what the caller waits for them is measured.
+    """Pull and push of one step of a role; what the caller waits for them is measured."""
 
-    All pulls are issued when the step begins; a push when the last microbatch's backward has left
-    the slot's layers. Ranks behind a pipeline's first stage, which waits for them, issue theirs
-    when their last backward is over. So any two ranks that share another communicator issue its
-    calls and these in the same order.
-    """
+    # All pulls are issued when the step begins; a push when the last microbatch's backward has left
+    # the slot's layers. Ranks behind a pipeline's first stage, which waits for them, issue theirs
+    # when their last backward is over. So any two ranks that share another communicator issue its
+    # calls and these in the same order.
 
     def __init__(
         self, exchange: WeightExchange, role: RoleMemory, owned: Flat, lane: Lane, stopwatch: Stopwatch
@@ -314,8 +293,8 @@ class Moves:
         self._arrived = 0
         self._owned = owned
         self._restore: Callable[[], None] = lambda: None
+        # Gradients that are still to come, by slot; None: nobody counts them.
         self._missing: Counter[int] | None = None
-        """Gradients that are still to come, by slot; None: nobody counts them."""
         self._pushed: list[Callable[[], None]] = []
 
     def pull(self, owned: Flat, dtype: torch.dtype) -> None:
@@ -335,9 +314,8 @@ class Moves:
         self._arrived = slot + 1
 
     def expect(self, num_microbatches: int, restore: Callable[[], None]) -> None:
-        """Push each slot when its gradients of so many microbatches are there; `restore` gives the
-        owners' gradients their memory back, before the first push.
-        """
+        """Push each slot when gradients of so many microbatches are there; `restore` comes before."""
+        # It gives the owners' gradients their memory back.
         self._restore = restore
         if self._role.first and self._lane.beside:
             counts = Counter(self._role.slots.values())

@@ -114,7 +114,7 @@ def measured(rank: int, controller: Controller) -> list[tuple[list[tuple[int, in
     import torch.distributed as dist
 
     from megatron_balance.runtime.groups import make_groups
-    from megatron_balance.training.stragglers import link_rates, slow_links
+    from megatron_balance.training.stragglers import _slow_links, link_rates
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -126,7 +126,7 @@ def measured(rank: int, controller: Controller) -> list[tuple[list[tuple[int, in
             controller.disturb(0, 1, bits_per_s, queue_bytes)
             before = controller.dropped(0, 1)
         dist.barrier()
-        slow = slow_links(link_rates(LINKS, groups, 2), lambda at: at // 2)
+        slow = _slow_links(link_rates(LINKS, groups, 2), lambda at: at // 2)
         found.append((sorted(slow), controller.dropped(0, 1) - before if rank == 0 else 0))
         dist.barrier()
     dist.destroy_process_group()

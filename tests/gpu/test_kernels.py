@@ -173,9 +173,9 @@ def machine(monkeypatch):
         def fault(name):
             return (broken or {}).get(name, "" if name in installed else kernels.NOT_INSTALLED)
 
-        monkeypatch.setattr(kernels, "import_fault", fault)
+        monkeypatch.setattr(kernels, "_import_fault", fault)
         monkeypatch.setattr(kernels, "capability_of", lambda device: capability if device.type == "cuda" else None)
-        monkeypatch.setattr(kernels, "trial_failure", lambda kernel, *_, **__: (trial or {}).get(kernel.name, ""))
+        monkeypatch.setattr(kernels, "_trial_failure", lambda kernel, *_, **__: (trial or {}).get(kernel.name, ""))
         for name, one in KERNELS.items():
             if one.modules:
                 made = replace(one, make=lambda _, name=name: VarlenKernel(name, ByFormula()), check=lambda: cudnn)
@@ -276,7 +276,7 @@ def test_a_cudnn_that_wants_multiples_of_64_is_skipped(machine, monkeypatch):
         ((9, 20, 0), ""),
     ):
         utils.get_cudnn_version = lambda version=version: version
-        found = kernels.cudnn_fault()
+        found = kernels._cudnn_fault()
         assert (fault in found) if fault else not found
 
 
@@ -289,18 +289,18 @@ def test_an_import_that_raises_is_a_fault_and_no_end(tmp_path, monkeypatch, erro
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(error if "/" in error else f"raise {error}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert kernels.import_fault(f"{name}.interface").startswith(
+    assert kernels._import_fault(f"{name}.interface").startswith(
         ("OSError: lib", "ImportError: undef", "ZeroDivisionError: ")
     )
     (tmp_path / f"{name}_2").mkdir()
     (tmp_path / f"{name}_2" / "__init__.py").write_text("")
     assert (
-        kernels.import_fault(f"{name}_2.interface")
-        == kernels.import_fault("no_such_package.part")
+        kernels._import_fault(f"{name}_2.interface")
+        == kernels._import_fault("no_such_package.part")
         == kernels.NOT_INSTALLED
     )
     (tmp_path / f"{name}_2" / "inner.py").write_text("import no_such_dependency")
-    assert kernels.import_fault(f"{name}_2.inner") == "ModuleNotFoundError: No module named 'no_such_dependency'"
+    assert kernels._import_fault(f"{name}_2.inner") == "ModuleNotFoundError: No module named 'no_such_dependency'"
 
 
 class Misaligned(ByFormula):
@@ -324,14 +324,14 @@ class WithoutWindows(ByFormula):
 def test_the_trial_tells_a_kernel_that_means_something_else():
     cpu = torch.device("cpu")
     ignores = VarlenKernel("without windows", WithoutWindows())
-    assert kernels.trial_failure(ignores, cpu, torch.bfloat16, 64) == ""
-    found = kernels.trial_failure(ignores, cpu, torch.bfloat16, 64, windows=True)
+    assert kernels._trial_failure(ignores, cpu, torch.bfloat16, 64) == ""
+    found = kernels._trial_failure(ignores, cpu, torch.bfloat16, 64, windows=True)
     assert found.startswith("its first call differs from the formula, out by")
     right = VarlenKernel("right", ByFormula())
     padded = PaddedKernel(VarlenKernel("padded", ByFormula()), (100, 100), 104)
-    assert kernels.trial_failure(right, cpu, torch.bfloat16, 64, windows=True) == ""
-    assert kernels.trial_failure(padded, cpu, torch.float32, 100) == ""
-    found = kernels.trial_failure(VarlenKernel("misaligned", Misaligned()), cpu, torch.bfloat16, 64)
+    assert kernels._trial_failure(right, cpu, torch.bfloat16, 64, windows=True) == ""
+    assert kernels._trial_failure(padded, cpu, torch.float32, 100) == ""
+    found = kernels._trial_failure(VarlenKernel("misaligned", Misaligned()), cpu, torch.bfloat16, 64)
     assert found.startswith("its first call differs from the formula, out by")
 
 
@@ -376,7 +376,7 @@ def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
     for module, stand_in in stand_ins.LIBRARIES[name].items():
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(
-        kernels, "import_fault", lambda module: "" if module in stand_ins.LIBRARIES[name] else kernels.NOT_INSTALLED
+        kernels, "_import_fault", lambda module: "" if module in stand_ins.LIBRARIES[name] else kernels.NOT_INSTALLED
     )
     kernel = KERNELS[name.split(" ")[0]].make(DIM)
     inputs = _inputs(torch.bfloat16)
@@ -412,22 +412,22 @@ def test_flash_attention_4_lies_behind_torchs_operators_while_it_is_chosen(monke
     for depth in range(1, 3):
         monkeypatch.setitem(sys.modules, ".".join(FA4.split(".")[:depth]), ModuleType(""))
     monkeypatch.setitem(sys.modules, FA4, interface)
-    assert not kernels.flash_attention_4_fault()
+    assert not kernels._flash_attention_4_fault()
     own = kernels.TorchCalls()
     four = kernels.TorchCalls("FA4")
     try:
-        assert kernels.current_flash_attention_impl() == "FA4"
+        assert kernels._current_impl() == "FA4"
         at = kernels.CuSeqlens(torch.zeros(1), torch.zeros(1), 1, 1, False)
         q, k, v = _inputs(torch.bfloat16)
         with pytest.raises(RuntimeError, match="is now FA4, this kernel was made for FlashAttention-2; make it anew"):
             own.forward(at, q, k, v, SCALE)
         assert four.impl == "FA4"
         kernels.TorchCalls()
-        assert kernels.current_flash_attention_impl() is None
+        assert kernels._current_impl() is None
         kernels.TorchCalls("FA4")
     finally:
-        kernels.restore_flash_attention()
-    assert kernels.current_flash_attention_impl() is None
+        kernels._restore_flash_attention()
+    assert kernels._current_impl() is None
 
 
 def test_padded_statistics_of_an_old_cudnn_are_refused(monkeypatch):

@@ -15,8 +15,8 @@ from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterT
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import flags
-from megatron_balance.megatron.roles import Roles, base_layout, check_shards
-from megatron_balance.megatron.ways import check_strategies
+from megatron_balance.megatron.roles import Roles, _check_shards, base_layout
+from megatron_balance.megatron.ways import _check_strategies
 from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, validation_losses, write_corpus
 from tests.megatron.test_parity import SLOW
 from tests.support.megatron_run import Result, Trainer
@@ -183,13 +183,13 @@ GIVEN: dict[str, Any] = {
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_what_strategies_cannot_change_under_is_refused_all_at_once(given: dict[str, Any], message: str) -> None:
     named = tuple(map(Strategy.parse, ("tp3-pp1-cp1", "tp1-pp2-cp1")))
-    check_strategies(Arguments(GIVEN), named)
+    _check_strategies(Arguments(GIVEN), named)
     with pytest.raises(ConfigError, match=message):
-        check_strategies(Arguments({**GIVEN, **given}), named)
+        _check_strategies(Arguments({**GIVEN, **given}), named)
 
 
 def test_the_vocabulary_that_a_refusal_names_is_one_that_tensor_parallelism_divides() -> None:
-    check_strategies(
+    _check_strategies(
         Arguments({**GIVEN, "vocab_size": 100, "make_vocab_size_divisible_by": 48}), (Strategy.parse("tp3-pp1-cp1"),)
     )
 
@@ -248,9 +248,9 @@ def test_a_megatron_whose_shards_are_not_the_links_is_refused() -> None:
     parameters = ParameterTable.of((Parameter("a", 4, 2, 0),), 1)
     base = Base(Scheme(), 2, (Buffer(0, np.array([0]), np.array([0]), np.array([0, 8])),))
     mine = base.owned(parameters)[:1]
-    check_shards(mine, {0: torch.zeros(4)}, parameters)
+    _check_shards(mine, {0: torch.zeros(4)}, parameters)
     for weights in ({}, {0: torch.zeros(5)}, {0: torch.zeros(4, dtype=torch.bfloat16)}):
         with pytest.raises(ConfigError, match=r"elements of a in .*, expected 4 in torch\.float32"):
-            check_shards(mine, weights, parameters)
+            _check_shards(mine, weights, parameters)
     with pytest.raises(ConfigError, match="made 2 model chunks on this rank, expected one"):
         base_layout([None, None], None, Scheme())

@@ -231,7 +231,7 @@ def test_documents_are_split_as_megatron_splits_them(split: str, num_documents: 
     expected = [
         range(round(part[0] * num_documents), round(part[1] * num_documents)) if part else range(0) for part in theirs
     ]
-    ours = split_documents(num_documents, data.parse_split(split))
+    ours = split_documents(num_documents, data._parse_split(split))
     assert [list(part) for part in ours] == [list(part) for part in expected]
 
 
@@ -530,7 +530,7 @@ def test_scalars_go_to_megatrons_own_writers_where_there_are_any(monkeypatch: py
     tensorboard, wandb = Writer(), Writer()
     monkeypatch.setattr(session, "get_tensorboard_writer", lambda: tensorboard)
     monkeypatch.setattr(session, "get_wandb_writer", lambda: wandb)
-    writers = session.scalar_writers(interval=2)
+    writers = session._scalar_writers(interval=2)
     assert writers(7) == [], "not a step at which Megatron writes"
     for write in writers(8):
         write("balance/num_tokens", 90, 8)

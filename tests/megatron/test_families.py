@@ -32,8 +32,8 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, PADDING, POSITION, TOKEN, column, unpack
 from megatron_balance.megatron.planning import planned_model
-from megatron_balance.megatron.router import check_router, sinkhorn_of_pool
-from megatron_balance.megatron.ways import check_samples
+from megatron_balance.megatron.router import _sinkhorn_of_pool, check_router
+from megatron_balance.megatron.ways import _check_samples
 from megatron_balance.patches.layers import looked_up
 from megatron_balance.planning import choice
 from megatron_balance.runtime.bind import AttentionShape
@@ -483,10 +483,10 @@ def test_sinkhorn_is_megatrons_and_rows_of_no_sequence_count_nowhere() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(50, 8, generator=generator)
     alone: Any = OneRank()
-    torch.testing.assert_close(sinkhorn_of_pool(logits, None, alone), sinkhorn(logits))
+    torch.testing.assert_close(_sinkhorn_of_pool(logits, None, alone), sinkhorn(logits))
     padding = torch.arange(60) >= 50
     padded = torch.cat([logits, torch.randn(10, 8, generator=generator)])
-    found = sinkhorn_of_pool(padded, padding, alone)
+    found = _sinkhorn_of_pool(padded, padding, alone)
     torch.testing.assert_close(found[:50], sinkhorn(logits))
 
 
@@ -595,9 +595,9 @@ def test_planners_that_part_samples_are_refused() -> None:
     for name in ("wlb_llm", "hydraulis", "megatron"):
         config: Any = SimpleNamespace(planner=SimpleNamespace(name=name, planner=planners.PLANNERS[name]))
         with pytest.raises(ConfigError, match=f"planner {name} makes microbatches of its own"):
-            check_samples(args, config)
+            _check_samples(args, config)
         with pytest.raises(ConfigError, match=r"seq_aux_loss is a loss.*; --sft averages evaluation"):
-            check_samples(argparse.Namespace(**{**vars(args), "sft": True}), config)
-        check_samples(parse("--sft", "--eval-iters", "0"), config)
+            _check_samples(argparse.Namespace(**{**vars(args), "sft": True}), config)
+        _check_samples(parse("--sft", "--eval-iters", "0"), config)
     config = SimpleNamespace(planner=SimpleNamespace(name="zeppelin", planner=planners.PLANNERS["zeppelin"]))
-    check_samples(args, config)
+    _check_samples(args, config)

@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.megatron import library
-from megatron_balance.megatron.data import PADDING, Reader, positions_of
+from megatron_balance.megatron.data import PADDING, Reader, _positions_of
 from megatron_balance.megatron.gpt import check_model
 from tests.megatron.conftest import (
     EXPERTS,
@@ -335,13 +335,13 @@ def test_a_filled_row_that_does_not_end_with_the_sample_is_refused(
     ends: list[list[int]], argmin: list[int] | None
 ) -> None:
     with pytest.raises(DataError, match=r"cu_seqlens of shape .* rising from 0 to 6, and filled with 6 or -1"):
-        positions_of(torch.tensor(ends), torch.Size((1, 6)), None if argmin is None else torch.tensor(argmin))
+        _positions_of(torch.tensor(ends), torch.Size((1, 6)), None if argmin is None else torch.tensor(argmin))
 
 
 @pytest.mark.parametrize("ends", [[[0, 5]], [[1, 6]], [[0, 4, 2, 6]], [[0, 7]], [[6]], [0, 7], [6], [[0, 6], [0, 6]]])
 def test_cu_seqlens_that_are_not_the_samples_are_refused(ends: list[Any]) -> None:
     with pytest.raises(DataError, match=r"cu_seqlens of shape .* rising from 0 to 6"):
-        positions_of(torch.tensor(ends), torch.Size((1, 6)))
+        _positions_of(torch.tensor(ends), torch.Size((1, 6)))
 
 
 def test_learned_positions_must_open_where_cu_seqlens_does() -> None:
@@ -552,14 +552,14 @@ BATCH = {name: torch.zeros(2, 8, dtype=torch.int64) for name in ("tokens", "labe
 def test_a_batch_is_what_the_loop_said(batch: Any, by_sample: bool, told: str | None) -> None:
     args = argparse.Namespace(micro_batch_size=2, seq_length=8)
     with nullcontext() if told is None else pytest.raises(DataError, match=told):
-        library.check_batch(batch, args, by_sample=by_sample)
+        library._check_batch(batch, args, by_sample=by_sample)
 
 
 def test_groups_are_those_of_parallel_state() -> None:
     with one_process():
-        library.check_groups(None)
-        library.check_groups(SimpleNamespace(dp_cp=mpu.get_data_parallel_group(with_context_parallel=True)))
+        library._check_groups(None)
+        library._check_groups(SimpleNamespace(dp_cp=mpu.get_data_parallel_group(with_context_parallel=True)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(library.dist, "get_process_group_ranks", lambda group: [group] if group == "other" else [0])
             with pytest.raises(ConfigError, match=r"pg_collection.pp has ranks \['other'\], and .* \[0\]: plans take"):
-                library.check_groups(SimpleNamespace(pp="other"))
+                library._check_groups(SimpleNamespace(pp="other"))

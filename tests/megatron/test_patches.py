@@ -88,7 +88,7 @@ def test_a_job_needs_only_what_it_uses() -> None:
 def test_the_installed_source_is_reviewed(patch: Patch) -> None:
     assert bool(patch.reviewed) == (patch.role != "wrapped")
     assert (
-        patch.role == "wrapped" or "0.19" in patch.reviewed[source_digest(report.find_source(INSTALLED, patch.target))]
+        patch.role == "wrapped" or "0.19" in patch.reviewed[source_digest(report._find_source(INSTALLED, patch.target))]
     )
     assert len(patch.why) > 20
 

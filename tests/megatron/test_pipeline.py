@@ -8,7 +8,7 @@ import torch
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.megatron import planning
-from megatron_balance.megatron.forward_backward import check_number
+from megatron_balance.megatron.forward_backward import _check_number
 from megatron_balance.megatron.stages import Crossings, PlannedTransfers, StageShapes, given_group
 from megatron_balance.runtime.groups import Groups, single
 from megatron_balance.simulator import pipeline
@@ -193,9 +193,9 @@ def test_a_stage_that_changes_the_rows_is_told() -> None:
 
 
 def test_a_plan_of_another_number_of_microbatches_is_refused() -> None:
-    check_number(4, 4)
+    _check_number(4, 4)
     with pytest.raises(ConfigError, match=r"made 3 microbatches of a step in which every rank runs 4"):
-        check_number(3, 4)
+        _check_number(3, 4)
 
 
 def test_a_communicator_of_another_kind_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.planning import recompute_of
-from megatron_balance.megatron.stages import attention_passes, phases
+from megatron_balance.megatron.stages import _attention_passes, phases
 from megatron_balance.megatron.ways import attends_jointly
 from tests.megatron.conftest import (
     SEQ_LENGTH,
@@ -204,11 +204,11 @@ def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[st
         SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options})
     )
     for num_nano_batches in (1, 2):
-        passes = attention_passes(recompute, 3, num_nano_batches, backward=True)
+        passes = _attention_passes(recompute, 3, num_nano_batches, backward=True)
         assert " ".join(f"{'fb'[each.backward]}{attended(each.segments, num_nano_batches)}" for each in passes) == calls
         assert {name[0] for name in phases(recompute, 3, backward=True)} == {call[0] for call in calls.split()}
         for training in (True, False):
-            forward = attention_passes(recompute, 3, num_nano_batches, backward=False, training=training)
+            forward = _attention_passes(recompute, 3, num_nano_batches, backward=False, training=training)
             assert sum(attended(each.segments, num_nano_batches) for each in forward) == 3
         assert len(forward) == 1, "nothing is computed again in an evaluation"
 

@@ -36,7 +36,7 @@ from megatron_balance.planning.layers import nano_batches_of
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import single
-from megatron_balance.training.figures import tick_figures
+from megatron_balance.training.figures import _tick_figures
 from megatron_balance.training.ledger import DataIdentity
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths
@@ -176,7 +176,7 @@ def test_figures_of_ticks_count_each_half_once() -> None:
     planned = planning.step_plans(work, ahead=False).plan(((300, 200, 40), (170,), (90, 90)))
     cost = AnalyticCost(work.joint_cluster(), work.model())
     both, first, second = (
-        tick_figures(nano_batches, work.model(), cost, 1)
+        _tick_figures(nano_batches, work.model(), cost, 1)
         for nano_batches in (planned.step.ticks, planned.step.ticks[:1], planned.step.ticks[1:])
     )
     assert both["num_ticks"] == first["num_ticks"] == 2 * (3 + 1)
@@ -439,14 +439,14 @@ def batches(count: int) -> list[tuple[list[int], int, int]]:
 
 
 def test_hybrid_makes_the_groups_that_megatron_makes() -> None:
-    scheduler = own.own_scheduler()
+    scheduler = own._own_scheduler()
     assert scheduler is not None
     for lengths, tokens, num_ranks in batches(300):
         assert megatron.RULES["hybrid"](lengths, tokens, num_ranks) == scheduler(lengths, tokens, num_ranks)
 
 
 def test_a_plan_made_by_megatron_itself_is_the_plan_of_our_rules() -> None:
-    scheduler = own.own_scheduler()
+    scheduler = own._own_scheduler()
     assert scheduler is not None
     cluster, model, lengths = Cluster(8, 4), Model(8, 2, 16), (300, 140, 40, 20, 7, 1, 90, 90, 65)
     ours = make_planner("megatron_dynamic", cluster, model, rules="hybrid")(lengths)
@@ -461,7 +461,7 @@ def test_a_scheduler_that_fails_is_left_alone_and_said_so(
 
     monkeypatch.setattr(own, "_schedule", broken)
     with caplog.at_level(logging.WARNING):
-        assert own.own_scheduler() is None
+        assert own._own_scheduler() is None
     assert (
         "has no scheduler of context-parallel groups that works (AssertionError: no group); use our rules"
         in caplog.text
@@ -480,7 +480,7 @@ LENGTHS = (300, 140, 40, 20, 7, 1, 90, 90, 65)
 
 def planner(spec: PlanSpec) -> Callable[[Batch], MicrobatchPlan]:
     """The planner by Megatron's own scheduler, layers included."""
-    choice = own.by_own_scheduler(spec.choice())
+    choice = own._by_own_scheduler(spec.choice())
     assert choice is not None
     cost = planning_cost(spec.cluster, spec.model, None)
     return lambda batch: choice.plan(batch, spec.cluster, spec.model, cost)
@@ -531,6 +531,6 @@ def test_a_batch_that_megatrons_code_fails_on_is_planned_by_our_rules(
 
 def test_other_planners_and_rules_are_not_megatrons() -> None:
     assert (
-        own.by_own_scheduler(dataclasses.replace(SPEC, options={**SPEC.options, "rules": "dynamic"}).choice()) is None
+        own._by_own_scheduler(dataclasses.replace(SPEC, options={**SPEC.options, "rules": "dynamic"}).choice()) is None
     )
-    assert own.by_own_scheduler(dataclasses.replace(SPEC, name="te_ring", options={}).choice()) is None
+    assert own._by_own_scheduler(dataclasses.replace(SPEC, name="te_ring", options={}).choice()) is None

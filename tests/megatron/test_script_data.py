@@ -72,7 +72,7 @@ def build(*blend: Any, kind: Any = GPTDataset, samples: int = SAMPLES, **setting
 
 
 def identity(dataset: Any, **args: Any) -> DataIdentity:
-    return script_data.identify(dataset, argparse.Namespace(**{**vars(ARGS), **args}))
+    return script_data._identify(dataset, argparse.Namespace(**{**vars(ARGS), **args}))
 
 
 LENGTHS = [40, 7, 90, 33, 64, 12, 51, 20] * 6

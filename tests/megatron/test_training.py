@@ -80,11 +80,11 @@ def assert_an_account_was_saved_and_another_corpus_is_refused(
     Megatron prefers a `common.pt` to what the checkpoint says of the same.
     """
     common = load_common_state_dict(checkpoint)
-    ledger, _ = session.saved_ledger(common["args"])
+    ledger, _ = session._saved_ledger(common["args"])
     assert ledger.carry == EMPTY
     assert ledger.drawn == ledger.trained > 0
     waiting = Ledger(Carry.of("wlb_llm", {"remained": []}, ((-1, 7),)), (HeldDocument(-1, 0, 0, 7),), drawn=7)
-    session.save_ledger(waiting.to_json(DataIdentity("0123456789abcdef")), common["args"])
+    session._save_ledger(waiting.to_json(DataIdentity("0123456789abcdef")), common["args"])
     torch.save(common, checkpoint / "common.pt")
 
     saving = {**saving, "train-iters": saving["train-iters"] + 1, "override-opt_param-scheduler": True}

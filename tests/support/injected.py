@@ -11,7 +11,7 @@ from typing import Any
 # Functions, as module:name or module:class.method, at whose call a rank fails; start: before all.
 PLACES = {
     "start": "",
-    "lengths": "megatron_balance.megatron.forward_backward:share_lengths",
+    "lengths": "megatron_balance.training.tokens:share_lengths",
     "plan": "megatron_balance.planning.step_planner:StepPlanner.plan",
     "tokens": "megatron_balance.training.tokens:TokenExchange.to_ranks",
     "bind": "megatron_balance.training.binding:Binder.bind",

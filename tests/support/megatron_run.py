@@ -359,7 +359,7 @@ def _enter(job: Job) -> int:
     if job.entry == "loop":
         from tests.support import loop_runs
 
-        entry.set_up_logging()
+        entry._set_up_logging()
         return loop_runs.run(list(job.argv))
     if job.entry == "roles":
         from tests.support import role_runs

@@ -83,7 +83,7 @@ def merged(moved: mover.TritonMover, dim: int, found: dict[str, str]) -> dict[st
     """Counts of a merge of heads of `dim` elements, or why it does not compile."""
     part = mover.partial_of(torch.zeros((1, 1, dim), dtype=torch.bfloat16), torch.zeros((1, 1)))
     try:
-        mover.merge_parts(moved, [part] * 2, torch.empty((1, 1, dim), dtype=torch.bfloat16), torch.empty((1, 1)))
+        mover._merge_parts(moved, [part] * 2, torch.empty((1, 1, dim), dtype=torch.bfloat16), torch.empty((1, 1)))
     except RuntimeError as error:
         return str(error)
     return counted(found["merge_rows"])

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, layout, parcel_bytes, unpack
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, layout, unpack
 from megatron_balance.runtime.lower.moves import Moved, MoverCall, Site
 from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover, PlainMover, RowMove, Sent, Space
 from megatron_balance.runtime.movers.triton.kernels import AddBlock
-from megatron_balance.runtime.movers.triton.mover import TritonMover, add_tables
+from megatron_balance.runtime.movers.triton.mover import TritonMover, _add_tables
 
 CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -227,11 +227,8 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     results = []
     for mover in movers():
         mover.prepare([MoverCall(call, moved) for call in ("fill", "place", "add")], {}, form)
-        messages = [
-            x
-            for one in unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
-            for x in one
-        ]
+        raw = torch.zeros(layout(tuple(carried), form).num_bytes + 32, dtype=torch.uint8)
+        messages = [x for one in unpack(raw, carried, form) for x in one]
         of = [
             {b: values((*size, dim), dtype, 7 * seed + b) for b, size in sizes.items()}
             for seed, ((_, sizes), dim) in enumerate(zip(packs, dims, strict=True))
@@ -284,7 +281,7 @@ def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
     for mover in movers():
         if ahead:
             mover.prepare([MoverCall("add", moved)], {}, form)
-        raw = torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8)
+        raw = torch.zeros(layout(tuple(carried), form).num_bytes + 32, dtype=torch.uint8)
         messages = [x for (x,) in unpack(raw, carried, form)]
         for seed, m in enumerate(messages):
             m.copy_(values(tuple(m.shape), dtype, 99 + seed))
@@ -310,7 +307,7 @@ def added_at_once() -> None:
         Moved(p, (form.wide, form.wide, 16), (Site("sum"),), Site("block", at.begin, at.strides[0]), ((0, (8, 2)),))
         for p, (at,) in zip(packs, layout(tuple(carried), form).places, strict=True)
     ]
-    tables = add_tables(moved, CPU)
+    tables = _add_tables(moved, CPU)
     assert len(tables) == 1
     assert len(tables[0].pairs) == 1
     rows = [[0] * 8 for _ in range(2)]
@@ -336,7 +333,7 @@ def apart() -> None:
     both = [values((10, 2, width), form.dtype, width) for width in form.kv_widths]
     mover = TritonMover(CPU)
     mover.prepare([MoverCall("fill", moved)], {}, form)
-    messages = unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
+    messages = unpack(torch.zeros(layout(tuple(carried), form).num_bytes + 32, dtype=torch.uint8), carried, form)
     fills = [RowMove(p, (x,), y) for p, m in zip(packs, messages, strict=True) for x, y in zip(both, m, strict=True)]
     mover.fill(fills)
     for (begin, n), message in zip(zip(first, counts, strict=True), messages, strict=True):
@@ -383,7 +380,7 @@ def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: 
         for seed, p in enumerate(parts):
             lse = (3 * values((heads, p.num_rows), wide, 50 + seed)).T
             held.add(p, (True,) * len(p.runs), values((p.num_rows, heads, 16), dtype, seed), lse)
-        messages = unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
+        messages = unpack(torch.zeros(layout(tuple(carried), form).num_bytes + 32, dtype=torch.uint8), carried, form)
         made = [Sent(p, *m) for p, m in zip(out, messages, strict=True)]
         assert not isinstance(mover, TritonMover) or mover.send_table(made) is not None, "messages one by one"
         held.send(made)

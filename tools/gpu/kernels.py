@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, parcel_bytes, unpack
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, layout, unpack
 from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover, PlainMover, RowMove, Sent, Space
@@ -127,7 +127,7 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     yield Case(MOVES[1], num_bytes, lambda mover: lambda: mover.place(places), lambda: targets)
     form = CallForm.of(AttentionShape(*heads[:2], shape.head_dim), torch.bfloat16, "fp32")
     carried = [(Kind.Q, shape.tokens, heads[0]), (Kind.KV, shape.tokens, heads[1])]
-    raw = torch.zeros(parcel_bytes(carried, form), dtype=torch.uint8, device=device)
+    raw = torch.zeros(layout(tuple(carried), form).num_bytes, dtype=torch.uint8, device=device)
     (q,), (kv,) = unpack(raw, carried, form)
     messages = [RowMove(p, (x,), y) for p, x, y in zip(packed, sources, (q, kv[0], kv[1]), strict=True)]
     yield Case(MOVES[2], num_bytes, lambda mover: lambda: mover.fill(messages), lambda: [raw])

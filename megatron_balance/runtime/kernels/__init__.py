@@ -22,24 +22,20 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.runtime.kernels.base import Entries, FinalRows, Grads, Kernel, PlainKernel, Window
 from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel
 
-NO_WINDOW: Window = (-1, -1)
-"""As the libraries say that there is none."""
+NO_WINDOW: Window = (-1, -1)  # as the libraries say that there is none
 
 
 @dataclass(frozen=True, slots=True)
 class CuSeqlens:
-    """The entries of one launch, all full, all causal, or all of one sliding window: cu_seqlens of
-    the packed queries and keys, and the rows of their largest entry.
+    """The entries of one launch under one mask, and the rows of their largest."""
 
-    `cu_q`, `cu_k`: int32 [entries + 1], on the device. `window`: `kernels.base.Window`; where it ends
-    with a query's own key, `causal` holds, too.
-    """
-
+    # int32 [entries + 1], on the device, of the packed queries, and of keys.
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
     max_k: int
     causal: bool
+    # `kernels.base.Window`; where it ends with a query's own key, `causal` holds, too.
     window: Window = NO_WINDOW
 
 
@@ -62,44 +58,39 @@ def _window_sides(at: CuSeqlens) -> dict[str, int]:
     return {"window_size_left": at.window[0], "window_size_right": at.window[1]}
 
 
-def _deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
-
-
-def current_flash_attention_impl() -> str | None:
+def _current_impl() -> str | None:
     """The implementation behind torch's flash attention; None: its own, FlashAttention-2."""
     return attention.current_flash_attention_impl() if hasattr(attention, "current_flash_attention_impl") else None
 
 
-def flash_attention_4_fault() -> str:
+def _flash_attention_4_fault() -> str:
     """The reason why torch cannot put FlashAttention-4 behind its operators; "" if it can."""
     if "FA4" in getattr(attention, "list_flash_attention_impls", list)():
         return ""
     return f"torch {torch.__version__} cannot put it behind its operators, 2.13 can"
 
 
-def restore_flash_attention() -> None:
-    if current_flash_attention_impl() is not None:
+def _restore_flash_attention() -> None:
+    if _current_impl() is not None:
         attention.restore_flash_attention_impl()
 
 
 # torch 2.13 (aten), and `torch.nn.attention.activate_flash_attention_impl`, which puts
 # FlashAttention-4 behind the same operators.
 class TorchCalls:
-    """FlashAttention behind torch's operators: 2, as torch was built with it, or `impl`.
+    """FlashAttention behind torch's operators: 2, as torch was built with it, or `impl`."""
 
-    What is behind them is the same for the whole process, so the kernel made last decides; an
-    earlier one refuses to run by another's.
-    """
+    # What is behind them is the same for the whole process, so the kernel made last decides; an
+    # earlier one refuses to run by another's.
 
     def __init__(self, impl: str | None = None) -> None:
         self.impl = impl
-        restore_flash_attention()
+        _restore_flash_attention()
         if impl is not None:
             attention.activate_flash_attention_impl(impl)
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        now = current_flash_attention_impl()
+        now = _current_impl()
         if now != self.impl:
             raise RuntimeError(
                 f"behind torch's flash attention is now {now or 'FlashAttention-2'}, this kernel was made for "
@@ -152,15 +143,14 @@ class _FlashAttn2Calls:
             window_size_right=at.window[1],
             softcap=0.0,
             alibi_slopes=None,
-            deterministic=_deterministic(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
 
 
+# Modules that flash-attn 3 may be. Its own setup puts one at the top, Transformer Engine's
+# instructions put it into a package.
 FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
-"""Modules that flash-attn 3 may be.
-
-Its own setup puts one at the top, Transformer Engine's instructions put it into a package."""
 
 
 # flash-attn 3 as of the tag 2.8.3 and of main in August 2026 (`hopper/flash_attn_interface.py`);
@@ -169,7 +159,7 @@ class _FlashAttn3Calls:
     """flash-attn 3 for Hopper."""
 
     def __init__(self) -> None:
-        self.module: ModuleType = import_module(next(name for name in FLASH_ATTN_3 if not import_fault(name)))
+        self.module: ModuleType = import_module(next(name for name in FLASH_ATTN_3 if not _import_fault(name)))
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         new_keys_and_out, used, paging_rotary_scales = (None,) * 4, (None,) * 3, (None,) * 9
@@ -184,22 +174,19 @@ class _FlashAttn3Calls:
         self.module._flash_attn_backward(
             *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), at.cu_q, at.cu_k, None, None, at.max_q, at.max_k),
             *(dq, dk, dv, scale, at.causal),
-            deterministic=_deterministic(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
 
 
+# From this cuDNN on lengths need not be multiples of 64 under a mask that is causal at the bottom
+# right (Transformer Engine 2.17.1, `common/fused_attn/fused_attn.cpp`); before 9.6 LSE is padded,
+# too.
 CUDNN = (9, 7)
-"""From this cuDNN on lengths need not be multiples of 64 under a mask that is causal at the bottom
-right (Transformer Engine 2.17.1, `common/fused_attn/fused_attn.cpp`); before 9.6 LSE is padded, too.
-"""
+CUDNN_WITH_FAULTS = ((9, 10, 0), (9, 10, 1))  # versions from which that file takes no fused attention in bf16
 
 
-CUDNN_WITH_FAULTS = ((9, 10, 0), (9, 10, 1))
-"""Versions from which that file takes no fused attention in bf16."""
-
-
-def cudnn_fault() -> str:
+def _cudnn_fault() -> str:
     """The reason why Transformer Engine's cuDNN serves no packed sequences; "" if it does."""
     try:
         version: tuple[int, int, int] = import_module("transformer_engine.pytorch.utils").get_cudnn_version()
@@ -213,7 +200,7 @@ def cudnn_fault() -> str:
 
 # Transformer Engine 2.9 to 2.18 (`transformer_engine.pytorch.cpp_extensions.fused_attn`).
 class _TeFusedCalls:
-    """Transformer Engine's fused attention, by cuDNN (`cudnn_fault`)."""
+    """Transformer Engine's fused attention, by cuDNN (`_cudnn_fault`)."""
 
     def __init__(self) -> None:
         self.module: ModuleType = import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
@@ -255,15 +242,12 @@ class _TeFusedCalls:
             *(at.max_q, at.max_k, at.cu_q, at.cu_k, q, k, v, out, grad, *types, kept, self.backend),
             **self.options(at, scale),
             **formats,
-            deterministic=_deterministic(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-Capability = tuple[int, int]
-"""Compute capability of a GPU, (major, minor)."""
-
-
+Capability = tuple[int, int]  # compute capability of a GPU, (major, minor)
 NOT_INSTALLED = "not installed"
 
 
@@ -316,10 +300,8 @@ class _Offer:
     two_widths: bool = False
 
     def fault(self) -> str:
-        """The reason why it cannot be used on this machine: `NOT_INSTALLED`, an error at import, or
-        a version; "" if it can.
-        """
-        faults = [import_fault(name) for name in self.modules]
+        """Why it cannot be used here: `NOT_INSTALLED`, an error at import, a version; "": it can."""
+        faults = [_import_fault(name) for name in self.modules]
         if faults and "" not in faults:
             return next((fault for fault in faults if fault != NOT_INSTALLED), NOT_INSTALLED)
         return self.check()
@@ -344,12 +326,10 @@ class _Offer:
 
 
 @cache
-def import_fault(name: str) -> str:
-    """The reason why a module cannot be imported, `NOT_INSTALLED` or the error; "" if it can.
-
-    A wheel that was built for another torch fails with an OSError, or with an ImportError for an
-    undefined symbol.
-    """
+def _import_fault(name: str) -> str:
+    """The reason why a module cannot be imported, `NOT_INSTALLED` or the error; "" if it can."""
+    # A wheel that was built for another torch fails with an OSError, or with an ImportError for an
+    # undefined symbol.
     top = name.partition(".")[0]
     if top not in sys.modules and find_spec(top) is None:
         return NOT_INSTALLED
@@ -370,9 +350,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _MaskGroup:
-    """The entries of a launch under one mask. Rows are a slice where they are consecutive, else an
-    index.
-    """
+    """The entries of a launch under one mask. Rows: a slice if they are consecutive, else an index."""
 
     at: CuSeqlens
     q: Tensor | slice
@@ -445,9 +423,8 @@ class VarlenKernel:
 
 
 def _masks(entries: Entries) -> tuple[tuple[bool, Window], ...]:
-    """Causal or not, and window, of each entry. A full one of a single query is causal, too, and
-    goes with the others.
-    """
+    """Causal or not, and window, of each entry."""
+    # A full one of a single query is causal, too, and goes with the others.
     if entries.windows:
         return tuple((right == 0, (left, right)) for left, right in entries.windows)
     if not any(entries.causal):
@@ -483,13 +460,11 @@ def _cu_seqlens(rows: list[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 class PaddedKernel:
-    """`kernel`, which takes heads of width `wide` alone, for queries and keys of width D and values
-    and outputs of width V: they are padded with zeros.
+    """`kernel`, which takes heads of width `wide` alone, for keys of width D and values of width V."""
 
-    These add nothing to the scores, and the scale is the caller's; their columns of the output, and of
-    the gradients, are left out. So the result is exact. The copies cost memory traffic, which
-    `cost.kernel.padding_elements` counts.
-    """
+    # They are padded with zeros, which add nothing to the scores, and the scale is the caller's;
+    # their columns of the output, and of the gradients, are left out. So the result is exact. The
+    # copies cost memory traffic, which `cost.kernel.padding_elements` counts.
 
     def __init__(self, kernel: Kernel, widths: tuple[int, int], wide: int) -> None:
         """`widths`: D and V."""
@@ -519,11 +494,9 @@ def _cut(x: Tensor, width: int) -> Tensor:
 
 
 log = logging.getLogger(__name__)
-
 _FP32_FP64 = (torch.float32, torch.float64)
 _BF16_FP16 = (torch.bfloat16, torch.float16)
-_MULTIPLE = 8
-"""Head dims that the libraries take are multiples of it; others are padded."""
+_MULTIPLE = 8  # head dims that the libraries take are multiples of it; others are padded
 
 
 def _varlen(name: str, calls: Callable[[], _Calls]) -> Callable[[int], Kernel]:
@@ -535,13 +508,12 @@ def _varlen(name: str, calls: Callable[[], _Calls]) -> Callable[[int], Kernel]:
     return make
 
 
+# By name, as a run file's `kernel:` has them.
 KERNELS: dict[str, _Offer] = {
     "plain": _Offer(lambda _: PlainKernel(), ("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16), two_widths=True),
     "cpu_flash": _Offer(lambda _: CpuFlashKernel(), ("cpu",), (torch.float32, *_BF16_FP16)),
     "torch_varlen": _Offer(
-        _varlen("torch_varlen", TorchCalls),
-        *(("cuda",), _BF16_FP16, (256, 256)),
-        capabilities=_Capabilities((8, 0)),
+        _varlen("torch_varlen", TorchCalls), *(("cuda",), _BF16_FP16, (256, 256)), capabilities=_Capabilities((8, 0))
     ),
     "flash_attn": _Offer(
         _varlen("flash_attn", _FlashAttn2Calls),
@@ -563,36 +535,32 @@ KERNELS: dict[str, _Offer] = {
         *(("cuda",), _BF16_FP16, (256, 128), ("flash_attn.cute.interface",)),
         "pip install 'flash-attn-4==4.0.0b11' (torch 2.13 reads two results of its forward; later ones return five)",
         _Capabilities((9, 0), (10, 9)),
-        flash_attention_4_fault,
+        _flash_attention_4_fault,
     ),
     "te_fused": _Offer(
         _varlen("te_fused", _TeFusedCalls),
         *(("cuda",), _BF16_FP16, (256, 128), ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
         "pip install --no-build-isolation 'transformer-engine[pytorch]', with cuDNN 9.7 or later",
         _Capabilities((9, 0), (10, 9)),
-        cudnn_fault,
+        _cudnn_fault,
     ),
 }
-"""By name, as a run file's `kernel:` has them."""
 
+# `auto` up to compute capability 9, in order of preference. By the published rates of an H100:
+# FlashAttention-3 648 TFLOP/s, cuDNN 595, FlashAttention-2 370 (arXiv 2407.08608, Figure 5). Before
+# Hopper only the last two names serve.
 AUTOMATIC_HOPPER = ("flash_attn_3", "te_fused", "flash_attn_4", "flash_attn", "torch_varlen")
-"""`auto` up to compute capability 9, in order of preference.
 
-By the published rates of an H100: FlashAttention-3 648 TFLOP/s, cuDNN 595, FlashAttention-2 370
-(arXiv 2407.08608, Figure 5). Before Hopper only the last two names serve."""
-
+# `auto` from compute capability 10 on: FlashAttention-4 was made for it.
 AUTOMATIC_BLACKWELL = ("flash_attn_4", "te_fused", "flash_attn", "torch_varlen")
-"""`auto` from compute capability 10 on: FlashAttention-4 was made for it."""
 
+# `auto` on a CPU. On CUDA the formula is chosen by name only: its scores are whole matrices, in
+# fp32.
 AUTOMATIC_CPU = ("cpu_flash", "plain")
-"""`auto` on a CPU. On CUDA the formula is chosen by name only: its scores are whole matrices, in
-fp32."""
-
-_told: set[str] = set()
-"""Sentences that were logged."""
+_told: set[str] = set()  # sentences that were logged
 
 
-def automatic(device: torch.device) -> tuple[str, ...]:
+def _preferred(device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
         return AUTOMATIC_CPU
     capability = capability_of(device)
@@ -602,16 +570,12 @@ def automatic(device: torch.device) -> tuple[str, ...]:
 def choose_kernel(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False
 ) -> Kernel:
-    """Make the kernel called `name`, and log once which it is.
-
-    "auto": the first of `automatic(device)` that serves device, dtype and head dim, can be used
-    here and, on a GPU, passes its trial. One that is installed but broken is reported once and
-    skipped. `windows`: it is to serve sliding windows, which the trial then has, too.
-
-    Raises:
-        ConfigError: no such kernel, it cannot be used here, it cannot serve these tensors, or none
-            of `auto` can.
+    """Make the kernel called `name`, and log once which it is. "auto": the first of
+    `_preferred(device)` that serves these tensors (and sliding `windows`), can be used here and, on
+    a GPU, passes its trial. ConfigError: no such kernel, it cannot be used here or serve these
+    tensors, or none of `auto` can.
     """
+    # One that is installed but broken is reported once and skipped.
     shown = f"({device.type}, {dtype}, head dim {head_dim})"
     if name == "auto":
         kernel = _automatic(device, dtype, head_dim, windows=windows)
@@ -644,7 +608,7 @@ def kernel_of_widths(
 
 def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool) -> Kernel:
     reasons: dict[str, str] = {}
-    for name in automatic(device):
+    for name in _preferred(device):
         offer = KERNELS[name]
         kernel, reasons[name] = _made(name, device, dtype, head_dim, windows=windows)
         if kernel is not None:
@@ -672,9 +636,9 @@ def _made(
     except Exception as error:
         return None, _first_line(error)
     if capability_of(device) is not None and name != "plain":
-        reason = trial_failure(kernel, device, dtype, head_dim, windows=windows)
+        reason = _trial_failure(kernel, device, dtype, head_dim, windows=windows)
     if reason:
-        restore_flash_attention()
+        _restore_flash_attention()
         return None, reason
     return kernel, ""
 
@@ -685,33 +649,23 @@ def _tell(level: int, sentence: str) -> None:
         log.log(level, sentence)
 
 
+# Largest difference from the formula over its largest value, as the GPU suite asks
+# (`tools/gpu/attention.py`); of other types 1e-4.
 TRIAL_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
-"""Largest difference from the formula over its largest value, as the GPU suite asks
-(`tools/gpu/attention.py`); of other types 1e-4."""
-
-
 _HEADS, _KV_HEADS = 2, 1
-
 
 # Causal with more keys than queries, so that alignment shows, and full; neither a multiple of 64.
 _ENTRIES = Entries(((0, 70), (70, 90)), ((0, 130), (130, 203)), (True, False), ((0, 70), (70, 90)))
 
-
 # As a halo has them: one window for all, at the end of the keys.
 _WINDOWS = ((40, 0), (40, 0))
-
-
 _RESULTS = ("out", "LSE", "dq", "dk", "dv")
 
 
-def trial_failure(
+def _trial_failure(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False
 ) -> str:
-    """The reason why the kernel's results cannot be used; "" if they are right. `windows`: try sliding
-    windows, too.
-
-    Waits for the device. Found once for a name, a device and tensors.
-    """
+    """Why the kernel's results cannot be used, with `windows` too; "": they are right. Found once."""
     for rows in (_ENTRIES, replace(_ENTRIES, windows=_WINDOWS))[: 1 + windows]:
         key = (kernel.name, device, dtype, head_dim, rows)
         if key not in _failures:

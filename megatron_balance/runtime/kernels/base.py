@@ -16,27 +16,23 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+# Keys that a query sees before and behind its own, where the last query's own key is the last one:
+# FlashAttention's `window_size`.
 Window: TypeAlias = tuple[int, int]
-"""Keys that a query sees before and behind its own, where the last query's own key is the last one:
-FlashAttention's `window_size`."""
-FinalRows: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""The output's gradient, the final output and its LSE."""
-Grads: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""dq, dk and dv."""
+FinalRows: TypeAlias = tuple[Tensor, Tensor, Tensor]  # the output's gradient, the final output and its LSE
+Grads: TypeAlias = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Rows of the entries of one launch: [start, stop) in the query operand, the key operand and
-    (backward) dout's rows.
-
-    `windows`: of each entry, in place of `causal`; empty: none has one. Every query sees some key.
-    """
+    """Rows of the entries of one launch: [start, stop) in each operand."""
 
     q: tuple[tuple[int, int], ...]
     k: tuple[tuple[int, int], ...]
     causal: tuple[bool, ...]
+    # In the output gradient's rows (backward).
     dout: tuple[tuple[int, int], ...] = ()
+    # Of each entry, in place of `causal`; empty: none has one. Every query sees some key.
     windows: tuple[Window, ...] = ()
 
     @property
@@ -45,9 +41,7 @@ class Entries:
 
 
 class Kernel(Protocol):
-    """One launch over many entries. `prepare` runs once per microbatch; its result goes to every
-    `forward` and `backward`.
-    """
+    """One launch over many entries, which `prepare` makes ready once per microbatch."""
 
     name: str
 
@@ -64,9 +58,8 @@ class Kernel(Protocol):
         ...
 
     def backward(self, entries: Any, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
-        """Packed dq [N, H, D], dk [M, G, D] and dv [M, G, V].
-
-        `dout`: gradient, final output [T, H, V] and LSE [T, H] in dout's rows.
+        """Packed dq [N, H, D], dk [M, G, D], dv [M, G, V]; `dout`: gradient, final output [T, H,
+        V], LSE [T, H].
         """
         ...
 
@@ -79,9 +72,7 @@ def merge_partials(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> 
 
 
 class PlainKernel:
-    """Attention by its formula, in fp32 or the inputs' fp64: for tests, and for what no other
-    kernel serves.
-    """
+    """Attention by its formula, in fp32 or fp64: for tests, and for what no other kernel serves."""
 
     name = "plain"
 

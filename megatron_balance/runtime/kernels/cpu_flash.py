@@ -10,17 +10,16 @@ from torch import Tensor
 
 from megatron_balance.runtime.kernels.base import Entries, FinalRows, Grads, merge_partials
 
-_BLOCK = 128
-"""The fewest query rows of a block of a window."""
+_BLOCK = 128  # the fewest query rows of a block of a window
 
 
 class CpuFlashKernel:
-    """One call an entry, GQA without copies of the keys.
+    """One call an entry, GQA without copies of the keys."""
 
-    Its causal mask is aligned at the top left, so a causal entry with more keys than queries is run
-    in two: the keys before its first query in full, the rest as a square, merged by LSE. An entry of
-    a sliding window is run in blocks of queries, each over the keys that they see, with a mask.
-    """
+    # Its causal mask is aligned at the top left, so a causal entry with more keys than queries is
+    # run in two: the keys before its first query in full, the rest as a square, merged by LSE. An
+    # entry of a sliding window is run in blocks of queries, each over the keys that they see, with
+    # a mask.
 
     name = "cpu_flash"
 
@@ -91,9 +90,8 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _rows_first(parts: list[Tensor]) -> Tensor:
-    """Parts [1, H, T, ...] as one [T of all, H, ...]: a view of one, which torch has without gaps so,
-    or several copied into what has none.
-    """
+    """Parts [1, H, T, ...] as one [T of all, H, ...] without gaps."""
+    # torch has a single one so already: a view.
     rows = [x.squeeze(0).transpose(0, 1) for x in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -142,9 +140,7 @@ def _window_grad(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: bool | Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Out [1, H, T, D] and LSE [1, H, T] of heads-first operands; `mask`: causal or not, or what is
-    added to the scores.
-    """
+    """Out [1, H, T, D] and LSE [1, H, T]; `mask`: causal or not, or what is added to the scores."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(q, k, v, 0.0, mask is True), attn_mask=mask if isinstance(mask, Tensor) else None, scale=scale
     )

@@ -20,8 +20,8 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.lower.memory import AttentionShape
 
+# Comm patterns in which a rank attends with some of the heads.
 BY_HEADS = ("head_exchange", "chunk_exchange", "head_exchange_once", "chunk_exchange_once", "head_ring")
-"""Comm patterns in which a rank attends with some of the heads."""
 
 
 def check_latent(plan: MicrobatchPlan) -> None:
@@ -52,8 +52,7 @@ class LatentKernel:
         self.kernel, self.name, self.shape, self.weight = kernel, kernel.name, shape, weight
         self.rank, self.rope = shape.latent
         self.plain = shape.head_dim - self.rope
-        self.weight_grad: Tensor | None = None
-        """Of this rank's launches so far, in fp32."""
+        self.weight_grad: Tensor | None = None  # of this rank's launches so far, in fp32
 
     def with_weight(self, weight: Tensor) -> LatentKernel:
         return LatentKernel(self.kernel, self.shape, weight)
@@ -88,11 +87,11 @@ class LatentKernel:
 
 
 def keys_and_values(latent: Tensor, weight: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-    """k [T, H, D] and v [T, H, V] of latents [T, 1, L] by weight [H * (D - R + V), C]; differentiable.
-
-    Of a head's rows of the weight the first D - R make its key, and the last V its value; the last R
-    elements of every key are the latent's, rotated already.
+    """k [T, H, D] and v [T, H, V] of latents [T, 1, L] by weight [H * (D - R + V), C];
+    differentiable.
     """
+    # Of a head's rows of the weight the first D - R make its key, and the last V its value; the
+    # last R elements of every key are the latent's, rotated already.
     assert shape.latent is not None, "a shape without latent"
     rank, rope = shape.latent
     heads, plain = shape.num_heads, shape.head_dim - rope

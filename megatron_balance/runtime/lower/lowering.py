@@ -20,44 +20,16 @@ from megatron_balance.compile.ping_pong import Cuts
 from megatron_balance.compile.pipeline import CompiledRank, PhaseName
 from megatron_balance.compile.transpose import OpZones, Policy
 from megatron_balance.compile.transpose import places as places_of
-from megatron_balance.ir.arrays import (
-    Bools,
-    Ints,
-    Rectangles,
-    as_array,
-    concat,
-    key,
-    num_pairs,
-    numbered,
-    run_bounds,
-    trim_pairs,
-)
+from megatron_balance.ir import arrays
 from megatron_balance.ir.arrays import union as union_of
 from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.kernels.base import Entries, Kernel
+from megatron_balance.runtime.lower import steps
 from megatron_balance.runtime.lower.memory import AttentionShape
 from megatron_balance.runtime.lower.messages import PhaseMessages
 from megatron_balance.runtime.lower.regions import Indexes, RegionIndex, RowRange, grouped_runs, pack_runs, without
-from megatron_balance.runtime.lower.steps import (
-    GRADS,
-    INPUTS,
-    ExchangeStep,
-    FinishStep,
-    GradLaunch,
-    IssueStep,
-    Launch,
-    Operand,
-    Packed,
-    PeerMessage,
-    Phase,
-    Step,
-    Sums,
-    Value,
-    grads_of,
-    is_whole,
-)
 
 _ZONES = ("inter_node", "intra_node", "local")
 _TOKENS = {Kind.Q: "q_tokens_received", Kind.KV: "kv_tokens_received", Kind.OUT: "partial_tokens_received"}
@@ -90,7 +62,7 @@ class Lowering:
     ) -> None:
         self.compiled, self.program, self.setting = compiled, compiled.program, setting
         self.launching = _Launching(kernel, self.program.mask)
-        self.phases: dict[PhaseName, Phase] = {}
+        self.phases: dict[PhaseName, steps.Phase] = {}
         if like is not None and "forward" in setting.phases and self.shares_forward(like):
             # What policy keep hands to the backward, policy replay lets go.
             self.lookup, phase = like.lookup, like.phases["forward"]
@@ -111,48 +83,48 @@ class Lowering:
         )
 
     def look_up_forward(self, shape: AttentionShape) -> _ForwardLookup:
-        """Look up the forward's rows, on which the backward rests, too: its gradients lie beside what
-        the forward received.
-        """
+        """Look up the forward's rows, beside which the backward's gradients lie."""
         program = self.program
-        owned = as_array(program.owned)
+        owned = arrays.as_array(program.owned)
         rows = owned[:, Fragment.STOP] - owned[:, Fragment.START]
         heads = {Kind.Q: shape.num_heads, Kind.KV: shape.num_kv_heads}
         # The columns of `Instance`: the rank's own fragments, one behind the other in buffer 0.
         begins = np.cumsum(rows) - rows
         own = {
             kind: np.column_stack([owned, np.tile([0, heads[kind], 0], (len(owned), 1)), begins]).astype(np.int64)
-            for kind in INPUTS
+            for kind in steps.INPUTS
         }
-        kept = {kind: _kept(program, own[kind]) for kind in INPUTS}
+        kept = {kind: _kept(program, own[kind]) for kind in steps.INPUTS}
         messages = PhaseMessages(program, program.forward, forward=True)
-        space = {kind: RegionIndex(np.concatenate([kept[kind], messages.instances[kind]])) for kind in INPUTS}
-        indexes = Indexes(space, space, {kind: RegionIndex(own[kind]) for kind in INPUTS})
-        sizes = {kind: {0: (int(rows.sum()), heads[kind]), **messages.sizes[kind]} for kind in INPUTS}
+        space = {kind: RegionIndex(np.concatenate([kept[kind], messages.instances[kind]])) for kind in steps.INPUTS}
+        indexes = Indexes(space, space, {kind: RegionIndex(own[kind]) for kind in steps.INPUTS})
+        sizes = {kind: {0: (int(rows.sum()), heads[kind]), **messages.sizes[kind]} for kind in steps.INPUTS}
         launches = self.launching.look_up(program.forward, space) if "forward" in self.setting.phases else None
         return _ForwardLookup(messages, kept, indexes, launches, sizes)
 
-    def forward(self, *, free: bool) -> Phase:
+    def forward(self, *, free: bool) -> steps.Phase:
         messages, _, indexes, launches, sizes = self.lookup
         places = places_of(self.program, backward=False)
-        steps = self.launching.forward(launches, places.zones, indexes)
-        return self.phase(messages, indexes, places, steps, sizes, free=free)
+        launched = self.launching.forward(launches, places.zones, indexes)
+        return self.phase(messages, indexes, places, launched, sizes, free=free)
 
-    def backward(self, *, again: bool) -> Phase:
+    def backward(self, *, again: bool) -> steps.Phase:
         """`again`: inputs are received once more, into buffers of their own."""
         program, (before, kept, indexes, launches, _) = self.program, self.lookup
         messages = PhaseMessages(program, program.backward, forward=False, num_buffers=before.num_buffers)
-        for kind in INPUTS:
+        for kind in steps.INPUTS:
             self.sizes[kind].update(messages.sizes[kind])
         places = places_of(program, backward=True)
         if again:
-            values = {kind: RegionIndex(np.concatenate([kept[kind], messages.instances[kind]])) for kind in INPUTS}
+            values = {
+                kind: RegionIndex(np.concatenate([kept[kind], messages.instances[kind]])) for kind in steps.INPUTS
+            }
             indexes = indexes._replace(values=values)
             launches = self.launching.look_up(program.backward, values)
         elif launches is not None:  # the same launches in reverse, over the same rows
             launches = launches.reversed(program)
-        steps = self.launching.backward(launches, places.zones, indexes)
-        return self.phase(messages, indexes, places, steps, self.sizes, free=True)
+        launched = self.launching.backward(launches, places.zones, indexes)
+        return self.phase(messages, indexes, places, launched, self.sizes, free=True)
 
     def phase(
         self,
@@ -163,36 +135,36 @@ class Lowering:
         sizes: _SizesOf,
         *,
         free: bool,
-    ) -> Phase:
-        """One phase from its exchanges and launches. `free`: drop received inputs once nothing reads
-        them.
-        """
+    ) -> steps.Phase:
+        """One phase of exchanges and launches. `free`: drop inputs that nothing reads any more."""
         forward, ops, program = messages.forward, messages.ops, self.program
         ranks_per_node, nano_batch, _ = self.setting
-        exchanges, relay_tasks = messages.steps(indexes, places, ranks_per_node, nano_batch)
-        steps: list[Step] = []
+        exchanges, relay_tasks = messages.exchanges(indexes, places, ranks_per_node, nano_batch)
+        taken: list[steps.Step] = []
         ordered, where, _ = self.compiled.forward if forward else self.compiled.backward
         begins: list[int] = []  # of each step in the order: its first one here
         for step in ordered:
-            begins.append(len(steps))
+            begins.append(len(taken))
             match step:
                 case order.Start(op):
-                    steps.append(IssueStep(exchanges[op]))
+                    taken.append(steps.IssueStep(exchanges[op]))
                 case order.Finish(op):
-                    steps.append(FinishStep(exchanges[op]))
+                    taken.append(steps.FinishStep(exchanges[op]))
                 case order.RunLaunches(op):
-                    steps += launches[op]
-        begins.append(len(steps))
+                    taken += launches[op]
+        begins.append(len(taken))
         blank: tuple[int, ...] = ()
         if forward:
-            steps, blank = _mark_merges(steps, sizes[Kind.Q])
+            taken, blank = _mark_merges(taken, sizes[Kind.Q])
         else:
-            steps = _mark_sums(steps, sizes)
+            taken = _mark_sums(taken, sizes)
         remap_out = program.num_exchanges - 1 if program.remap_in else None
         attended = ("attended_pairs", attended_pairs(ops, program.mask))
-        work = (*_counts(steps, forward=forward, remap_out=remap_out), attended)
+        work = (*_counts(taken, forward=forward, remap_out=remap_out), attended)
         cuts = Cuts(*(begins[at] for at in where))
-        return Phase(tuple(steps), cuts, _last_uses(steps) if free else ((),) * len(steps), blank, work, relay_tasks)
+        return steps.Phase(
+            tuple(taken), cuts, _last_uses(taken) if free else ((),) * len(taken), blank, work, relay_tasks
+        )
 
 
 class _ForwardLookup(NamedTuple):
@@ -200,25 +172,28 @@ class _ForwardLookup(NamedTuple):
 
     messages: PhaseMessages
     # By kind of input, instances of owned rows that are not remapped.
-    kept: dict[Kind, Ints]
+    kept: dict[Kind, arrays.Ints]
     indexes: Indexes
     launches: _LookedUp | None
     sizes: dict[Kind, dict[int, tuple[int, int]]]
 
 
-def _mark_merges(steps: Sequence[Step], sizes: Mapping[int, tuple[int, int]]) -> tuple[list[Step], tuple[int, ...]]:
-    """Say of every output run whether its rows hold a partial already; and buffers that start
-    blank, since that differs by row.
-    """
-    outputs = [s.out for s in steps if isinstance(s, Launch)]
-    outputs += [m.packed for s in steps if isinstance(s, FinishStep) for m in s.exchange.receives if m.kind == Kind.OUT]
+def _mark_merges(
+    taken: Sequence[steps.Step], sizes: Mapping[int, tuple[int, int]]
+) -> tuple[list[steps.Step], tuple[int, ...]]:
+    """Say of every output run whether its rows hold a partial already; and the blank buffers."""
+    # Buffers in which that differs by row start blank.
+    outputs = [s.out for s in taken if isinstance(s, steps.Launch)]
+    outputs += [
+        m.packed for s in taken if isinstance(s, steps.FinishStep) for m in s.exchange.receives if m.kind == Kind.OUT
+    ]
     # No run splits heads: a flag a row is enough.
     by_rows = all(run.num_heads == sizes[run.buffer][1] for packed in outputs for run in packed.runs)
     written = {buffer: np.zeros((rows, 1 if by_rows else heads), dtype=bool) for buffer, (rows, heads) in sizes.items()}
     blank: set[int] = set()
     whole: set[tuple[int, ...]] = set()  # (buffer, start, stop, head, heads), all written
 
-    def mark(packed: Packed) -> tuple[bool, ...]:
+    def mark(packed: steps.Packed) -> tuple[bool, ...]:
         merges: list[bool] = []
         for run in packed.runs:
             place = (run.buffer, run.start, run.stop, run.buffer_head, run.num_heads)
@@ -239,92 +214,92 @@ def _mark_merges(steps: Sequence[Step], sizes: Mapping[int, tuple[int, int]]) ->
                 whole.add(place)
         return tuple(merges)
 
-    marked: list[Step] = []
-    for step in steps:
-        if isinstance(step, Launch):
+    marked: list[steps.Step] = []
+    for step in taken:
+        if isinstance(step, steps.Launch):
             marked.append(step._replace(merges=mark(step.out)))
-        elif isinstance(step, FinishStep):
+        elif isinstance(step, steps.FinishStep):
             marked.append(_received_as(step, (Kind.OUT,), lambda m: m._replace(merges=mark(m.packed))))
         else:
             marked.append(step)
     return marked, tuple(sorted(blank))
 
 
-def _received_as(step: FinishStep, kinds: tuple[Kind, ...], mark: Callable[[PeerMessage], PeerMessage]) -> FinishStep:
+def _received_as(
+    step: steps.FinishStep, kinds: tuple[Kind, ...], mark: Callable[[steps.PeerMessage], steps.PeerMessage]
+) -> steps.FinishStep:
     """A step with its messages of these kinds marked."""
     exchange = step.exchange
     if not any(m.kind in kinds for m in exchange.receives):
         return step
-    return FinishStep(exchange._replace(receives=tuple(mark(m) if m.kind in kinds else m for m in exchange.receives)))
+    return steps.FinishStep(
+        exchange._replace(receives=tuple(mark(m) if m.kind in kinds else m for m in exchange.receives))
+    )
 
 
-def _kept(program: RankProgram, own: Ints) -> Ints:
+def _kept(program: RankProgram, own: arrays.Ints) -> arrays.Ints:
     tables = [op.transfers for op in program.forward if isinstance(op, Exchange) and op.id < program.remap_in]
-    given = concat(tables, Transfer.WIDTH)
+    given = arrays.concat(tables, Transfer.WIDTH)
     sent = (given[:, Transfer.SRC] == program.rank) & (given[:, Transfer.KIND] == Kind.KV)
     return without(own, given[sent][:, Transfer.SPAN])
 
 
-_SizesOf = Mapping[Kind, Mapping[int, tuple[int, int]]]
-"""(rows, heads) of buffers by kind of input and number."""
+_SizesOf = Mapping[Kind, Mapping[int, tuple[int, int]]]  # (rows, heads) of buffers by kind of input and number
 
 
-def _mark_sums(steps: Sequence[Step], sizes: _SizesOf) -> list[Step]:
-    """Say of every gradient that a step brings which of its runs are kept and which are added.
-
-    A ring's launch gives the gradients of all keys of the buffer that it read, in order: the first
-    of a buffer is kept as it comes, so that nothing has to be zeroed for it, and nothing added to
-    zero.
-    """
-    begun: set[Value] = set()
-    marked: list[Step] = []
-    for step in steps:
+def _mark_sums(taken: Sequence[steps.Step], sizes: _SizesOf) -> list[steps.Step]:
+    """Say of every gradient that a step brings which of its runs are kept and which are added."""
+    # A ring's launch gives the gradients of all keys of the buffer that it read, in order: the
+    # first of a buffer is kept as it comes, so that nothing has to be zeroed for it, or added to
+    # zero.
+    begun: set[steps.Value] = set()
+    marked: list[steps.Step] = []
+    for step in taken:
         match step:
-            case GradLaunch():
+            case steps.GradLaunch():
                 dq, dk = (
                     _sums(packed, kind, begun, sizes)
                     for packed, kind in ((step.dq, Kind.Q_GRAD), (step.dk, Kind.KV_GRAD))
                 )
                 marked.append(step._replace(dq_sums=dq, dk_sums=dk))
-            case FinishStep():
+            case steps.FinishStep():
                 marked.append(
-                    _received_as(step, GRADS, lambda m: m._replace(sums=_sums(m.packed, m.kind, begun, sizes)))
+                    _received_as(step, steps.GRADS, lambda m: m._replace(sums=_sums(m.packed, m.kind, begun, sizes)))
                 )
             case _:
                 marked.append(step)
     return marked
 
 
-def _sums(packed: Packed, kind: Kind, begun: set[Value], sizes: _SizesOf) -> Sums:
+def _sums(packed: steps.Packed, kind: Kind, begun: set[steps.Value], sizes: _SizesOf) -> steps.Sums:
     of = sizes[Kind.Q if kind == Kind.Q_GRAD else Kind.KV]
     named = Counter(run.buffer for run in packed.runs)
     keeps = [
-        named[run.buffer] == 1 and (kind, run.buffer) not in begun and is_whole(run, packed, of[run.buffer])
+        named[run.buffer] == 1 and (kind, run.buffer) not in begun and steps.is_whole(run, packed, of[run.buffer])
         for run in packed.runs
     ]
     begun |= {(kind, run.buffer) for run in packed.runs}
     if True not in keeps:
-        return Sums((), packed)
+        return steps.Sums((), packed)
     rest = [i for i, keep in enumerate(keeps) if not keep]
     added = packed._replace(
         runs=tuple(packed.runs[i] for i in rest), indices=tuple(packed.indices[i] for i in rest), direct=False
     )
-    return Sums(tuple(run for run, keep in zip(packed.runs, keeps, strict=True) if keep), added)
+    return steps.Sums(tuple(run for run, keep in zip(packed.runs, keeps, strict=True) if keep), added)
 
 
-def _counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = None) -> tuple[tuple[str, int], ...]:
+def _counts(taken: Sequence[steps.Step], *, forward: bool, remap_out: int | None = None) -> tuple[tuple[str, int], ...]:
     """(name, count) pairs that one run of these steps adds to its `runtime.recorder.Counters`.
-
     `remap_out`: the exchange that takes a remap's outputs back to their owners.
     """
     count: Counter[str] = Counter()
     count["forward_calls" if forward else "backward_calls"] = 1
-    for step in steps:
+    for step in taken:
         match step:
-            case Launch() | GradLaunch():
+            case steps.Launch() | steps.GradLaunch():
                 count["kernel_calls"] += step.calls
                 count[f"kernel_calls_{step.zone if step.zone in _ZONES else 'other'}"] += step.calls
-            case IssueStep(exchange):
+            case steps.IssueStep(exchange):
                 count[f"exchanges_{exchange.collective}"] += bool(exchange.sends or exchange.receives or exchange.group)
                 count["routed_transfers"] += len(exchange.routed_sends)
                 if forward and exchange.id != remap_out:
@@ -335,33 +310,33 @@ def _counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = Non
                     count["remap_tokens_received"] += remapped
                     count["q_tokens_received"] -= remapped
                     count["kv_tokens_received"] -= remapped
-            case FinishStep():
+            case steps.FinishStep():
                 pass
     return tuple(count.items())
 
 
-def _last_uses(steps: Sequence[Step]) -> tuple[tuple[Value, ...], ...]:
+def _last_uses(taken: Sequence[steps.Step]) -> tuple[tuple[steps.Value, ...], ...]:
     """For each step, the received inputs, and gradients beside them, that no later step touches."""
-    last: dict[Value, int] = {}
-    for index, step in enumerate(steps):
+    last: dict[steps.Value, int] = {}
+    for index, step in enumerate(taken):
         match step:
-            case IssueStep(exchange):
+            case steps.IssueStep(exchange):
                 touched = _sent_inputs(exchange)
-            case FinishStep(exchange):
+            case steps.FinishStep(exchange):
                 touched = {(m.kind, m.buffer) for m in exchange.receives}
-            case Launch() | GradLaunch():
+            case steps.Launch() | steps.GradLaunch():
                 touched = step.reads
-        for value in (*touched, *grads_of(step)):
+        for value in (*touched, *steps.grads_of(step)):
             if value[1] > 0:
                 last[value] = index
-    last_of: list[list[Value]] = [[] for _ in steps]
+    last_of: list[list[steps.Value]] = [[] for _ in taken]
     for value, index in sorted(last.items()):
         last_of[index].append(value)
     return tuple(tuple(values) for values in last_of)
 
 
-def _sent_inputs(exchange: ExchangeStep) -> set[Value]:
-    return {(m.kind, run.buffer) for m in exchange.sends if m.kind in INPUTS for run in m.packed.runs}
+def _sent_inputs(exchange: steps.ExchangeStep) -> set[steps.Value]:
+    return {(m.kind, run.buffer) for m in exchange.sends if m.kind in steps.INPUTS for run in m.packed.runs}
 
 
 # Kernel launches of one rank: the pairs of its attention ops, looked up in its buffers, all ops of
@@ -375,20 +350,16 @@ def _sent_inputs(exchange: ExchangeStep) -> set[Value]:
 # `window_size`.
 
 _HOST = torch.device("cpu")
-
-
-_NOTHING = Packed((), 0, 0)
-
-
-LaunchesOf: TypeAlias = dict[int, list[Launch | GradLaunch]]
+_NOTHING = steps.Packed((), 0, 0)
+LaunchesOf: TypeAlias = dict[int, list[steps.Launch | steps.GradLaunch]]
 
 
 class _Regions(NamedTuple):
-    regions: Ints
+    regions: arrays.Ints
     index: RegionIndex
-    row_ranges: Ints
+    row_ranges: arrays.Ints
 
-    def chosen(self, which: Ints, index: RegionIndex) -> tuple[Ints, Ints]:
+    def chosen(self, which: arrays.Ints, index: RegionIndex) -> tuple[arrays.Ints, arrays.Ints]:
         """Only the regions `which`, in this order, and their row ranges in `index`."""
         regions = self.regions[:, which]
         if index is not self.index or self.row_ranges.shape[1] > self.regions.shape[1]:
@@ -403,11 +374,11 @@ class _LookedUp(NamedTuple):
 
     queries: _Regions
     keys: _Regions
-    launch: Ints
+    launch: arrays.Ints
     fused: _Fused
     entries: list[Entries]
-    q: list[Operand]
-    k: list[Operand]
+    q: list[steps.Operand]
+    k: list[steps.Operand]
     reads: list[frozenset[tuple[Kind, int]]]
     op_of: list[int]
 
@@ -428,26 +399,24 @@ class _Launching:
         self.kernel, self.mask = kernel, mask
 
     def look_up(self, ops: Sequence[Op], values: Mapping[Kind, RegionIndex]) -> _LookedUp | None:
-        """The launches of a phase, or None where it has none. `values`: where the phase finds
-        queries and keys.
-        """
+        """The launches of a phase; None: it has none. `values`: where it finds queries and keys."""
         tables = [(i, op.pairs) for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
         if not tables:
             return None
-        pairs, launch, op_of = _by_heads(*numbered(tables, Pair.WIDTH))
+        pairs, launch, op_of = _by_heads(*arrays.numbered(tables, Pair.WIDTH))
         count = len(op_of)
         pairs, launch = _simple_pairs(pairs.T, launch, self.mask)
-        sides = zip((pairs[Pair.QUERY], pairs[list(Pair.KEY)]), (values[kind] for kind in INPUTS), strict=True)
+        sides = zip((pairs[Pair.QUERY], pairs[list(Pair.KEY)]), (values[kind] for kind in steps.INPUTS), strict=True)
         queries, keys = (_Regions(regions, index, index.resolve(regions)) for regions, index in sides)
         (q, q_row), (k, k_row) = (self.operands(regions, launch, count) for regions in (queries, keys))
         fused = _fuse(pairs, launch, q_row, k_row, self.mask)
         reads = [_reads(*operands) for operands in zip(q, k, strict=True)]
         return _LookedUp(queries, keys, launch, fused, _entries(fused, count), q, k, reads, op_of)
 
-    def operands(self, wanted_regions: _Regions, launch: Ints, count: int) -> tuple[list[Operand], Ints]:
-        """For each launch an operand that holds its regions, and the row where each region begins.
-        A launch has one head span.
-        """
+    def operands(
+        self, wanted_regions: _Regions, launch: arrays.Ints, count: int
+    ) -> tuple[list[steps.Operand], arrays.Ints]:
+        """Of each launch (one head span) the operand, and the row where each of its regions begins."""
         regions, index, row_ranges = wanted_regions
         region, begins_at = row_ranges[RowRange.REGION], row_ranges[RowRange.BUFFER_ROW] - row_ranges[RowRange.ROW]
         # [regions]: the first row range of each; a region may lie in several.
@@ -468,17 +437,17 @@ class _Launching:
             heads,
             strict=True,
         )
-        operands = [Operand(*place, _NOTHING) for place in places]
+        operands = [steps.Operand(*place, _NOTHING) for place in places]
         for i in [i for i, is_direct in enumerate(direct) if not is_direct]:
             own = slice(starts[i], starts[i + 1])
             union = _union(regions[:, own])
             sizes = union[Region.STOP] - union[Region.START]
             runs = grouped_runs(sizes, index.resolve(union), np.zeros(len(sizes), dtype=np.int64), 1)[0]
             # Row of each region: where its span of the union begins, and how far inside it lies.
-            keys = key(regions[Region.SEQ, own], regions[Region.START, own])
-            at = key(union[Region.SEQ], union[Region.START]).searchsorted(keys, side="right") - 1
+            keys = arrays.key(regions[Region.SEQ, own], regions[Region.START, own])
+            at = arrays.key(union[Region.SEQ], union[Region.START]).searchsorted(keys, side="right") - 1
             row[own] = (sizes.cumsum() - sizes)[at] + regions[Region.START, own] - union[Region.START, at]
-            operands[i] = Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i]))
+            operands[i] = steps.Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i]))
         return operands, row
 
     def forward(self, looked_up: _LookedUp | None, zones: Sequence[str], indexes: Indexes) -> LaunchesOf:
@@ -490,7 +459,9 @@ class _Launching:
         out = self.targets(indexes.space[Kind.Q], queries, launch, fused.q_pairs, len(op_of), distinct=True)
         for i, entries in enumerate(entries_of):
             prepared, calls, op = self.kernel.prepare(entries, _HOST), self.kernel.launches(entries), op_of[i]
-            launches.setdefault(op, []).append(Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads[i], calls))
+            launches.setdefault(op, []).append(
+                steps.Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads[i], calls)
+            )
         return launches
 
     def backward(self, looked_up: _LookedUp | None, zones: Sequence[str], indexes: Indexes) -> LaunchesOf:
@@ -502,13 +473,22 @@ class _Launching:
         dk = self.targets(indexes.space[Kind.KV], keys, launch, fused.k_pairs, len(op_of))
         for i, entries in enumerate(_with_gradients(entries_of, fused, dq)):
             prepared, calls, op = self.kernel.prepare(entries, _HOST), self.kernel.launches(entries), op_of[i]
-            step = GradLaunch(op, zones[op], q[i], k[i], _final_rows(dq[i]), prepared, dq[i], dk[i], reads[i], calls)
+            step = steps.GradLaunch(
+                op, zones[op], q[i], k[i], _final_rows(dq[i]), prepared, dq[i], dk[i], reads[i], calls
+            )
             launches.setdefault(op, []).append(step)
         return launches
 
     def targets(
-        self, index: RegionIndex, of: _Regions, launch: Ints, chosen: Ints, count: int, *, distinct: bool = False
-    ) -> list[Packed]:
+        self,
+        index: RegionIndex,
+        of: _Regions,
+        launch: arrays.Ints,
+        chosen: arrays.Ints,
+        count: int,
+        *,
+        distinct: bool = False,
+    ) -> list[steps.Packed]:
         """Where in `index` the packed rows of each launch go: `chosen` of its regions, in order."""
         (regions, row_ranges), launch_of = of.chosen(chosen, index), launch[chosen]
         sizes = regions[Region.STOP] - regions[Region.START]
@@ -520,16 +500,14 @@ class _Launching:
 
 def attended_pairs(ops: Sequence[Op], mask: Mask) -> int:
     """Visible (query, key) pairs times query heads of all launches of a phase."""
-    pairs = concat([op.pairs for op in ops if isinstance(op, Attend | AttendGrad)], Pair.WIDTH)
+    pairs = arrays.concat([op.pairs for op in ops if isinstance(op, Attend | AttendGrad)], Pair.WIDTH)
     columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
-    visible = num_pairs(Rectangles(*(pairs[:, column] for column in columns)), mask)
+    visible = arrays.num_pairs(arrays.Rectangles(*(pairs[:, column] for column in columns)), mask)
     return int((visible * (pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START])).sum())
 
 
-def _by_heads(pairs: Ints, op_index: Ints) -> tuple[Ints, Ints, list[int]]:
-    """Pairs sorted by launch (an op and a head span), the launch of each pair, and the op of each
-    launch.
-    """
+def _by_heads(pairs: arrays.Ints, op_index: arrays.Ints) -> tuple[arrays.Ints, arrays.Ints, list[int]]:
+    """Pairs by launch (an op and a head span), the launch of each pair, and the op of each launch."""
     keys = np.column_stack([op_index, pairs[:, Pair.Q_HEADS], pairs[:, Pair.KV_HEADS]])
     changes = (keys[1:] != keys[:-1]).any(axis=1)
     # An op of one head span has its pairs together already, and they keep their order.
@@ -537,7 +515,7 @@ def _by_heads(pairs: Ints, op_index: Ints) -> tuple[Ints, Ints, list[int]]:
         order = np.lexsort(keys.T[::-1])
         pairs, keys = pairs[order], keys[order]
         changes = (keys[1:] != keys[:-1]).any(axis=1)
-    bounds = run_bounds(changes, len(pairs))
+    bounds = arrays.run_bounds(changes, len(pairs))
     return pairs, np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)), keys[bounds[:-1], 0].tolist()
 
 
@@ -553,7 +531,7 @@ def _entries(fused: _Fused, count: int) -> list[Entries]:
     ]
 
 
-def _with_gradients(entries: list[Entries], fused: _Fused, dq: list[Packed]) -> Iterator[Entries]:
+def _with_gradients(entries: list[Entries], fused: _Fused, dq: list[steps.Packed]) -> Iterator[Entries]:
     """Entries with their rows of the output gradient, which lie where `dq` goes."""
     sizes = fused.q_stop - fused.q_start
     bounds = fused.launch.searchsorted(np.arange(len(entries) + 1))
@@ -566,20 +544,20 @@ def _with_gradients(entries: list[Entries], fused: _Fused, dq: list[Packed]) -> 
         yield Entries(one.q, one.k, one.causal, tuple(rows[a:b]), one.windows)
 
 
-def _final_rows(packed: Packed) -> Operand:
+def _final_rows(packed: steps.Packed) -> steps.Operand:
     """Operand of the output's gradient, the output and its LSE: a view, or gathered."""
     if packed.direct:
-        return Operand(packed.runs[0].buffer, packed.runs[0].buffer_head, packed.num_heads, packed)
-    return Operand(-1, 0, packed.num_heads, packed)
+        return steps.Operand(packed.runs[0].buffer, packed.runs[0].buffer_head, packed.num_heads, packed)
+    return steps.Operand(-1, 0, packed.num_heads, packed)
 
 
-def _union(regions: Ints) -> Ints:
+def _union(regions: arrays.Ints) -> arrays.Ints:
     """Disjoint regions [5, m], in order, over the tokens of `regions` [5, n] of one head span."""
     spans = union_of(regions[Region.SPAN].T)
     return np.concatenate([spans.T, np.tile(regions[Region.HEADS, :1], len(spans))])
 
 
-def _reads(q: Operand, k: Operand) -> frozenset[tuple[Kind, int]]:
+def _reads(q: steps.Operand, k: steps.Operand) -> frozenset[tuple[Kind, int]]:
     if q.buffer >= 0 and k.buffer >= 0:
         return frozenset(((Kind.Q, q.buffer), (Kind.KV, k.buffer)))
     buffers: set[tuple[Kind, int]] = set()
@@ -590,12 +568,11 @@ def _reads(q: Operand, k: Operand) -> frozenset[tuple[Kind, int]]:
     return frozenset(buffers)
 
 
-def _simple_pairs(pairs: Ints, launch: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints]:
-    """Pairs, transposed [9, n], each either full or causal at the bottom right, and their launches;
-    queries and keys that take no part are left out.
-    """
+def _simple_pairs(pairs: arrays.Ints, launch: arrays.Ints, mask: Mask = CAUSAL) -> tuple[arrays.Ints, arrays.Ints]:
+    """Pairs, transposed [9, n], each full or causal at the bottom right, and their launches."""
+    # Queries and keys that take no part are left out.
     if isinstance(mask, SlidingWindow):
-        return trim_pairs(pairs.T, mask).T, launch
+        return arrays.trim_pairs(pairs.T, mask).T, launch
     if mask != CAUSAL:
         return pairs, launch
     pairs = pairs.copy()
@@ -620,26 +597,26 @@ class _Fused:
     sliding window.
     """
 
-    launch: Ints
+    launch: arrays.Ints
 
-    q_start: Ints
-    q_stop: Ints
-    k_start: Ints
-    k_stop: Ints
-    causal: Bools
-    q_pairs: Ints
-    k_pairs: Ints
-    windows: Ints | None = None
+    q_start: arrays.Ints
+    q_stop: arrays.Ints
+    k_start: arrays.Ints
+    k_stop: arrays.Ints
+    causal: arrays.Bools
+    q_pairs: arrays.Ints
+    k_pairs: arrays.Ints
+    windows: arrays.Ints | None = None
 
     def __len__(self) -> int:
         return len(self.q_start)
 
 
-def _fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints, mask: Mask = CAUSAL) -> _Fused:
-    """Join simple `pairs` [9, n] into entries.
-
-    `launch` [n]: of each pair, ascending; `q_row`, `k_row` [n]: operand rows where its regions
-    begin.
+def _fuse(
+    pairs: arrays.Ints, launch: arrays.Ints, q_row: arrays.Ints, k_row: arrays.Ints, mask: Mask = CAUSAL
+) -> _Fused:
+    """Join simple `pairs` [9, n] into entries. `launch` [n]: of each pair, ascending; `q_row`,
+    `k_row` [n]: operand rows where its regions begin.
     """
     q_stop = q_row + pairs[Pair.Q_STOP] - pairs[Pair.Q_START]
     k_stop = k_row + pairs[Pair.K_STOP] - pairs[Pair.K_START]
@@ -651,7 +628,7 @@ def _fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints, mask: Mask = CAUS
     # One after the other, the keys of the same queries: all but the last must be full.
     linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]
     linked &= (pairs[Pair.SEQ, 1:] == pairs[Pair.SEQ, :-1]) & (launch[1:] == launch[:-1])
-    bounds = run_bounds(~linked, len(launch))
+    bounds = arrays.run_bounds(~linked, len(launch))
     first, last = bounds[:-1], bounds[1:] - 1
     a, b, c, d, e = q_row[first], q_stop[first], k_row[first], k_stop[last], causal[last]
     # One below the other, queries of the same keys: all full over the same keys, or a staircase
@@ -660,7 +637,7 @@ def _fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints, mask: Mask = CAUS
     full = ~e[1:] & ~e[:-1] & (c[1:] == c[:-1]) & (d[1:] == d[:-1])
     stairs = e[1:] & e[:-1] & (c[1:] == c[:-1]) & (d[1:] - d[:-1] == b[1:] - b[:-1])
     linked = below & (full | stairs) & (launch[first[1:]] == launch[first[:-1]])
-    bounds = run_bounds(~linked, len(first))
+    bounds = arrays.run_bounds(~linked, len(first))
     top, bottom = bounds[:-1], bounds[1:] - 1
     lengths = last[bottom] - first[bottom] + 1
     offsets = np.cumsum(lengths) - lengths

@@ -24,40 +24,25 @@ from megatron_balance.compile.pipeline import PhaseName
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.steps import (
-    GRADS,
-    INPUTS,
-    ExchangeStep,
-    FinishStep,
-    GradLaunch,
-    IssueStep,
-    Launch,
-    Operand,
-    Packed,
-    PeerMessage,
-    Phase,
-    RowRun,
-    Value,
-    grads_of,
-)
+from megatron_balance.runtime.lower import steps
 
 Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """Element types of one attention call, and widths of its heads.
+    """Element types of one attention call, and widths of its heads."""
 
-    `dim`: of queries and keys; `value_dim`: of values and outputs, None: the same; `latent_dim`: of
-    what travels in place of keys and values, None: they do. `wide`: of partials and of summed
-    gradients; `gradient`: in which gradients travel.
-    """
-
+    # Of queries and keys.
     dim: int
     dtype: torch.dtype
+    # Of partials and of summed gradients.
     wide: torch.dtype
+    # In which gradients travel.
     gradient: torch.dtype
+    # Of values and outputs; None: the same as of keys.
     value_dim: int | None = None
+    # Of what travels in place of keys and values; None: they do.
     latent_dim: int | None = None
 
     @classmethod
@@ -126,7 +111,7 @@ class Together(NamedTuple):
 
     num_bytes: int
     places: tuple[tuple[BytesPlace, ...], ...]
-    values: tuple[Value, ...] = ()
+    values: tuple[steps.Value, ...] = ()
 
 
 @lru_cache(maxsize=4096)
@@ -139,14 +124,10 @@ def layout(messages: tuple[Carried, ...], form: CallForm) -> Together:
     return Together(num_bytes, tuple(each[first:stop] for first, stop in pairwise(ends)))
 
 
-def parcel_bytes(messages: Sequence[Carried], form: CallForm) -> int:
-    return layout(tuple(messages), form).num_bytes
-
-
 @lru_cache(maxsize=4096)
 def piece_bytes(messages: tuple[Carried, ...], form: CallForm, index: int, count: int) -> int:
     """Bytes of piece `index` of `count` of messages that go in pieces, alike in every layer."""
-    begin, end = wire.piece_bounds(parcel_bytes(messages, form), count)[index]
+    begin, end = wire.piece_bounds(layout(messages, form).num_bytes, count)[index]
     return end - begin
 
 
@@ -154,7 +135,7 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def adjacent_bytes(tensors: Sequence[Tensor]) -> Tensor | None:
+def _adjacent_bytes(tensors: Sequence[Tensor]) -> Tensor | None:
     """The bytes of tensors that already lie packed in one memory: a view; else None."""
     first, at = tensors[0], tensors[0].data_ptr()
     memory = first.untyped_storage()
@@ -170,7 +151,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Contiguous tensors as packed bytes: a view of one or of adjacent ones, else a copy."""
     if len(tensors) == 1:
         return as_bytes(tensors[0])
-    together = adjacent_bytes(tensors)
+    together = _adjacent_bytes(tensors)
     if together is not None:
         return together
     starts, at = [], 0
@@ -185,17 +166,15 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of the tensors that this rank's attention sees; under tensor parallelism of its share.
-
-    `value_dim`: width of values and outputs, where it is not that of queries and keys, `head_dim`.
-    `latent`: where the latent of multi-latent attention travels in place of keys and values, its
-    rank and the width of the rotary key beside it; then `num_kv_heads` is 1.
-    """
+    """Heads that this rank's attention sees; under tensor parallelism those of its share."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    # Width of values and outputs, where it is not that of queries and keys, `head_dim`.
     value_dim: int | None = None
+    # Where the latent of multi-latent attention travels in place of keys and values, its rank and
+    # the width of the rotary key beside it; then `num_kv_heads` is 1.
     latent: tuple[int, int] | None = None
 
     @property
@@ -214,14 +193,8 @@ class AttentionShape:
 
 
 T = TypeVar("T")
-
-
-Later: TypeAlias = Callable[[], Tensor]
-"""Makes a tensor."""
-
-
-Sizes: TypeAlias = Mapping[int, tuple[int, int]]
-"""(rows, heads) of buffers by number."""
+Later: TypeAlias = Callable[[], Tensor]  # makes a tensor
+Sizes: TypeAlias = Mapping[int, tuple[int, int]]  # (rows, heads) of buffers by number
 
 
 def made(x: Tensor | Later) -> Tensor:
@@ -316,19 +289,18 @@ class Buffers(dict[int, T]):
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """Messages that lie one after the other in one memory, each tensor aligned.
-
-    `num_bytes`: of the memory; `peers`: (rank, bytes of its tensors without what aligns them);
-    `sizes`: bytes of each rank of the exchange's group, with it, as an all-to-all is told.
-    """
+    """Messages that lie one after the other in one memory, each tensor aligned."""
 
     places: tuple[tuple[BytesPlace, ...], ...]
+    # Of the memory.
     num_bytes: int
+    # (rank, bytes of its tensors without what aligns them).
     peers: tuple[tuple[int, int], ...]
+    # Bytes of each rank of the exchange's group, with it, as an all-to-all is told.
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, messages: Sequence[PeerMessage], group: Sequence[int], form: CallForm) -> Arranged:
+    def of(cls, messages: Sequence[steps.PeerMessage], group: Sequence[int], form: CallForm) -> Arranged:
         """Of an exchange's messages, those of a peer together."""
         num_bytes, places, _ = layout(tuple([m.carried for m in messages]), form)
         own, parts = dict.fromkeys((m.peer for m in messages), 0), dict.fromkeys(group, 0)
@@ -350,34 +322,30 @@ class Block(NamedTuple):
     arranged: Arranged
 
 
-def is_collective(exchange: ExchangeStep, groups: Groups) -> bool:
+def is_collective(exchange: steps.ExchangeStep, groups: Groups) -> bool:
     return exchange.collective != "p2p" and groups.of(exchange.group) is not None
 
 
-def _is_block(exchange: ExchangeStep, groups: Groups) -> bool:
-    """Whether all messages that an exchange sends lie in one block, and all that it brings in
-    another: one after the other in the order of peers, each tensor aligned.
-    """
+def _is_block(exchange: steps.ExchangeStep, groups: Groups) -> bool:
+    """Whether an exchange sends one block and brings another, peer by peer, each tensor aligned."""
     return exchange.collective != "all_gather" and is_collective(exchange, groups) and not _is_summed(exchange, groups)
 
 
-def _is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
-    """Whether an exchange is a reduce-scatter that brings one block, the sum of all (NCCL).
-
-    gloo's reduce-scatter is an all-reduce of everything inside, so there each block goes to its
-    rank, which adds them up.
-    """
+def _is_summed(exchange: steps.ExchangeStep, groups: Groups) -> bool:
+    """Whether an exchange is a reduce-scatter that brings one block, the sum of all (NCCL)."""
+    # gloo's reduce-scatter is an all-reduce of everything inside, so there each block goes to its
+    # rank, which adds them up.
     return exchange.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange, groups)
 
 
-def _brought(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
+def _brought(exchange: steps.ExchangeStep, groups: Groups) -> Sequence[steps.PeerMessage]:
     """The messages that an exchange brings: those of one peer where it sums on the way."""
     if not _is_summed(exchange, groups):
         return exchange.receives
     return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
 
 
-def _sent(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
+def _sent(exchange: steps.ExchangeStep, groups: Groups) -> Sequence[steps.PeerMessage]:
     """The messages that are packed to be sent: those to one peer where all get the same."""
     if exchange.collective != "all_gather" or not is_collective(exchange, groups):
         return exchange.sends
@@ -386,29 +354,24 @@ def _sent(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeForm:
-    """Facts of an exchange that are the same in every layer, worked out once.
+    """Facts of an exchange that are the same in every layer, worked out once."""
 
-    `sent`, `brought`: messages that are packed, and that arrive: fewer than the exchange's where all
-    peers get the same, or it sums on the way. `packed`: of each one sent its number in `out`, -1: sent
-    apart, from where it lies if it can be. `back`: where those brought lie. `together`: numbers of
-    those brought that one call of the mover takes.
-    """
-
-    sent: Sequence[PeerMessage]
-    brought: Sequence[PeerMessage]
+    # Messages that are packed, and that arrive: fewer than the exchange's where all peers get the
+    # same, or it sums on the way.
+    sent: Sequence[steps.PeerMessage]
+    brought: Sequence[steps.PeerMessage]
     is_block: bool
+    # Of each one sent its number in `out`; -1: sent apart, from where it lies if it can be.
     packed: tuple[int, ...]
     out: Arranged
+    # Where those brought lie.
     back: Arranged
+    # Numbers of those brought that one call of the mover takes.
     together: Sequence[tuple[int, ...]]
 
     @classmethod
     def of(
-        cls,
-        exchange: ExchangeStep,
-        form: CallForm,
-        groups: Groups,
-        sizes: tuple[Sizes, Sizes],
+        cls, exchange: steps.ExchangeStep, form: CallForm, groups: Groups, sizes: tuple[Sizes, Sizes]
     ) -> ExchangeForm:
         """`sizes`: of query and key buffers."""
         sent, brought, is_block = _sent(exchange, groups), _brought(exchange, groups), _is_block(exchange, groups)
@@ -423,32 +386,32 @@ class ExchangeForm:
             tuple([numbers.get(id(m), -1) for m in sent]),
             Arranged.of(chosen, exchange.group, form),
             Arranged.of(brought, exchange.group, form),
-            taken_together(exchange, len(brought), wide=form.gradient == form.wide),
+            _taken_together(exchange, len(brought), wide=form.gradient == form.wide),
         )
 
 
 @dataclass(slots=True)
 class PhaseMemory:
-    """Where the tensors of one run of a phase lie, the same in every layer.
+    """Where the tensors of one run of a phase lie, the same in every layer."""
 
-    `exchanges`: messages, by the exchange's id; `totals`: sums of gradients, by what they are of;
-    `operands`: gathered ones, by the number of the step. `adopted`: messages that are used, or added
-    to, where they came: (the exchange's id, number among those that it brings).
-    """
-
+    # Messages, by the exchange's id.
     exchanges: Mapping[int, ExchangeForm]
+    # (The exchange's id, number of a message that it brings) of those that are used, or added to,
+    # where they came.
     adopted: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
-    totals: dict[Value, Together] = field(default_factory=dict[Value, Together])
+    # Sums of gradients, by what they are of.
+    totals: dict[steps.Value, Together] = field(default_factory=dict[steps.Value, Together])
+    # Gathered ones, by the number of the step.
     operands: dict[int, Together] = field(default_factory=dict[int, Together])
 
     @classmethod
-    def of(cls, phase: Phase, form: CallForm, groups: Groups, sizes: tuple[Sizes, Sizes]) -> PhaseMemory:
+    def of(cls, phase: steps.Phase, form: CallForm, groups: Groups, sizes: tuple[Sizes, Sizes]) -> PhaseMemory:
         """Where messages lie; `lower.moves` adds the rest. `sizes`: of query and key buffers."""
-        ended = [step.exchange for step in phase.steps if isinstance(step, FinishStep)]
+        ended = [step.exchange for step in phase.steps if isinstance(step, steps.FinishStep)]
         return cls({each.id: ExchangeForm.of(each, form, groups, sizes) for each in ended})
 
 
-def _is_packed(message: PeerMessage, exchange: ExchangeStep, form: CallForm, keys: Sizes) -> bool:
+def _is_packed(message: steps.PeerMessage, exchange: steps.ExchangeStep, form: CallForm, keys: Sizes) -> bool:
     """Whether a message is written to memory in any case, or must lie beside its peer's others."""
     if message.peer in exchange.routed_sends:
         parts = sum(len(shapes(m.carried, form)) for m in exchange.sends if m.peer == message.peer)
@@ -469,42 +432,37 @@ def _is_packed(message: PeerMessage, exchange: ExchangeStep, form: CallForm, key
             return not message.packed.direct
 
 
-def taken_together(exchange: ExchangeStep, num_brought: int, *, wide: bool = False) -> list[tuple[int, ...]]:
-    """`arrivals` of the first messages of an exchange: one that sums on the way brings no others.
-
-    `wide`: gradients travel in the type that they are summed in. Then all are added in one call,
-    which takes those of a row in order. In a narrower type the first of a buffer may have to be
-    added to before it is converted.
-    """
+def _taken_together(exchange: steps.ExchangeStep, num_brought: int, *, wide: bool = False) -> list[tuple[int, ...]]:
+    """`arrivals` of the first messages of an exchange: one that sums on the way brings no others."""
+    # `wide`: gradients travel in the type that they are summed in. Then all are added in one call,
+    # which takes those of a row in order. In a narrower type the first of a buffer may have to be
+    # added to before it is converted.
     of_call = [tuple(number for number in numbers if number < num_brought) for numbers in exchange.arrivals]
     calls = [numbers for numbers in of_call if numbers]
     if not wide:
         return calls
-    grads = [numbers for numbers in calls if exchange.receives[numbers[0]].kind in GRADS]
+    grads = [numbers for numbers in calls if exchange.receives[numbers[0]].kind in steps.GRADS]
     others = [numbers for numbers in calls if numbers not in grads]
     return [*others, *([tuple(chain.from_iterable(grads))] if grads else [])]
 
 
 @lru_cache(maxsize=4096)
-def _whole(buffer: int, rows: int, heads: int, kind: Kind) -> Packed:
+def _whole(buffer: int, rows: int, heads: int, kind: Kind) -> steps.Packed:
     del kind  # movers know packed rows by identity: each kind has its own
-    return Packed((RowRun(0, rows, buffer, 0, rows, None, 0, heads, 0),), rows, heads, (None,), direct=True)
+    return steps.Packed((steps.RowRun(0, rows, buffer, 0, rows, None, 0, heads, 0),), rows, heads, (None,), direct=True)
 
 
-def whole_of(value: Value, sizes: Mapping[int, tuple[int, int]]) -> Packed:
+def whole_of(value: steps.Value, sizes: Mapping[int, tuple[int, int]]) -> steps.Packed:
     """All rows and heads of a buffer of these (rows, heads): the same object for the same value."""
     return _whole(value[1], *sizes[value[1]], value[0])
 
 
-AHEAD = 2
-"""Exchanges whose receives are posted before they are due: the most of any transport."""
+AHEAD = 2  # exchanges whose receives are posted before they are due: the most of any transport
 
 
 @dataclass(frozen=True, slots=True)
 class PeakBytes:
-    """Bytes at once; 0 of a phase that will not run. `kept_bytes`: those that the forward leaves
-    for the backward (policy keep).
-    """
+    """Bytes at once; 0 of a phase that will not run. `kept_bytes`: for the backward (policy keep)."""
 
     forward_bytes: int
     backward_bytes: int
@@ -516,21 +474,21 @@ class PeakBytes:
 
 
 def peak_bytes(
-    phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], form: CallForm, *, keep: bool
+    phases: Mapping[PhaseName, steps.Phase], sizes: tuple[Sizes, Sizes], form: CallForm, *, keep: bool
 ) -> PeakBytes:
     """Peak bytes of one call. `sizes`: of query and of key buffers."""
-    kept = sum(_message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in INPUTS) if keep else 0
+    kept = sum(_message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in steps.INPUTS) if keep else 0
     forward = _forward_bytes(phases["forward"], sizes[0], form) if "forward" in phases else 0
     backward = kept + _backward_bytes(phases["backward"], sizes, form) if "backward" in phases else 0
     return PeakBytes(forward, backward, kept)
 
 
-def _forward_bytes(phase: Phase, queries: Sizes, form: CallForm) -> int:
+def _forward_bytes(phase: steps.Phase, queries: Sizes, form: CallForm) -> int:
     partials = sum(rows * heads * (form.value_width + 1) * form.wide.itemsize for rows, heads in queries.values())
     return partials + _peak(phase, form, {})
 
 
-def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: CallForm) -> int:
+def _backward_bytes(phase: steps.Phase, sizes: tuple[Sizes, Sizes], form: CallForm) -> int:
     queries, keys = sizes
     wide = form.wide.itemsize
     finals = sum(
@@ -546,54 +504,54 @@ def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: CallForm) ->
     return owned + finals + _peak(phase, form, grads)
 
 
-def _message_bytes(message: PeerMessage, form: CallForm) -> int:
+def _message_bytes(message: steps.PeerMessage, form: CallForm) -> int:
     """Bytes of the tensors that carry a message, each aligned."""
     return sum(padded(num_bytes) for num_bytes in tensor_bytes([message.carried], form.sizes))
 
 
-def _received(phase: Phase) -> list[PeerMessage]:
-    return [m for step in phase.steps if isinstance(step, FinishStep) for m in step.exchange.receives]
+def _received(phase: steps.Phase) -> list[steps.PeerMessage]:
+    return [m for step in phase.steps if isinstance(step, steps.FinishStep) for m in step.exchange.receives]
 
 
-def _peak(phase: Phase, form: CallForm, grads: Mapping[Value, int]) -> int:
-    """Most bytes of messages, gathered operands and gradients (`grads`: of each) beside received
-    inputs, at any step.
-    """
+def _peak(phase: steps.Phase, form: CallForm, grads: Mapping[steps.Value, int]) -> int:
+    """Most bytes of messages, gathered operands and gradients beside received inputs, at any step."""
     live = peak = 0
-    made: dict[Value, int] = {}  # gradients so far
-    held: dict[Value, int] = {(m.kind, m.buffer): _message_bytes(m, form) for m in _received(phase) if m.kind in INPUTS}
-    upcoming = [step.exchange for step in phase.steps if isinstance(step, IssueStep)]
+    made: dict[steps.Value, int] = {}  # gradients so far
+    held: dict[steps.Value, int] = {
+        (m.kind, m.buffer): _message_bytes(m, form) for m in _received(phase) if m.kind in steps.INPUTS
+    }
+    upcoming = [step.exchange for step in phase.steps if isinstance(step, steps.IssueStep)]
     started = expected = 0
     for index, step in enumerate(phase.steps):
         # Those of the caller's rows, buffer 0, are there from the beginning (`_backward_bytes`).
-        new = {value: grads[value] for value in grads_of(step) - made.keys() if value[1]}
+        new = {value: grads[value] for value in steps.grads_of(step) - made.keys() if value[1]}
         made |= new
         live += sum(new.values())
         match step:
-            case IssueStep(exchange):
+            case steps.IssueStep(exchange):
                 started += 1
                 # What posted receives bring has memory before it is due.
                 live += sum(_side(s.receives, form) for s in upcoming[expected : started + AHEAD])
                 expected = started + AHEAD
                 live += _side(exchange.sends, form) + _call(exchange, form)
                 peak = max(peak, live)
-            case FinishStep(exchange):
+            case steps.FinishStep(exchange):
                 live -= (
                     _side(exchange.sends, form)
                     + _call(exchange, form)
-                    + _side([m for m in exchange.receives if m.kind not in INPUTS], form)
+                    + _side([m for m in exchange.receives if m.kind not in steps.INPUTS], form)
                 )
-            case Launch() | GradLaunch():
+            case steps.Launch() | steps.GradLaunch():
                 peak = max(peak, live + _gathered(step, form))
         live -= sum(held.get(value, 0) + made.get(value, 0) for value in phase.last_uses[index])
     return peak
 
 
-def _side(messages: list[PeerMessage] | tuple[PeerMessage, ...], form: CallForm) -> int:
+def _side(messages: list[steps.PeerMessage] | tuple[steps.PeerMessage, ...], form: CallForm) -> int:
     return sum(_message_bytes(m, form) for m in messages)
 
 
-def _call(exchange: ExchangeStep, form: CallForm) -> int:
+def _call(exchange: steps.ExchangeStep, form: CallForm) -> int:
     """Bytes that a collective call takes beside its messages, which an all-to-all has in place."""
     if exchange.collective in ("p2p", "all_to_all"):
         return 0
@@ -606,14 +564,14 @@ def _call(exchange: ExchangeStep, form: CallForm) -> int:
     return sum(sends.values()) + sum(receives.values())
 
 
-def _gathered(step: Launch | GradLaunch, form: CallForm) -> int:
-    def rows(operand: Operand, width: int) -> int:
+def _gathered(step: steps.Launch | steps.GradLaunch, form: CallForm) -> int:
+    def rows(operand: steps.Operand, width: int) -> int:
         if operand.buffer >= 0:
             return 0
         return operand.packed.num_rows * operand.num_heads * width * form.dtype.itemsize
 
     num_bytes = rows(step.q, form.dim) + rows(step.k, sum(form.kv_widths))
-    if isinstance(step, GradLaunch):
+    if isinstance(step, steps.GradLaunch):
         num_bytes += (
             rows(step.dout, 2 * form.value_width)
             + (step.dout.buffer < 0) * step.dout.packed.num_rows * step.dout.num_heads * form.wide.itemsize

@@ -13,47 +13,18 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_balance.analysis.wire import Carried
-from megatron_balance.compile.order import (
-    LEGS,
-    TRAFFIC_CLASSES,
-    Leg,
-    Role,
-    collective_stream,
-    hops,
-    is_moved,
-    relay_role,
-    stream_name,
-)
+from megatron_balance.compile import order
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.compile.transpose import OpZones, forward_id
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array, numbered, run_bounds
 from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.program import MOVED, Exchange, Kind, Op, RankProgram
+from megatron_balance.runtime.lower import steps
 from megatron_balance.runtime.lower.regions import Indexes, Instance, RegionIndex, RowRange, grouped_runs, pack_runs
-from megatron_balance.runtime.lower.steps import (
-    GRADS,
-    INPUTS,
-    ExchangeStep,
-    Hop,
-    Packed,
-    PeerMessage,
-    Piece,
-    ProxyRoute,
-    RelayTask,
-    RowRun,
-)
 
-
-@dataclass(frozen=True, slots=True)
-class _Routed:
-    """This rank's own pieces of one exchange, by the peer at the other end."""
-
-    sends: dict[int, tuple[Piece, ...]]
-    receives: dict[int, tuple[Piece, ...]]
-
-
-_NOT_ROUTED = _Routed({}, {})
+# This rank's own pieces of one exchange, sent and received, by the peer at the other end.
+_Routed: TypeAlias = tuple[dict[int, tuple[steps.Piece, ...]], dict[int, tuple[steps.Piece, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +54,7 @@ class PhaseMessages:
 
     def __init__(self, program: RankProgram, ops: Sequence[Op], *, forward: bool, num_buffers: int = 1) -> None:
         self.program, self.ops, self.forward, self.num_buffers = program, ops, forward, num_buffers
-        self.sizes: dict[Kind, dict[int, tuple[int, int]]] = {kind: {} for kind in INPUTS}
+        self.sizes: dict[Kind, dict[int, tuple[int, int]]] = {kind: {} for kind in steps.INPUTS}
         tables = [(i, op.transfers) for i, op in enumerate(ops) if isinstance(op, Exchange)]
         rows, op_of = numbered(tables, Transfer.WIDTH)
         owned = [self._owned(op) for op in ops] if program.remap_in else [(False, False)] * len(ops)
@@ -113,7 +84,7 @@ class PhaseMessages:
         before = np.append(0, sizes.cumsum())
         totals, heads = np.diff(before[begin]).tolist(), received.num_heads
         for i, kind in enumerate(received.kind):
-            if kind in INPUTS:
+            if kind in steps.INPUTS:
                 received.buffer[i] = self.num_buffers
                 self.sizes[kind][self.num_buffers] = (totals[i], heads[i])
                 self.num_buffers += 1
@@ -123,11 +94,11 @@ class PhaseMessages:
         table[:, Instance.BUFFER] = np.array(received.buffer, dtype=np.int64)[message]
         # Row in the buffer: rows before the region less those before its message.
         table[:, Instance.ROW] = before[:-1] - before[begin[message]]
-        return {kind: table[rows[:, Transfer.KIND] == kind] for kind in INPUTS}
+        return {kind: table[rows[:, Transfer.KIND] == kind] for kind in steps.INPUTS}
 
-    def steps(
+    def exchanges(
         self, indexes: Indexes, places: OpZones, ranks_per_node: int, nano_batch: int
-    ) -> tuple[dict[int, ExchangeStep], tuple[tuple[RelayTask, ...], ...]]:
+    ) -> tuple[dict[int, steps.ExchangeStep], tuple[tuple[steps.RelayTask, ...], ...]]:
         """The exchanges of the phase by op index, and what the rank relays for others beside them."""
         rank, node = self.program.rank, self.program.rank // ranks_per_node
 
@@ -136,11 +107,11 @@ class PhaseMessages:
 
         routed, relay_tasks = _routes(self.ops, places.queues, rank, ranks_per_node, tag)
         sends, receives = (_by_op(side, indexes, rank, ranks_per_node) for side in (self.sent, self.received))
-        exchanges: dict[int, ExchangeStep] = {}
+        exchanges: dict[int, steps.ExchangeStep] = {}
         for i, op in enumerate(self.ops):
             if isinstance(op, Exchange):
-                out, back, own = sends.get(i, ()), receives.get(i, ()), routed.get(i, _NOT_ROUTED)
-                exchanges[i] = ExchangeStep(
+                out, back, own = sends.get(i, ()), receives.get(i, ()), routed.get(i, ({}, {}))
+                exchanges[i] = steps.ExchangeStep(
                     op=i,
                     id=op.id,
                     zone=places.zones[i],
@@ -149,28 +120,30 @@ class PhaseMessages:
                     sends=out,
                     receives=back,
                     tag=tag(op),
-                    routed_sends=own.sends,
-                    routed_receives=own.receives,
+                    routed_sends=own[0],
+                    routed_receives=own[1],
                     far=frozenset([m.peer for m in (*out, *back) if m.peer // ranks_per_node != node]),
-                    stream=collective_stream(op.group, ranks_per_node) if op.collective != "p2p" else "",
+                    stream=order.collective_stream(op.group, ranks_per_node) if op.collective != "p2p" else "",
                     arrivals=arrivals(back),
                 )
         return exchanges, relay_tasks
 
 
-def _by_op(side: Messages, indexes: Indexes, rank: int, ranks_per_node: int) -> dict[int, tuple[PeerMessage, ...]]:
+def _by_op(
+    side: Messages, indexes: Indexes, rank: int, ranks_per_node: int
+) -> dict[int, tuple[steps.PeerMessage, ...]]:
     moved = {(op, peer) for op, peer, kind in zip(side.op, side.peer, side.kind, strict=True) if kind in MOVED}
     node = rank // ranks_per_node
-    messages: list[PeerMessage] = []
+    messages: list[steps.PeerMessage] = []
     columns = side.op, side.peer, side.kind, side.buffer, _packed(side, indexes)
     for op, peer, kind, buffer, packed in zip(*columns, strict=True):
-        stream = stream_name("direct", peer // ranks_per_node != node, TRAFFIC_CLASSES[(op, peer) in moved])
-        messages.append(PeerMessage(peer, kind, packed, buffer, (), stream))
+        stream = order.stream_name("direct", peer // ranks_per_node != node, order.TRAFFIC_CLASSES[(op, peer) in moved])
+        messages.append(steps.PeerMessage(peer, kind, packed, buffer, (), stream))
     bounds = run_bounds(np.diff(side.op) != 0, len(side.op)).tolist() if messages else [0]
     return {side.op[a]: tuple(messages[a:b]) for a, b in pairwise(bounds)}
 
 
-def _packed(side: Messages, indexes: Indexes) -> list[Packed]:
+def _packed(side: Messages, indexes: Indexes) -> list[steps.Packed]:
     """Rows of every message; received inputs have none, they become buffers."""
     looked_up_in = [
         indexes.of(kind, owned=owned) if buffer < 0 else None
@@ -182,14 +155,15 @@ def _packed(side: Messages, indexes: Indexes) -> list[Packed]:
     row_ranges = _resolve(side.rows[:, Transfer.REGION].T, message, looked_up_in)
     runs = grouped_runs(sizes, row_ranges, message, len(looked_up_in))
     columns = zip(runs, num_rows, side.num_heads, looked_up_in, strict=True)
-    return [pack_runs(of, rows, heads) if index else Packed((), rows, heads) for of, rows, heads, index in columns]
+    return [
+        pack_runs(of, rows, heads) if index else steps.Packed((), rows, heads) for of, rows, heads, index in columns
+    ]
 
 
 def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> Messages:
     """Transfers as messages: what one exchange moves of one kind and head span to or from one peer.
-    Both ends group alike.
-
-    `peers`: the column of the rank at the other end; `owned`: of each op.
+    `peers`: the column of the rank at the other end, where they are grouped alike; `owned`: of each
+    op.
     """
     keys = np.stack(
         [op_index, rows[:, peers], rows[:, Transfer.KIND], rows[:, Transfer.HEAD_START], rows[:, Transfer.HEAD_STOP]]
@@ -197,8 +171,8 @@ def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> 
     changes = keys[:, 1:] != keys[:, :-1]
     first = changes.argmax(axis=0), np.arange(max(0, len(rows) - 1))  # where rows begin to differ
     if (keys[:, 1:][first] < keys[:, :-1][first]).any():
-        order = np.lexsort(keys[::-1])
-        rows, op_index, keys = rows[order], op_index[order], keys[:, order]
+        sorting = np.lexsort(keys[::-1])
+        rows, op_index, keys = rows[sorting], op_index[sorting], keys[:, sorting]
         changes = keys[:, 1:] != keys[:, :-1]
     begin = run_bounds(changes.any(axis=0), len(rows))
     first_rows = rows[begin[:-1]]
@@ -208,9 +182,7 @@ def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> 
 
 
 def _resolve(regions: Ints, message: Ints, index_of: Sequence[RegionIndex | None]) -> Ints:
-    """Row ranges of regions [5, n], each in the index of its message [n], ascending, if that has
-    one.
-    """
+    """Row ranges of regions [5, n], each in the index of its message [n], ascending, if it has one."""
     indexes = list(dict.fromkeys(index for index in index_of if index is not None))
     if len(indexes) == 1 and None not in index_of:
         return indexes[0].resolve(regions)
@@ -228,22 +200,20 @@ def _resolve(regions: Ints, message: Ints, index_of: Sequence[RegionIndex | None
     return row_ranges[:, row_ranges[RowRange.REGION].argsort(kind="stable")]
 
 
+# Kind and buffer, heads [start, stop), and rows [start, stop) that hold all that a run names.
 _Box: TypeAlias = tuple[tuple[Kind, int], int, int, int, int]
-"""Kind and buffer, heads [start, stop), and rows [start, stop) that hold all that a run names."""
 
 
-def arrivals(receives: Sequence[PeerMessage]) -> tuple[tuple[int, ...], ...]:
-    """Numbers of messages in the order in which they are taken, those of one call together.
-
-    A head exchange brings heads from every peer, and a launch for each would cost the host more
-    than the rows cost the device. Messages that touch no row and head in common may be placed, or
-    added, in one call of the mover, gradients of queries with those of keys; those that do are
-    taken one after the other.
-    """
+def arrivals(receives: Sequence[steps.PeerMessage]) -> tuple[tuple[int, ...], ...]:
+    """Numbers of messages in the order in which they are taken, those of one call together."""
+    # A head exchange brings heads from every peer, and a launch for each would cost the host more
+    # than the rows cost the device. Messages that touch no row and head in common may be placed, or
+    # added, in one call of the mover, gradients of queries with those of keys; those that do are
+    # taken one after the other.
     calls: dict[Kind, list[list[int]]] = {}
     boxes: dict[Kind, list[list[_Box]]] = {}
     for number, message in enumerate(receives):
-        kind = Kind.Q_GRAD if message.kind in GRADS else message.kind
+        kind = Kind.Q_GRAD if message.kind in steps.GRADS else message.kind
         numbers, taken = calls.setdefault(kind, []), boxes.setdefault(kind, [])
         own = [_box(message.kind, run) for run in message.packed.runs]
         at = next((i + 1 for i in range(len(taken) - 1, -1, -1) if _meet(own, taken[i])), 0)
@@ -255,7 +225,7 @@ def arrivals(receives: Sequence[PeerMessage]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(call) for numbers in calls.values() for call in numbers)
 
 
-def _box(kind: Kind, run: RowRun) -> _Box:
+def _box(kind: Kind, run: steps.RowRun) -> _Box:
     rows = (run.start, run.stop) if run.index is None else (int(run.index.min()), int(run.index.max()) + 1)
     return (kind, run.buffer), run.buffer_head, run.buffer_head + run.num_heads, *rows
 
@@ -265,14 +235,8 @@ def _meet(own: Sequence[_Box], taken: Sequence[_Box]) -> bool:
 
 
 _RANK_BITS = 20  # more than a rank or the index of an op takes
-
-
 _RANK = (1 << _RANK_BITS) - 1
-
-
 _PIECE = [Route.SRC, Route.DST, Route.PIECE]
-
-
 _KINDS = tuple(Kind)
 
 
@@ -281,19 +245,17 @@ def _tag_base(exchange_id: int, *, forward: bool, nano_batch: int) -> int:
     return ((exchange_id * 2 + forward) * NUM_NANO_BATCHES + nano_batch) * 16
 
 
-def _hop_tag(leg: Leg, *, first: bool, last: bool) -> int:
-    """Offset of a hop's tag from the exchange's first.
-
-    Messages between the same two ranks have different tags where they need not be received in the
-    order of sending: sources (`first`), targets (`last`) and proxies are different threads.
-    """
-    return (1 + LEGS.index(leg)) * 4 + first * 2 + last
+def _hop_tag(leg: order.Leg, *, first: bool, last: bool) -> int:
+    """Offset of a hop's tag from the exchange's first."""
+    # Messages between the same two ranks have different tags where they need not be received in the
+    # order of sending: sources (`first`), targets (`last`) and proxies are different threads.
+    return (1 + order.LEGS.index(leg)) * 4 + first * 2 + last
 
 
 @lru_cache(maxsize=256)
 def routes_of(
     routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]
-) -> tuple[_Routed, tuple[ProxyRoute, ...]]:
+) -> tuple[_Routed, tuple[steps.ProxyRoute, ...]]:
     """The pieces of an exchange that this rank sends or receives, and those that it relays, by
     source, target and piece: the order in which both ends of every hop have them.
 
@@ -308,33 +270,37 @@ def routes_of(
     counts = np.repeat(sizes, sizes)
     concerned = (table[:, Route.STATIONS] == rank).any(axis=1)
     table, counts = table[concerned], counts[concerned]
-    made: dict[tuple[int, ...], Hop] = {}  # many pieces take the same
+    made: dict[tuple[int, ...], steps.Hop] = {}  # many pieces take the same
 
-    def hop(end: Sequence[int], is_moved: bool) -> Hop | None:
-        key = (*end, is_moved)
+    def hop(end: Sequence[int], moves: bool) -> steps.Hop | None:
+        key = (*end, moves)
         leg, peer, first, last = end
         if leg < 0:
             return None
         if key not in made:
-            crosses, traffic_class = peer // ranks_per_node != rank // ranks_per_node, TRAFFIC_CLASSES[is_moved]
-            tag = _hop_tag(LEGS[leg], first=bool(first), last=bool(last))
-            made[key] = Hop(peer, LEGS[leg], tag, stream_name(LEGS[leg], crosses, traffic_class), crosses)
+            crosses, traffic_class = peer // ranks_per_node != rank // ranks_per_node, order.TRAFFIC_CLASSES[moves]
+            tag = _hop_tag(order.LEGS[leg], first=bool(first), last=bool(last))
+            made[key] = steps.Hop(
+                peer, order.LEGS[leg], tag, order.stream_name(order.LEGS[leg], crosses, traffic_class), crosses
+            )
         return made[key]
 
-    sends: dict[int, list[Piece]] = {}
-    receives: dict[int, list[Piece]] = {}
-    proxy_routes: list[ProxyRoute] = []
+    sends: dict[int, list[steps.Piece]] = {}
+    receives: dict[int, list[steps.Piece]] = {}
+    proxy_routes: list[steps.ProxyRoute] = []
     ends = (side.tolist() for side in _ends(table, rank))
     for (src, dst, index), count, come, go in zip(table[:, _PIECE].tolist(), counts.tolist(), *ends, strict=True):
         arrives, leaves = hop(come, (src, dst) in moved), hop(go, (src, dst) in moved)
         if arrives is None and leaves is not None:
-            sends.setdefault(dst, []).append(Piece(index, count, leaves))
+            sends.setdefault(dst, []).append(steps.Piece(index, count, leaves))
         elif leaves is None and arrives is not None:
-            receives.setdefault(src, []).append(Piece(index, count, arrives))
+            receives.setdefault(src, []).append(steps.Piece(index, count, arrives))
         elif arrives is not None and leaves is not None:
-            proxy_routes.append(ProxyRoute(relay_role(arrives.leg), src, dst, index, count, arrives, leaves))
-    own = _Routed(*({peer: tuple(pieces) for peer, pieces in side.items()} for side in (sends, receives)))
-    return own, tuple(proxy_routes)
+            proxy_routes.append(
+                steps.ProxyRoute(order.relay_role(arrives.leg), src, dst, index, count, arrives, leaves)
+            )
+    out, back = ({peer: tuple(pieces) for peer, pieces in side.items()} for side in (sends, receives))
+    return (out, back), tuple(proxy_routes)
 
 
 def _check_routes(table: Ints) -> None:
@@ -347,16 +313,14 @@ def _check_routes(table: Ints) -> None:
         | ((src == dst) & (left | far | (send_proxy != receive_proxy)))
     )
     for source, target, _, *proxies in table[twice].tolist():
-        stations = [a for _, a, _ in hops((source, *proxies, target))] + [target]
+        stations = [a for _, a, _ in order.hops((source, *proxies, target))] + [target]
         raise InvalidProgramError(f"a piece from rank {source} to rank {target} passes a rank twice: {stations}")
 
 
 def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:
     """The hops by which pieces come to this rank, and those by which they leave it: [n, 4] of (leg,
-    peer, first, last) each.
-
-    `leg`: a place in `LEGS`, -1: there is none; `first`, `last`: whether it is the first of the
-    piece, the last.
+    peer, first, last) each. `leg`: a place in `LEGS`, -1: there is none; `first`, `last`: of the
+    piece.
     """
     # [4, n]: source, send proxy, receive proxy, target; a hop goes where two neighbours differ.
     stations = table[:, Route.STATIONS].T
@@ -374,7 +338,7 @@ def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:
 
 def _routes(
     ops: Sequence[Op], queues: Sequence[int], rank: int, ranks_per_node: int, tag: Callable[[Exchange], int]
-) -> tuple[dict[int, _Routed], tuple[tuple[RelayTask, ...], ...]]:
+) -> tuple[dict[int, _Routed], tuple[tuple[steps.RelayTask, ...], ...]]:
     """This rank's own pieces by index of the op, and all relay tasks of the phase, in groups that
     wait for nothing in one another: of one role, traffic class and queue (`queues`: of each op).
     """
@@ -382,7 +346,7 @@ def _routes(
     if not routed:
         return {}, ()
     own: dict[int, _Routed] = {}
-    groups: dict[tuple[Role, bool, int], list[RelayTask]] = {}
+    groups: dict[tuple[order.Role, bool, int], list[steps.RelayTask]] = {}
     carried, moved = _of_others(routed, rank)
     for i, op in routed.items():
         pairs = moved.get(i, frozenset())
@@ -390,7 +354,7 @@ def _routes(
         for route in proxy_routes:
             messages = carried.get((i, route.src, route.dst))
             if messages is not None:
-                relay_task = RelayTask(i, op.id, tag(op), messages, route)
+                relay_task = steps.RelayTask(i, op.id, tag(op), messages, route)
                 groups.setdefault((route.role, (route.src, route.dst) in pairs, queues[i]), []).append(relay_task)
     return own, tuple(tuple(group) for group in groups.values())
 
@@ -406,7 +370,7 @@ def _of_others(
     moved: dict[int, set[tuple[int, int]]] = {}
     src, dst = rows[:, Transfer.SRC], rows[:, Transfer.DST]
     # Op, source and target in one number, so that one `unique` finds the pairs.
-    pairs = ((op_of << 2 * _RANK_BITS) | (src << _RANK_BITS) | dst)[is_moved(rows[:, Transfer.KIND])]
+    pairs = ((op_of << 2 * _RANK_BITS) | (src << _RANK_BITS) | dst)[order.is_moved(rows[:, Transfer.KIND])]
     for pair in np.unique(pairs).tolist():
         moved.setdefault(pair >> 2 * _RANK_BITS, set()).add((pair >> _RANK_BITS & _RANK, pair & _RANK))
     others = (src != rank) & (dst != rank)
@@ -414,8 +378,8 @@ def _of_others(
     carried: dict[tuple[int, int, int], list[Carried]] = {}
     if len(rows):
         keys = np.column_stack([op_of, rows[:, Transfer.ENDS], rows[:, Transfer.KIND], rows[:, Transfer.HEADS]])
-        order = np.lexsort(keys.T[::-1])
-        rows, keys = rows[order], keys[order]
+        sorting = np.lexsort(keys.T[::-1])
+        rows, keys = rows[sorting], keys[sorting]
         begin = run_bounds((keys[1:] != keys[:-1]).any(axis=1), len(rows))[:-1]
         tokens = np.add.reduceat(rows[:, Transfer.STOP] - rows[:, Transfer.START], begin)
         for (op, src, dst, kind, h0, h1), count in zip(keys[begin].tolist(), tokens.tolist(), strict=True):

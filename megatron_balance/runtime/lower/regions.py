@@ -41,9 +41,7 @@ class RowRange:
 
 
 class RegionIndex:
-    """The instances [n, `Instance.WIDTH`] of one kind (queries, or keys) on one rank, sorted to be
-    searched.
-    """
+    """The instances [n, `Instance.WIDTH`] of one kind of input on one rank, sorted to be searched."""
 
     def __init__(self, instances: Ints) -> None:
         order = np.argsort(key(instances[:, Instance.SEQ], instances[:, Instance.START]), kind="stable")
@@ -53,9 +51,7 @@ class RegionIndex:
 
     def resolve(self, regions: Ints) -> Ints:
         """Row ranges [`RowRange.WIDTH`, m] of regions [5, n], region by region.
-
-        Raises:
-            InvalidProgramError: part of a region is not held.
+        InvalidProgramError: not held.
         """
         seq, start, stop, head_start, head_stop = regions
         begin, end = key(seq, start), key(seq, stop)
@@ -95,9 +91,7 @@ class RegionIndex:
         return row_ranges
 
     def _resolve_overlapping(self, regions: Ints, begin: Ints, end: Ints) -> Ints:
-        """`resolve`, region by region, for instances that share tokens (other heads of the same
-        tokens, say).
-        """
+        """`resolve`, region by region, for instances that share tokens, as other heads of the same."""
         row_ranges: list[tuple[int, ...]] = []
         for index, (region, low, high) in enumerate(zip(regions.T.tolist(), begin.tolist(), end.tolist(), strict=True)):
             missing = [(low, high, region[3], region[4])]
@@ -165,15 +159,11 @@ def without(instances: Ints, fragments: Ints) -> Ints:
 def grouped_runs(
     sizes: Ints, row_ranges: Ints, group: Ints, num_groups: int, *, distinct: bool = False
 ) -> list[tuple[RowRun, ...]]:
-    """For each group of regions, its rows packed one after the other, in as few runs as possible.
-
-    Args:
-        sizes: tokens of each region, [n].
-        row_ranges: of the regions, [`RowRange.WIDTH`, m].
-        group: of each region (its message, its launch), ascending, [n].
-        num_groups: how many there are.
-        distinct: no run names a row twice. For writing: partials of one query come from several
-            entries of a launch.
+    """For each of `num_groups` groups of regions, its rows packed one after the other, in as few
+    runs as possible. `sizes`: tokens of each region [n]; `row_ranges`: of the regions
+    [`RowRange.WIDTH`, m]; `group`: of each region (its message, its launch), ascending [n].
+    `distinct`: no run names a row twice, for writing: partials of one query come from several
+    entries of a launch.
     """
     runs_of: list[list[RowRun]] = [[] for _ in range(num_groups)]
     if not row_ranges.shape[1]:
@@ -223,12 +213,9 @@ def _repeats(begin: Ints, count: Ints) -> bool:
     return bool((begin[order[1:]] < stop[:-1]).any())
 
 
-_CONSECUTIVE = (None,)
-
-
 def pack_runs(runs: tuple[RowRun, ...], num_rows: int, num_heads: int) -> Packed:
     """Runs as `Packed` rows, indices on the host."""
     if len(runs) == 1 and runs[0].index is None:
-        return Packed(runs, num_rows, num_heads, _CONSECUTIVE, runs[0].num_heads == num_heads)
+        return Packed(runs, num_rows, num_heads, (None,), runs[0].num_heads == num_heads)
     indices = tuple(None if run.index is None else torch.from_numpy(run.index) for run in runs)
     return Packed(runs, num_rows, num_heads, indices, direct=False)

@@ -7,8 +7,9 @@ gradients have one tensor beside each query buffer, key gradients one beside eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,13 +21,8 @@ from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.program import Kind
 
 INPUTS = (Kind.Q, Kind.KV)
-
-
 GRADS = (Kind.Q_GRAD, Kind.KV_GRAD)
-
-
-Value = tuple[Kind, int]
-"""(kind, buffer) of inputs and of gradients."""
+Value = tuple[Kind, int]  # (kind, buffer) of inputs and of gradients
 
 
 class RowRun(NamedTuple):
@@ -47,23 +43,19 @@ class RowRun(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Rows taken from (or added to) buffers: [num_rows, num_heads, ...] in the order of `runs`.
-
-    `indices`: of each run, on the device. `direct`: all rows are consecutive rows of one buffer
-    with the wanted heads, so a view serves.
-    """
+    """Rows taken from (or added to) buffers: [num_rows, num_heads, ...] in the order of `runs`."""
 
     runs: tuple[RowRun, ...]
     num_rows: int
     num_heads: int
+    # Of each run, on the device.
     indices: tuple[torch.Tensor | None, ...] = ()
+    # All rows are consecutive rows of one buffer with the wanted heads, so a view serves.
     direct: bool = False
 
 
 class Operand(NamedTuple):
-    """A kernel operand. `buffer` >= 0: the whole buffer, heads [head, head + num_heads); -1:
-    `packed` is gathered first.
-    """
+    """A kernel operand: heads from `head` on of all of `buffer`; -1: `packed` is gathered first."""
 
     buffer: int
     head: int
@@ -100,40 +92,38 @@ class Launch(NamedTuple):
 
 
 class GradLaunch(NamedTuple):
-    """One backward launch; other attributes as in `Launch`.
-
-    `dout`: the output's gradient, output and LSE; `dq`, `dk`: packed rows -> gradient tensors;
-    `dq_sums`, `dk_sums`: the same, told apart by how they are summed.
-    """
+    """One backward launch; other attributes as in `Launch`."""
 
     op: int
     zone: str
     q: Operand
     k: Operand
+    # The output's gradient, output and LSE.
     dout: Operand
     entries: Any
+    # Packed rows -> gradient tensors.
     dq: Packed
     dk: Packed
     reads: frozenset[tuple[Kind, int]]
     calls: int
+    # The same, told apart by how they are summed.
     dq_sums: Sums = Sums()
     dk_sums: Sums = Sums()
 
 
 class PeerMessage(NamedTuple):
-    """Rows of one kind and one head span between this rank and `peer`.
-
-    Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes to
-    `packed`. `merges` as in `Launch`, for received outputs; `sums` for received gradients. `stream`
-    as in `compile.order.stream_name`.
-    """
+    """Rows of one kind and one head span between this rank and `peer`."""
 
     peer: int
     kind: Kind
+    # Sent: from where. Received: where to, of all but inputs, which become buffer `buffer`.
     packed: Packed
     buffer: int = -1
+    # As in `Launch`, of received outputs.
     merges: tuple[bool, ...] = ()
+    # As in `compile.order.stream_name`.
     stream: str = ""
+    # Of received gradients.
     sums: Sums = Sums()
 
     @property
@@ -142,9 +132,7 @@ class PeerMessage(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One transfer of a piece, as the rank at one of its ends sees it. `tag` is added to the
-    exchange's; `crosses`: nodes.
-    """
+    """A transfer of a piece, at one of its ends. `tag`: added to the exchange's; `crosses`: nodes."""
 
     peer: int
     leg: Leg
@@ -154,9 +142,7 @@ class Hop(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Piece `index` of `count` of a routed parcel, all that goes from one rank to another in one
-    exchange, at one of its ends.
-    """
+    """Piece `index` of `count` of all that goes from rank to rank in an exchange, at one end."""
 
     index: int
     count: int
@@ -215,15 +201,17 @@ class ExchangeStep(NamedTuple):
     # Messages received, by number, that are taken together (`lower.messages`).
     arrivals: tuple[tuple[int, ...], ...] = ()
 
+    def legs(self) -> Iterator[tuple[str, str, bool, int]]:
+        """(stream, leg, whether it is sent, peer) of this rank's own transfers, point to point."""
+        sides = ((True, self.sends, self.routed_sends), (False, self.receives, self.routed_receives))
+        for sent, messages, routed in sides:
+            yield from ((m.stream, "direct", sent, m.peer) for m in messages if m.peer not in routed)
+            for piece in chain.from_iterable(routed.values()):
+                yield piece.hop.stream, piece.hop.leg, sent, piece.hop.peer
+
     def places(self) -> list[tuple[str, str]]:
         """(stream, leg) of this rank's own sends and receives, each once, in order."""
-        if self.stream:
-            return [(self.stream, "direct")]
-        places = {(m.stream, "direct") for m in self.sends if m.peer not in self.routed_sends}
-        places |= {(m.stream, "direct") for m in self.receives if m.peer not in self.routed_receives}
-        for routed in (self.routed_sends, self.routed_receives):
-            places |= {(piece.hop.stream, piece.hop.leg) for pieces in routed.values() for piece in pieces}
-        return sorted(places)
+        return [(self.stream, "direct")] if self.stream else sorted({leg[:2] for leg in self.legs()})
 
 
 class IssueStep(NamedTuple):
@@ -238,9 +226,8 @@ class FinishStep(NamedTuple):
 
 Step: TypeAlias = Launch | GradLaunch | IssueStep | FinishStep
 
-
+# (name, count) pairs that one run of a phase adds to its `runtime.recorder.Counters`.
 Work: TypeAlias = tuple[tuple[str, int], ...]
-"""(name, count) pairs that one run of a phase adds to its `runtime.recorder.Counters`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,10 @@ MOVERS = ("auto", "plain", "triton")
 
 
 def choose_mover(name: str, device: torch.device) -> Mover:
-    """Make the mover called `name`; "auto": triton on CUDA, plain elsewhere. Triton on CPU tensors
-    needs its interpreter.
-
-    Raises:
-        ConfigError: no such mover, or Triton is not installed.
+    """Make the mover called `name`; "auto": triton on CUDA, plain elsewhere. ConfigError: there is
+    none.
     """
+    # Triton on CPU tensors needs its interpreter.
     if name == "auto":
         name = "triton" if device.type == "cuda" else "plain"
     match name:

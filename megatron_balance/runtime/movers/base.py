@@ -21,36 +21,30 @@ from megatron_balance.runtime.lower.memory import CallForm, Later, made
 from megatron_balance.runtime.lower.moves import MoverCall
 from megatron_balance.runtime.lower.steps import Packed, RowRun
 
+# Makes a tensor of this shape and type, not filled, for as long as someone holds it.
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Makes a tensor of this shape and type, not filled, for as long as someone holds it."""
 
-
+# Most partials of a buffer that wait to be merged at once. Merging n new partials of bf16 into an
+# accumulator moves 2 n + 8 bytes an element. With 3 that is less than half of merging each as it
+# comes; more of them would take more memory than the accumulator does.
 HELD_PARTS = 4
-"""Most partials of a buffer that wait to be merged at once.
-
-Merging n new partials of bf16 into an accumulator moves 2 n + 8 bytes an element. With 3 that is
-less than half of merging each as it comes; more of them would take more memory than the accumulator
-does."""
 
 
 class RowMove(NamedTuple):
-    """Packed rows that are taken from buffers (`Mover.fill`), written to them or added.
-
-    `buffers`: of each run, its buffer [T, H, ...]; `own`: the packed rows [N, H, ...]; `fresh`, of an
-    addition: numbers of the runs whose buffers were never written: what is added begins them, and all
-    other rows become zero.
-    """
+    """Packed rows that are taken from buffers (`Mover.fill`), written to them or added."""
 
     packed: Packed
+    # Of each run, its buffer [T, H, ...].
     buffers: Sequence[Tensor]
+    # The packed rows [N, H, ...].
     own: Tensor | Later
+    # Of an addition, numbers of the runs whose buffers were never written: what is added begins
+    # them, and all other rows become zero.
     fresh: tuple[int, ...] = ()
 
 
 class Sent(NamedTuple):
-    """A message of outputs that is sent: packed rows of query buffers, `out` [N, H, V] in the inputs'
-    type and `lse` [N, H] in the wide one.
-    """
+    """Packed rows of outputs that are sent: `out` [N, H, V] in the inputs' type, `lse` [N, H] wide."""
 
     packed: Packed
     out: Tensor | Later
@@ -59,19 +53,20 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Memory for the partials of one forward.
+    """Memory for the partials of one forward."""
 
-    `sizes`: (rows, heads) of each query buffer; `blank`: those whose output must start empty. `dim`:
-    V. `dtype`: of inputs and of the final output; `wide`: of accumulators and LSE. `held`: as
-    `HELD_PARTS`.
-    """
-
+    # (rows, heads) of each query buffer.
     sizes: Mapping[int, tuple[int, int]]
+    # Those whose output must start empty.
     blank: tuple[int, ...]
+    # V.
     dim: int
+    # Of inputs and of the final output.
     dtype: torch.dtype
+    # Of accumulators and LSE.
     wide: torch.dtype
     empty: Empty
+    # As `HELD_PARTS`.
     held: int = HELD_PARTS
 
 
@@ -79,16 +74,13 @@ class Partials(Protocol):
     """The outputs of one forward so far, by query buffer."""
 
     def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
-        """Add packed partials out [N, H, V] and LSE [N, H], which are not changed later.
-
-        `merges`: as in `lower.steps.Launch`.
+        """Add packed partials out [N, H, V] and LSE [N, H], which are not changed later; `merges`:
+        of a `Launch`.
         """
         ...
 
     def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
-        """Out in its final type and LSE of packed rows where they lie, if both are contiguous
-        there.
-        """
+        """Out in its final type and LSE of packed rows where they lie, if both are contiguous so."""
         ...
 
     def send(self, messages: Sequence[Sent]) -> None:
@@ -96,9 +88,7 @@ class Partials(Protocol):
         ...
 
     def final(self) -> tuple[Tensor, Tensor]:
-        """Out [T, H, V] in its final type, without gaps, and LSE [T, H] of buffer 0, for the caller
-        to keep.
-        """
+        """Out [T, H, V] in its final type, LSE [T, H] of buffer 0, without gaps, for the caller."""
         ...
 
 
@@ -110,9 +100,8 @@ class Mover(Protocol):
     def prepare(
         self, moves: Iterable[MoverCall], sizes: Mapping[int, tuple[int, int]], form: CallForm
     ) -> Sequence[Tensor]:
-        """Make the tables of calls that will come: tensors on the host, which the caller ships.
-
-        `sizes`: (rows, heads) of each query buffer.
+        """Tables of calls to come, on the host, to be shipped. `sizes`: (rows, heads) of each query
+        buffer.
         """
         ...
 
@@ -139,9 +128,7 @@ def heads_view(x: Tensor, head: int, num_heads: int, dim: int = 1) -> Tensor:
 
 
 def buffer_rows(x: Tensor, run: RowRun, dim: int = 0) -> Tensor:
-    """The rows and heads of a run in its buffer [..., T, H, ...], where they are consecutive: a view.
-    `dim`: of the rows.
-    """
+    """A view of a run in its buffer [..., T, H, ...], where its rows (`dim`) are consecutive."""
     rows = x if run.count == x.shape[dim] else x.narrow(dim, run.start, run.count)
     return heads_view(rows, run.buffer_head, run.num_heads, dim + 1)
 

@@ -16,7 +16,7 @@ from megatron_balance.ir.columns import Message, Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, pack, parcel_bytes, shapes, unpack
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, layout, pack, shapes, unpack
 from megatron_balance.runtime.lower.regions import without
 from megatron_balance.runtime.recorder import Traced, hidden_share
 from tests.support import by_hand
@@ -40,7 +40,7 @@ def test_what_is_packed_comes_out_bit_for_bit_without_another_copy(carried: list
     ]
     raw = pack([x for tensors in sent for x in tensors])
     assert raw.dtype == torch.uint8
-    assert raw.numel() == parcel_bytes(carried, form)
+    assert raw.numel() == layout(tuple(carried), form).num_bytes
     received = unpack(raw, carried, form)
     for ours, theirs in zip(sent, received, strict=True):
         for x, y in zip(ours, theirs, strict=True):
@@ -53,7 +53,7 @@ def test_a_single_tensor_is_sent_from_where_it_lies() -> None:
     x = torch.arange(7.0)
     assert pack([x]).data_ptr() == x.data_ptr()
     assert (
-        parcel_bytes([(Kind.Q, 1, 7)], CallForm.of(AttentionShape(1, 1, 1), torch.float32, "fp32")) == x.nbytes
+        layout(((Kind.Q, 1, 7),), CallForm.of(AttentionShape(1, 1, 1), torch.float32, "fp32")).num_bytes == x.nbytes
     )  # not padded: there is nothing behind it
 
 
@@ -253,7 +253,7 @@ def test_sizes_are_those_that_the_executor_packs() -> None:
                 rows = [[0, 0, 1, int(kind), 0, int(rng.integers(1, 4)), int(rng.integers(1, 50))] for kind in kinds]
                 carried = [(Kind(kind), tokens, heads) for *_, kind, _, heads, tokens in rows]
                 found = ours.parcels(np.array(rows))
-                assert found.packed.tolist() == [memory.parcel_bytes(carried, form)]
+                assert found.packed.tolist() == [memory.layout(tuple(carried), form).num_bytes]
                 tensors = [shape for message in carried for shape in memory.shapes(message, form)]
                 assert found.direct.tolist() == [sum(int(np.prod(shape)) * kind.itemsize for shape, kind in tensors)]
                 for count in (1, 3, 4, 8):

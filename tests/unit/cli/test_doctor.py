@@ -328,7 +328,7 @@ def test_where_the_topology_says_nothing_the_pci_bus_decides(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "Failed to initialize NVML: Unknown Error", "\tGPU0\nGPU0\t X "])
 def test_what_is_no_matrix_has_no_links(text):
-    assert hardware.parse_topology(text)[1] == 0
+    assert hardware._parse_topology(text)[1] == 0
 
 
 def test_unlike_gpus_are_refused(tmp_path):

@@ -386,7 +386,7 @@ def test_a_preset_is_priced_at_the_kernel_that_auto_takes_in_the_image(monkeypat
     for name, capability in capabilities.items():
         monkeypatch.setattr(kernels, "capability_of", lambda _, capability=capability: capability)
         device = torch.device("cuda")
-        served = [k for k in kernels.automatic(device) if not kernels.KERNELS[k].refusal(device, torch.bfloat16, 128)]
+        served = [k for k in kernels._preferred(device) if not kernels.KERNELS[k].refusal(device, torch.bfloat16, 128)]
         cluster = load_cluster(name).build()
         chosen = next(kernel for kernel in served if kernel in image)
         assert cluster.with_kernel(chosen) == cluster, (name, chosen)

@@ -154,9 +154,9 @@ def test_limits_reach_the_communicators_of_their_link(make):
 def test_the_stand_in_asks_for_nothing_that_torchs_nccl_has_not():
     """Its options take no field that they do not know, and need no GPU."""
     timeout = timedelta(seconds=7)
-    options = groups.nccl_options("inter_node moved", {"inter_node": 4, "intra_node": 12}, timeout)
+    options = groups._nccl_options("inter_node moved", {"inter_node": 4, "intra_node": 12}, timeout)
     assert (options.config.max_ctas, options.is_high_priority_stream, options._timeout) == (4, True, timeout)
-    inside, own = groups.nccl_options("intra_node", {}), dist.ProcessGroupNCCL.Options()
+    inside, own = groups._nccl_options("intra_node", {}), dist.ProcessGroupNCCL.Options()
     assert (inside.config.max_ctas, inside.is_high_priority_stream) == (own.config.max_ctas, False)
     assert {"ranks", "timeout", "backend", "pg_options"} <= signature(dist.new_group).parameters.keys()
     for name in ("_group_start", "_group_end"):

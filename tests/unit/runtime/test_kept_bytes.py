@@ -31,7 +31,7 @@ from megatron_balance.planning.choice import choose_layers, choose_planner
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.memory import PeakBytes, adjacent_bytes, pack
+from megatron_balance.runtime.lower.memory import PeakBytes, _adjacent_bytes, pack
 from megatron_balance.runtime.lower.regions import RegionIndex, RowRange
 from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch
 from megatron_balance.runtime.pool import ALIGN, SLAB, BufferPool
@@ -255,8 +255,8 @@ def test_what_lies_in_one_piece_is_sent_without_a_copy() -> None:
     parts = [raw[16:21], raw[32:48].view(torch.float32), raw[48:60]]
     packed = pack(parts)
     assert (packed.data_ptr(), packed.numel()) == (parts[0].data_ptr(), 44)
-    assert adjacent_bytes([parts[0], parts[2]]) is None
-    assert adjacent_bytes([parts[1], parts[0]]) is None
+    assert _adjacent_bytes([parts[0], parts[2]]) is None
+    assert _adjacent_bytes([parts[1], parts[0]]) is None
     assert pack([parts[1], parts[0]]).tolist() == [*range(32, 48), *range(16, 21)]
 
 

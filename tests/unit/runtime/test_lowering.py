@@ -14,9 +14,9 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime import transport
-from megatron_balance.runtime.bind import ALIGN, ship, tensors_in
+from megatron_balance.runtime.bind import ALIGN, _tensors_in, ship
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, taken_together
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, _taken_together
 from megatron_balance.runtime.lower.messages import arrivals
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
@@ -58,7 +58,7 @@ def test_an_exchange_that_sums_on_the_way_brings_one_peers_messages() -> None:
         arrivals=arrivals(received),
     )
     assert exchange.arrivals == ((0,), (1,), (2,))
-    assert taken_together(exchange, 1) == [(0,)]
+    assert _taken_together(exchange, 1) == [(0,)]
 
 
 def test_what_meets_an_earlier_message_comes_behind_it_and_behind_what_that_came_behind() -> None:
@@ -202,7 +202,7 @@ def test_a_shipment_is_one_copy(monkeypatch):
 
 def test_tables_are_found_in_tuples_lists_and_dataclasses():
     a, b, c = (torch.arange(n) for n in (1, 2, 3))
-    found = list(tensors_in(([Held("x", (a, None))], (b, slice(0, 1), 3), {"not": "a table"}, c)))
+    found = list(_tensors_in(([Held("x", (a, None))], (b, slice(0, 1), 3), {"not": "a table"}, c)))
     assert [x.numel() for x in found] == [1, 2, 3]
 
 
@@ -239,17 +239,17 @@ def test_every_table_that_a_step_holds_is_shipped(planner, monkeypatch):
     from megatron_balance.runtime import bind as binding
     from tests.support.silent import count
 
-    real, held, kinds = binding.tables_of, [], set()
+    real, held, kinds = binding._tables_of, [], set()
 
     def seen(phase):
         found = list(real(phase))
         for step in phase.steps:
-            inside = {id(table) for table in tensors_in(step)}
+            inside = {id(table) for table in _tensors_in(step)}
             held.append(inside <= {id(table) for table in found})
             kinds.update({type(step).__name__} if inside else ())
         return found
 
-    monkeypatch.setattr(binding, "tables_of", seen)
+    monkeypatch.setattr(binding, "_tables_of", seen)
     for case in VARIED.values():
         for rank in (0, 3):
             count(plan(planner, case), rank, "replay", "fp32", strided=rank > 0)

@@ -20,7 +20,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import Layers
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime import bind as binding
-from megatron_balance.runtime.bind import AttentionShape
+from megatron_balance.runtime.bind import AttentionShape, BindOptions
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.lowering import Lowering
 from megatron_balance.runtime.lower.steps import describe
@@ -44,7 +44,8 @@ def ahead():
 
 
 def binder(ahead: BindAhead | None, num_heads: int = 2) -> Binder:
-    return Binder(Groups(1, 2, (0, 1), None), AttentionShape(num_heads, num_heads, 4), torch.float32, CPU, ahead=ahead)
+    shape = AttentionShape(num_heads, num_heads, 4)
+    return Binder(BindOptions(shape, Groups(1, 2, (0, 1), None), CPU, torch.float32), ahead)
 
 
 def test_a_plan_prepared_in_the_thread_is_the_one_bound_on_the_spot(ahead, monkeypatch):

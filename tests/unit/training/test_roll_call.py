@@ -18,8 +18,8 @@ from megatron_balance.training.stragglers import (
     Link,
     RankTimes,
     Stragglers,
-    links_to_measure,
-    median_of_others,
+    _links_to_measure,
+    _median_of_others,
     own_times,
     rounds,
     slow_ranks,
@@ -208,7 +208,7 @@ def test_a_rank_is_not_slow_for_its_share_of_the_work(own: RankTimes, why: str) 
 def test_the_median_of_the_others_leaves_out_each_value_in_turn(count: int) -> None:
     values = np.random.default_rng(count).integers(0, 4, count).astype(float)
     expected = [np.median(np.delete(values, at)) for at in range(count)]
-    assert median_of_others(values).tolist() == expected
+    assert _median_of_others(values).tolist() == expected
 
 
 def test_a_rank_whose_attention_is_little_of_the_step_holds_nobody_up() -> None:
@@ -270,8 +270,8 @@ def test_links_are_measured_twice_and_again_when_waits_have_grown(caplog: pytest
 def test_the_links_most_waited_for_are_measured_and_those_between_neighbours() -> None:
     times = [EVEN] * RANKS
     times[3] = EVEN._replace(sources=((1, 0.5), (SEVERAL, 0.3), (2, 0.2)))
-    assert links_to_measure(times) == [(1, 3), (2, 3), (0, 1), (1, 2), (3, 0)]
-    many = links_to_measure([EVEN] * 1000)
+    assert _links_to_measure(times) == [(1, 3), (2, 3), (0, 1), (1, 2), (3, 0)]
+    many = _links_to_measure([EVEN] * 1000)
     assert len(many) <= 34
     assert many[1] == (31, 32)
 

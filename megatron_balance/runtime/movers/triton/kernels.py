@@ -20,8 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK_ROWS = 8
-"""Rows of one block of a table; a program moves one block by BLOCK_COLS elements."""
+BLOCK_ROWS = 8  # rows of one block of a table; a program moves one block by BLOCK_COLS elements
 
 
 class CopyBlock:
@@ -112,8 +111,7 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
             source = sources[i] + units(source_begin, sources[i])
             target = targets[i] + units(target_begin, targets[i])
             moved = tl.load(
-                source + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :],
-                mask=mask,
+                source + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :], mask=mask
             )
             place = target + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
             tl.store(place, moved.to(targets[i].dtype.element_ty), mask=mask)

@@ -35,35 +35,25 @@ from megatron_balance.runtime.movers.triton.kernels import (
 
 _CPU = torch.device("cpu")
 T = TypeVar("T")
-MAX_PAIRS = 8
-"""Tensor pairs of one launch. The kernels have a branch for each."""
-UNIT = 16
-"""Bytes that begins in a table are counted in."""
+MAX_PAIRS = 8  # tensor pairs of one launch. The kernels have a branch for each.
+UNIT = 16  # bytes that begins in a table are counted in
 ACCESS_BYTES = 16
-TILE_BYTES = 2048
-"""Of one row in a program: eight such rows are 128 bytes for each of its 128 threads."""
-PLACES = (2, MAX_PAIRS)
-"""Tensor pairs of one launch: as many places as a launch may have."""
-PARTS = (2, 5, 9)
-"""Partials of one merge, beside an accumulator. The kernel is unrolled over them."""
-LSE_COLS = 128
-"""Heads of one row in a program, where a head has one element."""
+TILE_BYTES = 2048  # of one row in a program: eight such rows are 128 bytes for each of its 128 threads
+PLACES = (2, MAX_PAIRS)  # tensor pairs of one launch: as many places as a launch may have
+PARTS = (2, 5, 9)  # partials of one merge, beside an accumulator. The kernel is unrolled over them.
+LSE_COLS = 128  # heads of one row in a program, where a head has one element
+# Most elements of one program of the merge, one head of some rows, and most rows: Triton 3.7 does
+# not compile it for Hopper with 32 or 64 rows on four warps, which heads of 17 to 64 elements had.
 MERGE_TILE, MERGE_ROWS = 2048, 16
-"""Most elements of one program of the merge, one head of some rows, and most rows: Triton 3.7 does
-not compile it for Hopper with 32 or 64 rows on four warps, which heads of 17 to 64 elements had."""
-
 
 # Tables of blocks for the kernels, from the runs of packed tensors. NumPy, once for a bound plan.
-
-_TablePair = tuple[int, int]
-"""(place of a packed tensor in the call, run of it whose buffer is meant)."""
+_TablePair = tuple[int, int]  # (place of a packed tensor in the call, run of it whose buffer is meant)
 
 
 class _Share(NamedTuple):
-    """A tensor that lies in the memory of a pair's, which stands for it: `begin` bytes and `rows`
-    of its rows behind that one. `own`: the packed rows, not the buffer.
-    """
+    """A tensor in the memory of another pair's, `begin` bytes and `rows` of its rows behind that."""
 
+    # The packed rows, not the buffer.
     own: bool
     pair: _TablePair
     stands_for: _TablePair
@@ -73,17 +63,17 @@ class _Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _BlockTable:
-    """Blocks of one launch.
+    """Blocks of one launch."""
 
-    `pairs`: the tensors that it is given. `blocks`: int32 [blocks, `CopyBlock.WIDTH` or
-    `AddBlock.WIDTH`]; `index`: int32, the lists that blocks name by where they begin. `heads`: of the
-    widest block. `shares`: tensors that it is not given, since they lie in another's memory.
-    """
-
+    # The tensors that it is given.
     pairs: tuple[_TablePair, ...]
+    # int32 [blocks, `CopyBlock.WIDTH` or `AddBlock.WIDTH`].
     blocks: Tensor
+    # int32, the lists that blocks name by where they begin.
     index: Tensor
+    # Of the widest block.
     heads: int
+    # Tensors that it is not given, since they lie in another's memory.
     shares: tuple[_Share, ...] = ()
 
 
@@ -145,9 +135,7 @@ def _to(device: torch.device, values: Ints) -> Tensor:
 
 
 def _copy_tables(moved: Sequence[Moved], device: torch.device, *, take: bool) -> list[_BlockTable]:
-    """Launches that copy all runs of the packed tensors: usually one. `take`: from their buffers,
-    else to them.
-    """
+    """Launches (usually one) that copy all runs of packed tensors: from buffers (`take`), or there."""
     launches: list[_TableBuilder] = []
     numbers: dict[tuple[object, ...], int] = {}
     for place, one in enumerate(moved):
@@ -208,9 +196,7 @@ class _AddedRows(NamedTuple):
 
 @dataclass(slots=True)
 class _Sum:
-    """Rows that one program may add: to the same heads of one tensor, from one memory. `low`,
-    `high`: bounds of the target rows.
-    """
+    """Rows that one program may add: to target rows [low, high) of the same heads, from one memory."""
 
     head: int
     buffer_head: int
@@ -243,12 +229,10 @@ class _Sum:
         return np.concatenate([one.of_buffer for one in self.added])
 
 
-def add_tables(moved: Sequence[Moved], device: torch.device) -> list[_BlockTable]:
-    """Launches that add all runs of the packed tensors to their buffers. Blocks: `AddBlock`.
-
-    Usually one; more where an element gets rows from several memories, or heads of the same rows are
-    split differently, since no two programs of a launch may write the same element.
-    """
+def _add_tables(moved: Sequence[Moved], device: torch.device) -> list[_BlockTable]:
+    """Launches that add all runs of the packed tensors to their buffers. Blocks: `AddBlock`."""
+    # Usually one; more where an element gets rows from several memories, or heads of the same rows
+    # are split differently, since no two programs of a launch may write the same element.
     sums: dict[tuple[object, ...], _Sum] = {}
     fresh: dict[Site, tuple[tuple[int, int], _Sides, _TablePair]] = {}
     for place, one in enumerate(moved):
@@ -317,9 +301,7 @@ def _add_blocks(launch: _TableBuilder, number: int, one: _Sum, *, fresh: bool) -
 def _blocks_to(
     launch: _TableBuilder, number: int, targets: Ints, sources: tuple[Ints, Ints], rest: tuple[int, ...]
 ) -> None:
-    """Blocks for target rows. `sources`: of each the place of the first and their number; `rest`: the
-    columns of `AddBlock` from `SOURCE_HEAD` on.
-    """
+    """Blocks for target rows; `sources`: first and number of each; `rest`: from SOURCE_HEAD on."""
     target_at, first_at, number_at = launch.listed(targets), launch.listed(sources[0]), launch.listed(sources[1])
     starts = np.arange(0, len(targets), BLOCK_ROWS)
     blocks = np.empty((len(starts), AddBlock.WIDTH), dtype=np.int64)
@@ -335,18 +317,16 @@ def _blocks_to(
 
 @dataclass(frozen=True, slots=True)
 class _RowMap:
-    """Packed rows of a partial by row of a buffer, each at most once.
-
-    `rows`: int32 [rows of the buffer], the packed row of each or -1; None: all rows, in order.
-    Heads [head, head + num_heads) of the packed rows are those at `buffer_head` of the buffer.
-    `count`: rows of it.
-    """
+    """Packed rows of a partial by row of a buffer, each at most once."""
 
     buffer: int
+    # int32 [rows of the buffer], the packed row of each or -1; None: all rows, in order.
     rows: Tensor | None
+    # Heads [head, head + num_heads) of the packed rows are those at `buffer_head` of the buffer.
     head: int
     num_heads: int
     buffer_head: int
+    # Rows of it.
     count: int = 0
 
     def covers(self, num_heads: int) -> bool:
@@ -376,9 +356,7 @@ def _row_maps(packed: Packed, num_rows: Mapping[int, int], device: torch.device)
 
 
 class _Entry(NamedTuple):
-    """A partial that will be held: equal `part` for the rows of one launch or message. `owned`: as in
-    `_Partial`.
-    """
+    """A partial that will be held: equal `part` for the rows of one launch or message."""
 
     part: int
     row_map: _RowMap
@@ -387,29 +365,27 @@ class _Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _SendTable:
-    """One merge of partials into all messages of an exchange: n rows, message by message.
+    """One merge of partials into all messages of an exchange: n rows, message by message."""
 
-    `parts`: (buffer, number of the partial held of it); `row_maps`: of each part, by row of the
-    result. `out_begins`, `lse_begins`: int32 [n], where each row begins behind the first message's
-    output, in units of 16 bytes, and behind its LSE, in elements. `shares`: (bytes of the output,
-    bytes of the LSE) of each message behind the first's.
-    """
-
+    # (buffer, number of the partial held of it).
     parts: tuple[tuple[int, int], ...]
+    # Of each part, by row of the result.
     row_maps: tuple[_RowMap, ...]
+    # int32 [n], where each row begins behind the first message's output, in units of 16 bytes, and
+    # behind its LSE, in elements.
     out_begins: Tensor
     lse_begins: Tensor
     num_heads: int
     first_head: int
+    # (bytes of the output, bytes of the LSE) of each message behind the first's.
     shares: tuple[tuple[int, int], ...]
 
 
 def _send_table(
     outs: Sequence[Moved], lses: Sequence[Moved], held: Mapping[int, Sequence[_Entry]], row_bytes: tuple[int, int]
 ) -> _SendTable | None:
-    """The table of messages of outputs in one memory, or None where one merge does not do.
-
-    `held`: the partials of each buffer then; `row_bytes`: of a head of a row, output and LSE.
+    """The table of messages of outputs in one memory, or None where one merge does not do. `held`:
+    the partials of each buffer then; `row_bytes`: of a head of a row, output and LSE.
     """
     heads = {
         (run.buffer_head, run.num_heads, run.head, one.packed.num_heads) for one in outs for run in one.packed.runs
@@ -489,9 +465,7 @@ def _maps_of_run(of_buffer: Ints, packed_rows: Ints, num_rows: int) -> list[Ints
 
 
 class TritonMover:
-    """See `runtime.movers.base.Mover`. Tables belong to the packed tensors of one bound plan, which
-    are kept.
-    """
+    """See `runtime.movers.base.Mover`. Tables belong to the packed tensors, kept, of one plan."""
 
     name = "triton"
 
@@ -637,18 +611,17 @@ class TritonMover:
 
     def _table(self, call: Call, width: int, moved: Sequence[Moved], device: torch.device) -> list[_BlockTable]:
         """Tables of a call on these packed tensors, made once: on the host by `prepare`, else here
-        and now, each with a copy of its own.
-
-        `width`: elements of a head; keys and values of two widths have the same packed rows, and
-        lie apart in a message.
+        and now.
         """
+        # `width`: elements of a head; keys and values of two widths have the same packed rows, and
+        # lie apart in a message.
         packed = [one.packed for one in moved]
         fresh = tuple([tuple([number for number, _ in one.fresh]) for one in moved])
         key = (call, width, fresh if any(fresh) else (), *map(id, packed))
         if key not in self._tables:
             self._kept += packed  # the key holds their ids: they must not go away
             self._tables[key] = (
-                add_tables(moved, device) if call == "add" else _copy_tables(moved, device, take=call == "fill")
+                _add_tables(moved, device) if call == "add" else _copy_tables(moved, device, take=call == "fill")
             )
             self._unchecked.add(key)
         return self._tables[key]
@@ -670,9 +643,8 @@ def _unprepared(call: Call, move: RowMove) -> Moved:
 
 
 def _check(shares: Sequence[_Share], moves: Sequence[RowMove]) -> None:
-    """Check that tensors that a launch is not given lie where its table has them: else their rows
-    would go astray.
-    """
+    """Check that tensors that a launch is not given lie where its table has them."""
+    # Else their rows would go astray.
     for share in shares:
         x, base = (
             made(moves[place].own) if share.own else moves[place].buffers[run]
@@ -686,9 +658,7 @@ def _check(shares: Sequence[_Share], moves: Sequence[RowMove]) -> None:
 
 
 def launch(kernel: Any, table: _BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Launch over the blocks of a table. `sources`, `targets`: of each of its pairs, [T, H, ...],
-    each of one type.
-    """
+    """Launch over a table's blocks. `sources`, `targets`: of its pairs, [T, H, ...], of one type."""
     num_blocks = table.blocks.shape[0]
     if not num_blocks:
         return
@@ -816,9 +786,7 @@ class _Expected(_HeldPartials[_Entry]):
 
 
 class _TritonPartials(_HeldPartials[_Partial]):
-    """See `runtime.movers.base.Partials`. Some are held as they came, and merged in one launch with
-    the final conversion.
-    """
+    """See `movers.base.Partials`: some are held, and merged in one launch with the conversion."""
 
     def __init__(self, space: Space, mover: TritonMover) -> None:
         super().__init__(space.sizes, space.held)
@@ -835,7 +803,7 @@ class _TritonPartials(_HeldPartials[_Partial]):
             out = self.space.empty((*self.sizes[buffer], self.space.dim), self.space.wide)
             lse = self.space.empty(self.sizes[buffer], self.space.wide)
             target = _Partial(out, lse, self.whole(buffer), owned=True)
-        merge_parts(self.mover, held, target.out, target.lse)
+        _merge_parts(self.mover, held, target.out, target.lse)
         return target
 
     def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
@@ -851,7 +819,7 @@ class _TritonPartials(_HeldPartials[_Partial]):
             out, lse = map(made, both)
             for run, index in zip(packed.runs, packed.indices, strict=True):
                 own = (slice(run.row, run.row + run.count), slice(run.head, run.head + run.num_heads))
-                merge_parts(
+                _merge_parts(
                     self.mover,
                     self.held.get(run.buffer, []),
                     out[own],
@@ -867,7 +835,7 @@ class _TritonPartials(_HeldPartials[_Partial]):
             for (buffer, number), row_map in zip(table.parts, table.row_maps, strict=True)
         ]
         assert not any(part.owned for part in parts), "rows that were merged before they were sent"
-        merge_parts(self.mover, parts, made(first.out), made(first.lse), first_head=table.first_head, table=table)
+        _merge_parts(self.mover, parts, made(first.out), made(first.lse), first_head=table.first_head, table=table)
 
     def final(self) -> tuple[Tensor, Tensor]:
         rows, heads = self.space.sizes[0]
@@ -879,11 +847,11 @@ class _TritonPartials(_HeldPartials[_Partial]):
         device = self.mover.device
         out = torch.empty((rows, heads, self.space.dim), dtype=self.space.dtype, device=device)
         lse = torch.empty((rows, heads), dtype=self.space.wide, device=device)
-        merge_parts(self.mover, held, out, lse)
+        _merge_parts(self.mover, held, out, lse)
         return out, lse
 
 
-def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and head of it
+def _merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and head of it
     mover: TritonMover,
     held: Sequence[_Partial],
     out: Tensor,
@@ -977,11 +945,9 @@ def _additions(dtype: torch.dtype, head_dim: int) -> list[_LaunchTypes]:
 
 
 def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
-    """Launch each variant of the kernels once, on nothing, before the first step; their number.
-
-    Compiling one takes from a part of a second to several; in a step that would stop this rank, and
-    with it every rank that waits for it.
-    """
+    """Launch each variant of the kernels once, on nothing, before the first step; their number."""
+    # Compiling one takes from a part of a second to several; in a step that would stop this rank,
+    # and with it every rank that waits for it.
     mover = TritonMover(device)
     launches = 0
     for kernel, width, kinds in (
@@ -1001,6 +967,6 @@ def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
     for num_parts in PARTS:
         for out_dtype in dict.fromkeys((dtype, wide)):
             out = torch.empty((1, 1, head_dim), dtype=out_dtype, device=device)
-            merge_parts(mover, [part] * num_parts, out, torch.empty_like(lse))
+            _merge_parts(mover, [part] * num_parts, out, torch.empty_like(lse))
             launches += 1
     return launches
