@@ -9,14 +9,13 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.tables import ADDED, STORED, Tables, ZoneTable, all_to_all, ring_collective
 from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.columns import Message
-from megatron_balance.ir.program import KEY_SIDE, Kind
+from megatron_balance.ir.program import KEY_SIDE, Kind, Policy
 
 # Traffic classes (`compile.order`).
 COPIED, MOVED = range(2)

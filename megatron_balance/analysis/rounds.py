@@ -17,14 +17,13 @@ import numpy as np
 
 from megatron_balance.analysis.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks, Outcome, hosts_behind
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.tables import Tables, ZoneTable
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Ints
 from megatron_balance.ir.arrays import Bools, as_array
 from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
-from megatron_balance.ir.program import KEY_SIDE, Kind
+from megatron_balance.ir.program import KEY_SIDE, Kind, Policy
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context, GroupTraffic, HeadsThenHops, HopByHop, PointToPoint, WaveTraffic
 from megatron_balance.patterns.sends import table_of

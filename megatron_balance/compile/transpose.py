@@ -17,17 +17,7 @@ from megatron_balance.compile.join import routes_of
 from megatron_balance.ir.arrays import Atoms, Ints, as_array, as_rows, concat, numbered, run_starts, trim_pairs
 from megatron_balance.ir.columns import Pair, Route, Rows, Transfer, Value
 from megatron_balance.ir.mask import Mask
-from megatron_balance.ir.program import (
-    Attend,
-    AttendGrad,
-    Collective,
-    Exchange,
-    Kind,
-    Merge,
-    Op,
-    Policy,
-    RankProgram,
-)
+from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, Policy, RankProgram
 
 POLICIES: tuple[Policy, ...] = ("keep", "replay")
 

@@ -1,1 +1,1 @@
-"""The vocabulary: spans, fragments, ops, programs and plans. Everything is frozen."""
+"""The vocabulary: spans, fragments, ops, programs, plans. Frozen; but `arrays`, without NumPy."""

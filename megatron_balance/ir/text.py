@@ -28,17 +28,7 @@ from typing import assert_never
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.columns import Fragment, Pair, Route, Rows, Transfer, Value
 from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
-from megatron_balance.ir.program import (
-    COLLECTIVES,
-    KEY_SIDE,
-    Attend,
-    AttendGrad,
-    Exchange,
-    Kind,
-    Merge,
-    Op,
-    Program,
-)
+from megatron_balance.ir.program import COLLECTIVES, KEY_SIDE, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program
 
 KIND_NAMES = {
     Kind.Q: "q",

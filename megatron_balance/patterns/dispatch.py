@@ -13,18 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron_balance.ir.arrays import (
-    Bools,
-    Ints,
-    Rectangles,
-    as_array,
-    as_rows,
-    held_twice,
-    num_pairs,
-    sums,
-    trim,
-    union,
-)
+from megatron_balance.ir import arrays
+from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows
 from megatron_balance.ir.columns import Held, Pair, Placed, Rows, Task, Transfer, Value
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 from megatron_balance.ir.plan import SharedZone, TaskTable
@@ -92,8 +82,8 @@ class Dispatch(ListedPattern[TaskTable]):
         attended = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             tasks = as_array(zone.tasks)
-            pairs = num_pairs(Rectangles(*tasks[:, Task.SPANS].T), context.mask)
-            attended += sums(tasks[:, Task.RANK], pairs, context.num_ranks)
+            pairs = arrays.num_pairs(arrays.Rectangles(*tasks[:, Task.SPANS].T), context.mask)
+            attended += arrays.sums(tasks[:, Task.RANK], pairs, context.num_ranks)
         return attended
 
     # Starting early, coupling
@@ -142,7 +132,7 @@ def _visible(zone: TaskTable, mask: Mask, rank: int | None = None) -> Ints:
     tasks = table.copy() if rank is None else table[table[:, Task.RANK] == rank]
     if mask == FULL:
         return tasks
-    shown = trim(tasks[:, Task.SEQ], Rectangles(*tasks[:, Task.SPANS].T), mask)
+    shown = arrays.trim(tasks[:, Task.SEQ], arrays.Rectangles(*tasks[:, Task.SPANS].T), mask)
     tasks[:, Task.SPANS] = np.stack(shown, axis=1)
     return tasks[(shown.q_start < shown.q_stop) & (shown.k_start < shown.k_stop)]
 
@@ -172,7 +162,7 @@ def _needs(zone: TaskTable, mask: Mask, heads: tuple[int, int]) -> Iterator[tupl
     # Queries and keys that tasks read: rows of `Placed` by the rank that reads them, kind, heads.
     tasks = _visible(zone, mask)
     for kind, start_column, count in zip((Kind.Q, Kind.KV), (Task.Q_START, Task.K_START), heads, strict=True):
-        yield union(tasks[:, [Task.RANK, Task.SEQ, start_column, start_column + 1]]), kind, count
+        yield arrays.union(tasks[:, [Task.RANK, Task.SEQ, start_column, start_column + 1]]), kind, count
 
 
 def _sent(needs: Ints, owned: Ints, kind: Kind, heads: int) -> Ints:
@@ -194,9 +184,9 @@ def _merges(tasks: Ints, owned: Ints, brought: Ints, num_heads: int) -> Ints:
     # of outputs to it.
     # One partial however many pairs the launch had; only what stays here is not among the
     # transfers.
-    computed = union(tasks[:, [Task.RANK, Task.SEQ, Task.Q_START, Task.Q_STOP]])
+    computed = arrays.union(tasks[:, [Task.RANK, Task.SEQ, Task.Q_START, Task.Q_STOP]])
     _, _, kept = intersections(computed[:, Placed.FRAGMENT], owned)
-    twice = held_twice(np.concatenate([kept, brought[:, Transfer.SPAN]]))
+    twice = arrays.held_twice(np.concatenate([kept, brought[:, Transfer.SPAN]]))
     values = np.zeros((len(twice), Value.WIDTH), dtype=np.int64)
     values[:, Value.KIND], values[:, Value.SPAN], values[:, Value.HEAD_STOP] = Kind.OUT, twice, num_heads
     return values

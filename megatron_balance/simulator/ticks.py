@@ -15,13 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.analysis.backward import (
-    MicrobatchBytes,
-    StepBytes,
-    decide,
-    microbatch_bytes,
-    step_bytes,
-)
+from megatron_balance.analysis.backward import MicrobatchBytes, StepBytes, decide, microbatch_bytes, step_bytes
 from megatron_balance.analysis.change import Layouts, PipelineWork, base_sync_s, change, held_bytes, role_bytes
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES

@@ -10,19 +10,8 @@ from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 
+from megatron_balance.compile import order
 from megatron_balance.compile.join import split
-from megatron_balance.compile.order import (
-    LEGS,
-    TRAFFIC_CLASSES,
-    Finish,
-    Leg,
-    RunLaunches,
-    Start,
-    Step,
-    collective_stream,
-    is_moved,
-    stream_name,
-)
 from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.compile.pipeline import CompiledRank, PhaseOrder, Projector, compile_ranks, expand
 from megatron_balance.compile.proof.meaning import verify, verify_rank
@@ -103,8 +92,8 @@ def _in_order(op: Op) -> Op:
     if not isinstance(op, Exchange):
         return op
     rows = as_array(op.transfers)
-    order = np.lexsort((rows[:, Transfer.DST], rows[:, Transfer.SRC]))
-    return replace(op, transfers=as_rows(rows[order]), routes=Rows.of(Route.WIDTH, sorted(op.routes)))
+    by_ends = np.lexsort((rows[:, Transfer.DST], rows[:, Transfer.SRC]))
+    return replace(op, transfers=as_rows(rows[by_ends]), routes=Rows.of(Route.WIDTH, sorted(op.routes)))
 
 
 def verify_routes(plan: MicrobatchPlan, program: Program | RankProgram) -> None:
@@ -178,7 +167,7 @@ def _ways(plan: MicrobatchPlan, src: int, dst: int) -> list[tuple[int, int]]:
 # them in one order.
 
 # In the order of their issue.
-_LEGS: tuple[Leg, ...] = ("direct", *LEGS)
+_LEGS: tuple[order.Leg, ...] = ("direct", *order.LEGS)
 
 _BITS = 20  # more than a rank takes
 
@@ -195,7 +184,7 @@ class GroupCall(NamedTuple):
 
     call: tuple[int, int]
     exchange: int
-    leg: Leg
+    leg: order.Leg
     stream: str
 
     def __str__(self) -> str:
@@ -228,12 +217,12 @@ class IssuedCall(NamedTuple):
 _OwnGroup: TypeAlias = Callable[[tuple[int, ...]], bool]
 
 # (leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call.
-Part: TypeAlias = tuple[Leg, str, frozenset[tuple[int, int]]]
+Part: TypeAlias = tuple[order.Leg, str, frozenset[tuple[int, int]]]
 
 
 def batches(
     ops: Sequence[Op],
-    steps: Iterable[Step],
+    steps: Iterable[order.Step],
     rank: int,
     ranks_per_node: int,
     own_group: _OwnGroup = lambda _: True,
@@ -241,10 +230,10 @@ def batches(
     """Group calls of `rank` that the starts among `steps` issue, in order."""
     for step in steps:
         op = ops[step.op]
-        if not isinstance(step, Start) or not isinstance(op, Exchange):
+        if not isinstance(step, order.Start) or not isinstance(op, Exchange):
             continue
         if op.collective != "p2p" and own_group(op.group):
-            stream = collective_stream(op.group, ranks_per_node)
+            stream = order.collective_stream(op.group, ranks_per_node)
             yield IssuedCall(GroupCall((0, 0), op.id, "direct", stream), step.op, op.group, frozenset())
             continue
         for leg, stream, pairs in parts(op, rank, ranks_per_node):
@@ -257,19 +246,21 @@ def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
     if not len(routes):
         return _direct(rows, rank, ranks_per_node)
     code = rows[:, Transfer.SRC] << _BITS | rows[:, Transfer.DST]
-    moved = np.unique(code[is_moved(rows[:, Transfer.KIND])])
+    moved = np.unique(code[order.is_moved(rows[:, Transfer.KIND])])
     routed = routes[:, Route.SRC] << _BITS | routes[:, Route.DST]
     direct = code[~np.isin(code, routed)]
     stations = [routes[:, column] for column in Route.STATIONS]
     ends = [(0, direct, direct >> _BITS, direct & _MASK)]
-    ends += [(1 + leg, routed, stations[leg], stations[leg + 1]) for leg in range(len(LEGS))]
+    ends += [(1 + leg, routed, stations[leg], stations[leg + 1]) for leg in range(len(order.LEGS))]
     found: defaultdict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
     for leg, pair, begin, end in ends:
         own = ((begin == rank) | (end == rank)) & (begin != end)
         carries: list[bool] = np.isin(pair[own], moved).tolist()
         hops = {*zip(begin[own].tolist(), end[own].tolist(), carries, strict=True)}
         for a, b, of in hops:
-            stream = stream_name(_LEGS[leg], a // ranks_per_node != b // ranks_per_node, TRAFFIC_CLASSES[of])
+            stream = order.stream_name(
+                _LEGS[leg], a // ranks_per_node != b // ranks_per_node, order.TRAFFIC_CLASSES[of]
+            )
             found[leg, stream].add((a, b))
     return tuple((_LEGS[leg], stream, frozenset(found[leg, stream])) for leg, stream in sorted(found))
 
@@ -277,13 +268,13 @@ def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
 def _direct(rows: Ints, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
     src, dst = rows[:, Transfer.SRC], rows[:, Transfer.DST]
     own = ((src == rank) | (dst == rank)) & (src != dst)
-    codes: list[int] = (((src << _BITS | dst) << 1) | is_moved(rows[:, Transfer.KIND]))[own].tolist()
+    codes: list[int] = (((src << _BITS | dst) << 1) | order.is_moved(rows[:, Transfer.KIND]))[own].tolist()
     # a pair that moves anything is of the class that moves
     moves = {code >> 1: bool(code & 1) for code in sorted(set(codes))}
     found: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
     for code, of in moves.items():
         a, b = code >> _BITS, code & _MASK
-        stream = stream_name("direct", a // ranks_per_node != b // ranks_per_node, TRAFFIC_CLASSES[of])
+        stream = order.stream_name("direct", a // ranks_per_node != b // ranks_per_node, order.TRAFFIC_CLASSES[of])
         found[stream].add((a, b))
     return tuple(("direct", stream, frozenset(found[stream])) for stream in sorted(found))
 
@@ -439,7 +430,7 @@ class _PhaseTables(NamedTuple):
         return _OpRegions(self.launching_op[chosen], self.pairs[chosen][:, columns])
 
 
-def verify_steps(ops: Sequence[Op], steps: Sequence[Step], rank: int, mask: Mask) -> None:
+def verify_steps(ops: Sequence[Op], steps: Sequence[order.Step], rank: int, mask: Mask) -> None:
     """Check the steps of one phase of `rank`: every exchange starts and ends once, every launch
     runs once, all after what they need and before what they must not see. Raises
     InvalidProgramError: they do not; names the ops.
@@ -467,14 +458,14 @@ def verify_steps(ops: Sequence[Op], steps: Sequence[Step], rank: int, mask: Mask
             )
 
 
-def _times(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> tuple[Ints, Ints]:
+def _times(ops: Sequence[Op], steps: Sequence[order.Step], rank: int) -> tuple[Ints, Ints]:
     # By op, the step that takes what it needs, and the one from which on its results are there.
     times = np.full((2, len(ops)), -1)
     for at, step in enumerate(steps):
         op = ops[step.op]
-        if isinstance(step, RunLaunches) == isinstance(op, Exchange):
+        if isinstance(step, order.RunLaunches) == isinstance(op, Exchange):
             raise InvalidProgramError(f"rank {rank}: step {at} does not fit op {step.op}, {type(op).__name__}")
-        for side, does in enumerate((not isinstance(step, Finish), not isinstance(step, Start))):
+        for side, does in enumerate((not isinstance(step, order.Finish), not isinstance(step, order.Start))):
             if does and times[side, step.op] >= 0:
                 raise InvalidProgramError(f"rank {rank}: op {step.op} has two steps {type(step).__name__}")
             if does:
@@ -606,7 +597,7 @@ class _Listed(NamedTuple):
         exchanges = [op for op in ops if isinstance(op, Exchange)]
         rows = _with_ids([(op.id, op.transfers) for op in exchanges], Transfer.WIDTH)
         routes = _with_ids([(op.id, op.routes) for op in exchanges], Route.WIDTH)
-        moved = set(rows[is_moved(rows[:, 1 + Transfer.KIND]), 0].tolist())
+        moved = set(rows[order.is_moved(rows[:, 1 + Transfer.KIND]), 0].tolist())
         calls = {op.id: (op.moves or op.id in moved, op.collective, op.group) for op in exchanges}
         return cls(rows, routes, calls)
 
@@ -649,12 +640,14 @@ def verify_own_steps(runs: CompiledRank, plan: MicrobatchPlan, *, backward: bool
     order that all ranks keep to. Raises InvalidProgramError: they are not; names the ops.
     """
     program = runs.program
-    for ops, order in ((program.forward, runs.forward), (program.backward, runs.backward))[: 1 + backward]:
-        verify_steps(ops, order.steps, program.rank, plan.mask)
-        started = [ops[step.op] for step in order.steps if isinstance(step, Start)]
+    for ops, phase in ((program.forward, runs.forward), (program.backward, runs.backward))[: 1 + backward]:
+        verify_steps(ops, phase.steps, program.rank, plan.mask)
+        started = [ops[step.op] for step in phase.steps if isinstance(step, order.Start)]
         exchanges = [op for op in started if isinstance(op, Exchange)]
         keys = [
-            order.issue.key(op.id, moved=op.moves or bool(is_moved(as_array(op.transfers)[:, Transfer.KIND]).any()))
+            phase.issue.key(
+                op.id, moved=op.moves or bool(order.is_moved(as_array(op.transfers)[:, Transfer.KIND]).any())
+            )
             for op in exchanges
         ]
         for (one, before), (other, behind) in pairwise(zip(exchanges, keys, strict=True)):
