@@ -91,9 +91,9 @@ def classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: Sch
     schemes = costs.schemes(num_ranks)
     known = [costs.pipeline(scheme, num_ranks) for scheme in schemes]
     drawn = np.sort(np.asarray(lengths, dtype=np.float64))
-    most = max((each.max_tokens for each in known), default=0)
+    most, at = max(((each.max_tokens, -at) for at, each in enumerate(known)), default=(0, 0))
     if drawn[-1] > most:
-        longest = f"{schemes[int(np.argmax([each.max_tokens for each in known]))]} holds {most}" if known else "none"
+        longest = f"{schemes[-at]} holds {most}" if known else "none"
         raise InfeasibleError(
             f"a sequence of {drawn[-1]:.0f} tokens fits no pipeline of {num_ranks} GPUs: {longest}; use more GPUs, "
             "allow wider schemes, or cut documents"

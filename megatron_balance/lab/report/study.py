@@ -11,7 +11,7 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, WAIT
-from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.arrays import as_array, sums
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.mask import Mask
@@ -168,19 +168,10 @@ def _bins(lengths: np.ndarray, mask: Mask) -> list[Figures]:
     edges = [0, *(SMALLEST << at for at in range(doublings + 1))]
     # Bin `at` holds lengths of edges[at] and more, below edges[at + 1].
     place = np.searchsorted(edges, lengths, side="right") - 1
-    pairs = mask.num_pairs(lengths)
-    bins: list[Figures] = []
-    for at, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
-        inside = place == at
-        bins.append(
-            {
-                "from": low,
-                "below": high,
-                "sequences": int(inside.sum()),
-                "tokens": int(lengths[inside].sum()),
-                "attention_pairs": int(pairs[inside].sum()),
-            }
-        )
+    counted = (np.ones_like(lengths), lengths, mask.num_pairs(lengths))
+    columns = (edges[:-1], edges[1:], *(sums(place, each, len(edges) - 1).tolist() for each in counted))
+    names = ("from", "below", "sequences", "tokens", "attention_pairs")
+    bins = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     first = next(at for at, each in enumerate(bins) if each["sequences"])
     return bins[first:]
 
