@@ -91,7 +91,6 @@ def layout(plan: MicrobatchPlan, rank: int) -> Ints:
     from megatron_balance.compile import pipeline
     from megatron_balance.errors import ConfigError
     from megatron_balance.ir.batch import whole
-    from megatron_balance.ir.plan import MicrobatchPlan
 
     if not isinstance(plan, MicrobatchPlan):
         raise ConfigError(f"expected the plan of a microbatch, got {type(plan).__name__}")

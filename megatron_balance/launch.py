@@ -22,7 +22,13 @@ def main() -> None:
     if sys.argv[1:2] in (["-h"], ["--help"]):
         from megatron_balance.megatron.flags import add_balance_arguments
 
-        add_balance_arguments(_parser()).print_help()
+        parser = argparse.ArgumentParser(
+            prog="python -m megatron_balance.launch",
+            usage="%(prog)s SCRIPT --balance-config FILE [the script's own flags, --help among them]",
+            description=__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_balance_arguments(parser).print_help()
         return
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise ConfigError(
@@ -39,15 +45,6 @@ def main() -> None:
         sys.argv = sys.argv[1:]
         sys.path.insert(0, str(script.resolve().parent))  # as python itself does; scripts import their neighbours
         runpy.run_path(str(script), run_name="__main__")
-
-
-def _parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog="python -m megatron_balance.launch",
-        usage="%(prog)s SCRIPT --balance-config FILE [the script's own flags, --help among them]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 if __name__ == "__main__":

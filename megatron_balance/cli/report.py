@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_balance.lab.report import page
+    from megatron_balance.lab.report import page, simulated, trained
 
     page_on_stdout = inputs.check(args)
     library = page.plot_library()  # before minutes of simulation
@@ -60,16 +60,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out {args.out}: is a folder; give a file to write, such as {args.out / 'report.html'}")
     if not args.out.parent.is_dir():
         raise ConfigError(f"--out {args.out}: there is no folder {args.out.parent}")
-    if args.steps:
-        from megatron_balance.lab.report import trained
-
-        document = _trained(args)
-        text = trained.page(document, library)
-    else:
-        from megatron_balance.lab.report import simulated
-
-        document = _simulated(args)
-        text = simulated.page(document, library)
+    document = _trained(args) if args.steps else _simulated(args)
+    text = (trained if args.steps else simulated).page(document, library)
     inputs.write(args.out, text)
     if page_on_stdout:
         return 0

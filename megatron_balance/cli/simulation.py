@@ -254,9 +254,8 @@ def _slowdown(given: Sequence[str], num_ranks: int) -> tuple[float, ...]:
     for entry in given:
         rank, _, factor = entry.partition("=")
         if not rank.isdigit() or int(rank) >= num_ranks:
-            raise ConfigError(
-                f"--slow {entry}: expected RANK=FACTOR with a rank from 0 to {num_ranks - 1}, such as 3=1.5"
-            )
+            ranks = f"a rank from 0 to {num_ranks - 1}"
+            raise ConfigError(f"--slow {entry}: expected RANK=FACTOR with {ranks}, such as 3=1.5")
         try:
             factors[int(rank)] = float(factor)
         except ValueError:

@@ -66,10 +66,8 @@ def _files(folder: Path) -> dict[int, list[Path]]:
         if step is not None:
             found.setdefault(step, []).append(path)
     if not found:
-        raise ConfigError(
-            f"{folder}: no traces; train with trace_steps: [N] in the configuration and --balance-log DIR, then name "
-            "DIR"
-        )
+        how = "train with trace_steps: [N] in the configuration and --balance-log DIR, then name DIR"
+        raise ConfigError(f"{folder}: no traces; {how}")
     return found
 
 

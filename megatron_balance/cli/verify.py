@@ -104,24 +104,20 @@ def read(path: Path) -> list[_PlanEntry]:
     try:
         document: object = read_json(path)
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}; 'megatron-balance plan --out {path}' writes one"
-        ) from None
+        writes = f"'megatron-balance plan --out {path}' writes one"
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {writes}") from None
     except UnreadableError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError(
-            f"{path}: not a plan: holds a {type(document).__name__}; 'megatron-balance plan --out FILE' writes one"
-        )
+        writes = "'megatron-balance plan --out FILE' writes one"
+        raise ConfigError(f"{path}: not a plan: holds a {type(document).__name__}; {writes}")
     body = cast("dict[str, Any]", document)
     several = body.get("format") == LIST_FORMAT and isinstance(body.get("plans"), list)
     entries: list[Any] = body["plans"] if several else [body]
     if not entries:
         raise ConfigError(f"{path}: holds no plans")
-    return [
-        _entry(entry, f"{path}: plan {number}" if len(entries) > 1 else str(path))
-        for number, entry in enumerate(entries)
-    ]
+    names = [f"{path}: plan {number}" if len(entries) > 1 else str(path) for number in range(len(entries))]
+    return list(map(_entry, entries, names))
 
 
 def _entry(entry: Any, where: str) -> _PlanEntry:

@@ -27,14 +27,8 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
+from megatron_balance.planners import pipelines
 from megatron_balance.planners.base import Scheduler, StepContext, planner_within, renumbered
-from megatron_balance.planners.pipelines import (
-    UNLIMITED,
-    candidates_of,
-    holders,
-    pipelines_of,
-    side_by_side,
-)
 from megatron_balance.solvers.groups import (
     Frame,
     by_sequence,
@@ -72,7 +66,7 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     """Pack the sequences of a step, those that wait first, and deal the microbatches in turn."""
     options: MegatronOptions = context.options
     given = () if options.strategy is None else (Strategy.parse(options.strategy),)
-    candidates = candidates_of(given, context, "strategy")
+    candidates = pipelines.candidates_of(given, context, "strategy")
     if candidates and options.context_parallel is not None:
         raise ConfigError(
             f"context_parallel {options.context_parallel}: the strategy {candidates[0]} says the replicas already; "
@@ -82,14 +76,14 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
         return _replicas(lengths, context, carry)
     every = [*carry.waiting, *enumerate(chain.from_iterable(lengths))]
     sizes = [length for _, length in every]
-    own = pipelines_of(candidates[0], context).of_one_size()
+    own = pipelines.pipelines_of(candidates[0], context).of_one_size()
     most = own.max_tokens
-    if most >= UNLIMITED:
+    if most >= pipelines.UNLIMITED:
         raise ConfigError("tokens_per_rank: full microbatches need a limit; give the tokens that a rank holds")
-    holders([own], sizes)
+    pipelines.holders([own], sizes)
     packed = [tuple(sorted(each)) for each in first_fit_decreasing(sizes, most)]
     count = len(own.costs)
-    return side_by_side(every, own, tuple(tuple(packed[at::count]) for at in range(count)), WITHIN), EMPTY
+    return pipelines.side_by_side(every, own, tuple(tuple(packed[at::count]) for at in range(count)), WITHIN), EMPTY
 
 
 def _replicas(lengths: Lengths, context: StepContext, carry: Carry) -> tuple[StepPlan, Carry]:

@@ -14,7 +14,7 @@ from megatron_balance.analysis.backward import state_bytes
 from megatron_balance.analysis.change import Change, PipelineWork
 from megatron_balance.analysis.step_memory import StepMemory, max_len, stages_of
 from megatron_balance.cost.base import MachineCost
-from megatron_balance.cost.fits import Quadratic, fit_quadratic
+from megatron_balance.cost.fits import fit_quadratic
 from megatron_balance.cost.parallel import joined_nodes, one_of_each, stage_transfer_s, wide_ranks
 from megatron_balance.cost.perturbed import changed, on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError
@@ -278,7 +278,7 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
     cluster = stage_cluster(ranks, scheme.context)
     cost = on_cluster(context.cost, cluster, tensor)
     alone = Scheme(1, scheme.pipeline, scheme.context)
-    fitted = fit_scheme(alone, context.model, cluster, lambda _cluster, _tensor: cost, lengths_to_fit(most))
+    known = cost_of_scheme(alone, context.model, cluster, lambda _cluster, _tensor: cost, most)
     model = context.model
     if context.of_ranks:
         model = model.share(scheme.tensor)
@@ -296,7 +296,7 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
         may_carry=False,
         memory=_memory(scheme, context, model, gpus.num_ranks if tensor is None else ranks.num_ranks),
     )
-    return PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, most), inside
+    return known, inside
 
 
 def _memory(scheme: Scheme, context: StepContext, model: Model, num_groups: int) -> StepMemory | None:
@@ -344,10 +344,6 @@ _VOCAB_MULTIPLE = 128
 _CostOf = Callable[[Cluster, int], MachineCost]
 
 
-def lengths_to_fit(max_tokens: int) -> list[int]:
-    return [length for at, length in enumerate(_FITTED) if at < 3 or length <= _BEYOND * max_tokens]
-
-
 def check_scheme(scheme: Scheme, model: Model, where: str = "") -> None:
     """Reject a scheme whose degrees do not divide a model's heads, padded vocabulary and layers.
 
@@ -372,16 +368,18 @@ def check_scheme(scheme: Scheme, model: Model, where: str = "") -> None:
         )
 
 
-def fit_scheme(scheme: Scheme, model: Model, cluster: Cluster, cost_of: _CostOf, lengths: Sequence[int]) -> Quadratic:
-    """The quadratic through the predicted times of sequences of these lengths.
+def cost_of_scheme(scheme: Scheme, model: Model, cluster: Cluster, cost_of: _CostOf, max_tokens: int) -> PipelineCost:
+    """The cost of a pipeline whose microbatches have at most `max_tokens`: the quadratic through the
+    predicted times of sequences.
 
     Raises:
-        ConfigError: fewer than three lengths, or a tensor parallelism that does not fit the
-            cluster's nodes.
+        ConfigError: a tensor parallelism that does not fit the cluster's nodes.
     """
     wide = wide_ranks(cluster, scheme.tensor)
     cost = cost_of(wide, scheme.tensor)
-    return fit_quadratic(lengths, [sequence_s(scheme, model, wide, cost, length) for length in lengths])
+    lengths = [length for at, length in enumerate(_FITTED) if at < 3 or length <= _BEYOND * max_tokens]
+    fitted = fit_quadratic(lengths, [sequence_s(scheme, model, wide, cost, length) for length in lengths])
+    return PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, max_tokens)
 
 
 def sequence_s(scheme: Scheme, model: Model, wide: Cluster, cost: MachineCost, length: int) -> float:

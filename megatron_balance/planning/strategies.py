@@ -31,7 +31,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.hydraulis import AUTO
-from megatron_balance.planners.pipelines import check_scheme, deal, fit_scheme, lengths_to_fit, packed
+from megatron_balance.planners.pipelines import check_scheme, cost_of_scheme, deal, packed
 from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.solvers.dispatch import EFFICIENCY, PipelineCost, dispatch
 
@@ -91,9 +91,9 @@ def classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: Sch
     schemes = costs.schemes(num_ranks)
     known = [costs.pipeline(scheme, num_ranks) for scheme in schemes]
     drawn = np.sort(np.asarray(lengths, dtype=np.float64))
-    most = max((each.max_tokens for each in known), default=0)
+    most, at = max(((each.max_tokens, -at) for at, each in enumerate(known)), default=(0, 0))
     if drawn[-1] > most:
-        longest = f"{schemes[int(np.argmax([each.max_tokens for each in known]))]} holds {most}" if known else "none"
+        longest = f"{schemes[-at]} holds {most}" if known else "none"
         raise InfeasibleError(
             f"a sequence of {drawn[-1]:.0f} tokens fits no pipeline of {num_ranks} GPUs: {longest}; use more GPUs, "
             "allow wider schemes, or cut documents"
@@ -468,11 +468,9 @@ class PredictedCosts:
     def pipeline(self, scheme: Scheme, num_ranks: int) -> PipelineCost:
         if (scheme, num_ranks) not in self._known:
             check_scheme(scheme, self.model)
+            cluster, cost_of = self._cluster_for(scheme), partial(on_cluster, self.cost)
             most = self._max_tokens(scheme, num_ranks)
-            lengths = lengths_to_fit(most)
-            fitted = fit_scheme(scheme, self.model, self._cluster_for(scheme), partial(on_cluster, self.cost), lengths)
-            found = PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, most)
-            self._known[scheme, num_ranks] = found
+            self._known[scheme, num_ranks] = cost_of_scheme(scheme, self.model, cluster, cost_of, most)
         return self._known[scheme, num_ranks]
 
     def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:

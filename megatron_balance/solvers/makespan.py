@@ -337,11 +337,8 @@ def improve(problem: MachinesProblem, machine_of: Ints, enough: float, gain: flo
             swapped = state.swapped(slowest, mine, others)
             at = int(swapped.argmin())
             if swapped.flat[at] < found_s:
-                found_s, item, other = (
-                    float(swapped.flat[at]),
-                    int(mine[at // len(others)]),
-                    int(others[at % len(others)]),
-                )
+                row, column = divmod(at, len(others))
+                found_s, item, other = float(swapped.flat[at]), int(mine[row]), int(others[column])
                 target = int(machine_of[other])
         if found_s >= slowest_s * (1 - gain):
             return
@@ -471,17 +468,10 @@ class Stairs:
             return None
         least = np.minimum.accumulate(np.where(held, problem.again[kinds][:, order], np.inf), axis=1)
         up_to = np.logical_or.accumulate(held, axis=1)[~counts_again]
+        costs = weight, problem.behind[first], problem.start_s[first], least
         return cls(
             tuple(np.flatnonzero(problem.kind == kinds[kind]).tolist() for kind in again),
-            tuple(
-                (
-                    float(weight[kind]),
-                    float(problem.behind[first[kind]]),
-                    float(problem.start_s[first[kind]]),
-                    least[kind].tolist(),
-                )
-                for kind in again
-            ),
+            tuple(zip(*(each[again].tolist() for each in costs), strict=True)),
             np.cumsum((weight[:, None] * work).min(axis=0)),
             ((weight * counts)[~counts_again, None] * up_to).sum(axis=0),
             _steps([int(counts[kind]) for kind in again]),
@@ -534,13 +524,11 @@ def _steps(counts: Sequence[int]) -> tuple[tuple[int, tuple[tuple[int, int], ...
     strides = [prod(number + 1 for number in counts[at + 1 :]) for at in range(len(counts))]
     states = list(enumerate(product(*(range(number + 1) for number in counts))))
     states.sort(key=lambda each: sum(each[1]))
-    return tuple(
-        (
-            state,
-            tuple((kind, state + strides[kind]) for kind, number in enumerate(numbers) if number < counts[kind]),
-        )
-        for state, numbers in states
-    )
+
+    def more(state: int, numbers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((kind, state + strides[kind]) for kind, number in enumerate(numbers) if number < counts[kind])
+
+    return tuple((state, more(state, numbers)) for state, numbers in states)
 
 
 def by_weights(problem: MachinesProblem, rounds: int) -> tuple[float, Floats]:

@@ -184,14 +184,10 @@ def per_document(documents: Sequence[int], num_ranks: int) -> GroupQueries:
     return GroupQueries(rows[rows[:, Placed.STOP] > rows[:, Placed.START]], num_ranks)
 
 
-def _group_on(case: DistcaCase, num_ranks: int) -> parallel.CollectiveGroup:
-    """A context-parallel group: ranks are whole nodes, and each has its NICs to itself."""
-    return parallel.group_of(case.cluster, num_ranks, 1)
-
-
 def layer_s(case: DistcaCase, queries: GroupQueries) -> tuple[float, float]:
     """Seconds of a layer of a group, forward and backward: its slowest rank, and the collective."""
-    rows, model, group = queries.rows, case.model, _group_on(case, queries.num_ranks)
+    # Ranks of a context-parallel group are whole nodes, and each has its NICs to itself.
+    rows, model, group = queries.rows, case.model, parallel.group_of(case.cluster, queries.num_ranks, 1)
     pairs = np.zeros((len(rows), Pair.WIDTH), dtype=np.int64)
     pairs[:, Pair.QUERY_SPAN], pairs[:, Pair.K_STOP] = rows[:, Placed.FRAGMENT], rows[:, Placed.STOP]
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
@@ -425,7 +421,9 @@ def _fig3(_: Effort) -> Ours:
     for degree in (2, 4, 8, 16, 32):
         case = DistcaCase("8B", degree, degree * TOKENS_PER_NODE, 32 * K)
         share = per_document([32 * K] * (case.num_tokens // (32 * K)), degree)
-        gather_s = parallel.all_gather_s(case.cost.kv_bytes(float(TOKENS_PER_NODE)), _group_on(case, degree))
+        gather_s = parallel.all_gather_s(
+            case.cost.kv_bytes(float(TOKENS_PER_NODE)), parallel.group_of(case.cluster, degree, 1)
+        )
         yield f"{degree} nodes: all-gather", gather_s / layer_s(case, share)[0]
         sharding, others = Sharding(TENSOR, optimizer=degree), case.num_tokens - TOKENS_PER_NODE
         held = rank_memory(case.model, TOKENS_PER_NODE, others, sharding, Holding())

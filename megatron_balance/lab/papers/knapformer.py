@@ -65,10 +65,6 @@ def machine() -> Machine:
     return Machine(cluster, MODEL, AnalyticCost(cluster, MODEL))
 
 
-def batches(codes: str, count: int) -> list[ByGpu]:
-    return distributions.draw_by_gpu(codes, count, SEED)
-
-
 def plan(system: str, loaded: ByGpu) -> MicrobatchPlan:
     """The plan of a system: where each GPU keeps what it loads, or a topology (also `auto`)."""
     on = machine()
@@ -112,9 +108,6 @@ def _run(system: str, loaded: ByGpu) -> dict[str, float]:
     }
 
 
-AUTO = "auto"
-
-
 def _fig3(_: Effort) -> Ours:
     """A row a data code."""
     codes = distributions.IMAGES_AND_VIDEOS
@@ -125,8 +118,8 @@ def _fig3(_: Effort) -> Ours:
 def _table1(effort: Effort) -> Ours:
     """Four rows a workload and system; means over the batches."""
     for workload, codes in effort.progress(list(WORKLOADS.items()), "table1"):
-        drawn = batches(codes, effort.batches)
-        for system in (WITHOUT, *TOPOLOGIES, AUTO):
+        drawn = distributions.draw_by_gpu(codes, effort.batches, SEED)
+        for system in (WITHOUT, *TOPOLOGIES, "auto"):
             each = [_run(system, loaded) for loaded in drawn]
             for what in each[0]:
                 yield f"{workload}, {system}: {what}", fmean(one[what] for one in each)

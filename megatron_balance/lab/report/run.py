@@ -111,20 +111,14 @@ def _records(text: str, file: Path) -> tuple[list[Figures], list[str]]:
         try:
             loaded: Any = parse_json(line)
         except ValueError as error:
-            if at == last and at == len(lines) - 1:  # no newline after it: the writer was stopped
-                notes.append(
-                    f"Line {at + 1}, the last, is incomplete, as when a run is killed while it writes; it is left out."
-                )
+            stopped = at == last and at == len(lines) - 1  # no newline after it
+            if stopped or line.startswith(BEGINNING):
+                which, more = (", the last,", "") if stopped else ("", ", or its disk is full, and another goes on")
+                how = f"as when a run is killed while it writes{more}; it is left out."
+                notes.append(f"Line {at + 1}{which} is incomplete, {how}")
                 continue
-            if line.startswith(BEGINNING):
-                notes.append(
-                    f"Line {at + 1} is incomplete, as when a run is killed while it writes, or its disk is full, and "
-                    "another goes on; it is left out."
-                )
-                continue
-            raise ConfigError(
-                f"{where}: is damaged ({error}), got {line[:60]!r}; delete the line, or give another run"
-            ) from None
+            got = f"got {line[:60]!r}; delete the line, or give another run"
+            raise ConfigError(f"{where}: is damaged ({error}), {got}") from None
         records.append(_checked(loaded, where))
     return records, notes
 
@@ -135,15 +129,14 @@ def _checked(loaded: Any, where: str) -> Figures:
         raise ConfigError(f"{where}: expected an object with the keys of a step, got {json.dumps(loaded)[:60]}")
     record = dict(cast(Figures, loaded))
     step, step_ms = record.get("step"), record.get("step_ms")
-    if type(step) is not int:
-        raise ConfigError(
-            f"{where}: expected the number of the step in the key 'step', {_got(record, 'step')}; is this a "
-            "steps.jsonl?"
-        )
-    if not _is_number(step_ms) or not math.isfinite(cast(float, step_ms)) or cast(float, step_ms) <= 0:
-        raise ConfigError(
-            f"{where}: expected milliseconds in the key 'step_ms', {_got(record, 'step_ms')}; is this a steps.jsonl?"
-        )
+    is_time = _is_number(step_ms) and 0 < cast(float, step_ms) < math.inf
+    for key, right, wanted in (
+        ("step", type(step) is int, "the number of the step"),
+        ("step_ms", is_time, "milliseconds"),
+    ):
+        if not right:
+            got = f"{_got(record, key)}; is this a steps.jsonl?"
+            raise ConfigError(f"{where}: expected {wanted} in the key {key!r}, {got}")
     for key in NUMBERS:
         record[key] = _number(record, key, f"{where}: {key}")
     for key in LOADS:

@@ -11,7 +11,7 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, WAIT
-from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.arrays import as_array, sums
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.mask import Mask
@@ -99,6 +99,11 @@ def _timelines(shown: Sequence[PlayedCase], bench: Bench) -> tuple[Figures, str]
     return {each.name: timeline(each.first_plan, bench.machine, bench.setup.drawn) for each in made}, ""
 
 
+OF_CLUSTER = ("name", "num_ranks", "num_nodes", "ranks_per_nic", "flops_per_s", "memory_bytes")
+OF_MODEL = ("name", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "kv_bytes_per_token")
+OF_SETUP = ("policy", "recompute", "pipeline", "interleave", "experts", "overlap_sync")
+
+
 def _described(bench: Bench, choices: Sequence[PlannerChoice], lengths: str, costs: str) -> Figures:
     """The question, for people who were not there."""
     machine, setup = bench.machine, bench.setup
@@ -108,37 +113,18 @@ def _described(bench: Bench, choices: Sequence[PlannerChoice], lengths: str, cos
         "lengths": lengths,
         "planners": {choice.name: choice.options.tokens_per_rank for choice in choices},
         "cluster": {
-            "name": cluster.name,
-            "num_ranks": cluster.num_ranks,
+            **{key: getattr(cluster, key) for key in OF_CLUSTER},
             "gpus_per_rank": bench.given.tensor_parallel,
-            "num_nodes": cluster.num_nodes,
             "ranks_per_node": cluster.node_size,
-            "ranks_per_nic": cluster.ranks_per_nic,
             "nic_bytes_per_s": machine.inter.bytes_per_s,
             "intra_bytes_per_s": machine.intra.bytes_per_s,
-            "flops_per_s": cluster.flops_per_s,
-            "memory_bytes": cluster.memory_bytes,
             "costs": costs,
             "kind": "measured" if costs else "published",
         },
-        "model": {
-            "name": model.name,
-            "num_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "num_heads": model.num_heads,
-            "num_kv_heads": model.num_kv_heads,
-            "head_dim": model.head_dim,
-            "kv_bytes_per_token": model.kv_bytes_per_token,
-            "kind": "exact",
-        },
+        "model": {**{key: getattr(model, key) for key in OF_MODEL}, "kind": "exact"},
         "step": {
+            **{key: getattr(setup, key) for key in OF_SETUP},
             "batches": bench.group,
-            "policy": setup.policy,
-            "recompute": setup.recompute,
-            "pipeline": setup.pipeline,
-            "interleave": setup.interleave,
-            "experts": setup.experts,
-            "overlap_sync": setup.overlap_sync,
             "slow_ranks": {str(rank): factor for rank, factor in enumerate(machine.slowdown) if factor != 1},
         },
     }
@@ -182,19 +168,10 @@ def _bins(lengths: np.ndarray, mask: Mask) -> list[Figures]:
     edges = [0, *(SMALLEST << at for at in range(doublings + 1))]
     # Bin `at` holds lengths of edges[at] and more, below edges[at + 1].
     place = np.searchsorted(edges, lengths, side="right") - 1
-    pairs = mask.num_pairs(lengths)
-    bins: list[Figures] = []
-    for at, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
-        inside = place == at
-        bins.append(
-            {
-                "from": low,
-                "below": high,
-                "sequences": int(inside.sum()),
-                "tokens": int(lengths[inside].sum()),
-                "attention_pairs": int(pairs[inside].sum()),
-            }
-        )
+    counted = (np.ones_like(lengths), lengths, mask.num_pairs(lengths))
+    columns = (edges[:-1], edges[1:], *(sums(place, each, len(edges) - 1).tolist() for each in counted))
+    names = ("from", "below", "sequences", "tokens", "attention_pairs")
+    bins = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     first = next(at for at, each in enumerate(bins) if each["sequences"])
     return bins[first:]
 

@@ -17,7 +17,7 @@ from megatron_balance.cost.fits import GAMMA_H100_FLUX, gamma_of
 from megatron_balance.lab.papers import PAPERS, distca, knapformer, wlb_llm, zeppelin
 from megatron_balance.lab.papers.base import ITSELF, Effort, Paper, PaperTable, Published, Row
 from megatron_balance.lab.papers.distca import layer_s
-from megatron_balance.lab.papers.knapformer import MODEL, WITHOUT, batches, flops, machine, plan
+from megatron_balance.lab.papers.knapformer import MODEL, WITHOUT, flops, machine, plan
 from megatron_balance.lab.papers.zeppelin import (
     DATASETS,
     DEFAULT,
@@ -33,7 +33,7 @@ from megatron_balance.lab.papers.zeppelin import (
     tokens_per_s,
 )
 from megatron_balance.simulator.attention import attention_call
-from megatron_balance.workloads.distributions import MIXED_RESOLUTION, K
+from megatron_balance.workloads.distributions import MIXED_RESOLUTION, K, draw_by_gpu
 
 KEYS = {"paper", "table", "name", "published", "ours", "unit", "kind", "sign", "note", "inputs"}
 
@@ -407,7 +407,7 @@ def test_the_grids_are_those_of_tables_4_and_5() -> None:
 
 
 def test_without_a_balancer_every_gpu_keeps_what_it_loads() -> None:
-    (loaded,) = batches(MIXED_RESOLUTION, 1)
+    (loaded,) = draw_by_gpu(MIXED_RESOLUTION, 1, knapformer.SEED)
     planned = plan(WITHOUT, loaded)
     assert [tuple(planned.lengths[seq] for seq in zone.seqs) for zone in planned.zones] == list(loaded)
 
