@@ -165,6 +165,12 @@ def test_imbalance_is_the_largest_load_over_the_mean() -> None:
     assert plan_statistics(plan, model_of(plan))["imbalance"] == {"tokens": 4 / 3, "attention": 10 / 6.5}
 
 
+def test_an_empty_batch_is_balanced_and_moves_nothing() -> None:
+    got = plan_statistics(by_hand.plan((), 2, heads=(1, 1)), Model(1, 1, 16))
+    assert got["imbalance"] == {"tokens": 1.0, "attention": 1.0}
+    assert got["tokens_per_rank"] == got["bytes_received_per_rank"]["total"] == [0, 0]
+
+
 def test_only_the_first_rank_of_a_node_receives_across_nodes_in_a_ring_in_node_order() -> None:
     plan = by_hand.pool("ring", (64,), 4, ranks_per_node=2, heads=(1, 1))
     inter = plan_statistics(plan, model_of(plan))["kv_tokens_received_inter_node_per_rank"]
