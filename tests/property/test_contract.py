@@ -20,7 +20,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
-from tests.support.masks import NAMES, visible
+from tests.support.dense import NAMES, visible
 from tests.support.rendezvous import batches_of, group_calls, hanging
 from tests.support.strategies import ALL_PLANNERS, Case, cases, examples, lengths, plan
 

@@ -1,4 +1,6 @@
-"""Attention of one sequence at a time, written out in NumPy fp64, that every program must equal."""
+"""Attention of one sequence at a time, written out in NumPy fp64, that every program must equal; and
+the masks that tests draw from, as dense tables.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,8 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.ir.mask import MASKS, Mask
+
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+
+
+# Masks that the contract suite draws from.
+NAMES = (*MASKS, "window_3", "window_40")
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,17 @@ class Dense:
     v_grad: list[Floats]
     # [H]; zero where there are none.
     sink_grad: Floats
+
+
+def visible(mask: Mask) -> Callable[[int], Bools]:
+    """By length, which query [row] sees which key [column]."""
+
+    def table(length: int) -> Bools:
+        runs = [mask.keys(0, query) for query in range(length)]
+        rows = [[first <= key < stop for key in range(length)] for first, stop in runs]
+        return np.array(rows, dtype=bool).reshape(length, length)
+
+    return table
 
 
 def causal(length: int) -> Bools:

@@ -34,7 +34,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.strategy import Strategy
 from tests.support import by_hand
-from tests.support.masks import NAMES
+from tests.support.dense import NAMES
 from tests.support.strategies import ALL_PLANNERS, Case, cases
 from tests.support.strategies import plan as plan_of
 

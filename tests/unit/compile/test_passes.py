@@ -29,7 +29,7 @@ from megatron_balance.ir.text import parse, text
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator import simulate
 from tests.support import by_hand, dense, programs
-from tests.support.masks import visible
+from tests.support.dense import visible
 from tests.support.programs import with_backward, with_routes
 from tests.support.strategies import ALL_PLANNERS, Case, plan
 
