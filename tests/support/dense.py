@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance import reference
 from megatron_balance.ir.mask import MASKS, Mask
+from megatron_balance.ir.program import Program
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -123,3 +125,11 @@ def worst(ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
     scale = max((float(np.abs(t).max(initial=0.0)) for t in theirs), default=0.0)
     difference = max((float(np.abs(o - t).max(initial=0.0)) for o, t in zip(ours, theirs, strict=True)), default=0.0)
     return difference / (max(scale, 1e-3) if scale > 1e-12 else 1.0)
+
+
+def worst_of(program: Program, head_dim: int = 4, value_dim: int | None = None) -> float:
+    """`worst` of outputs and gradients of a program by the reference, under its mask."""
+    x = draw(program.lengths, program.num_heads, program.num_kv_heads, head_dim, value_dim=value_dim)
+    ours = reference.run(program, x.q, x.k, x.v, x.scale, x.dout)
+    theirs = attention(x, visible(program.mask))
+    return max(worst(getattr(ours, name), getattr(theirs, name)) for name in ("out", "q_grad", "k_grad", "v_grad"))
