@@ -28,8 +28,8 @@ from megatron_balance.ir.program import Attend, Exchange, Program
 from megatron_balance.runtime import phase_run
 from megatron_balance.runtime.kernels.latent import check_latent
 from tests.support import by_hand, dense, jobs, routed, strategies
+from tests.support.dense import NAMES, visible
 from tests.support.jobs import DIM, HEADS, LATENT, VALUES, Ran, Run, Widths
-from tests.support.masks import NAMES, visible
 from tests.support.pool import WORLDS, Pool, RankError
 from tests.support.routed import PhaseTrace
 from tests.support.strategies import plan

@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.link import (
-    Twins,
-    WeightPiece,
-    elements,
-    link,
-    places,
-    through_nodes,
-    volume,
-)
+from megatron_balance.analysis.link import Twins, WeightPiece, elements, link, places, through_nodes, volume
 from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard, held
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints

@@ -1,4 +1,6 @@
-"""Attention of one sequence at a time, written out in NumPy fp64, that every program must equal."""
+"""Attention of one sequence at a time, written out in NumPy fp64, that every program must equal; and
+the masks that tests draw from, as dense tables.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,8 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance import reference
+from megatron_balance.ir.mask import MASKS, Mask
+from megatron_balance.ir.program import Program
+
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+
+
+# Masks that the contract suite draws from.
+NAMES = (*MASKS, "window_3", "window_40")
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,17 @@ class Dense:
     sink_grad: Floats
 
 
+def visible(mask: Mask) -> Callable[[int], Bools]:
+    """By length, which query [row] sees which key [column]."""
+
+    def table(length: int) -> Bools:
+        runs = [mask.keys(0, query) for query in range(length)]
+        rows = [[first <= key < stop for key in range(length)] for first, stop in runs]
+        return np.array(rows, dtype=bool).reshape(length, length)
+
+    return table
+
+
 def causal(length: int) -> Bools:
     return np.tril(np.ones((length, length), dtype=bool))
 
@@ -104,3 +125,11 @@ def worst(ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
     scale = max((float(np.abs(t).max(initial=0.0)) for t in theirs), default=0.0)
     difference = max((float(np.abs(o - t).max(initial=0.0)) for o, t in zip(ours, theirs, strict=True)), default=0.0)
     return difference / (max(scale, 1e-3) if scale > 1e-12 else 1.0)
+
+
+def worst_of(program: Program, head_dim: int = 4, value_dim: int | None = None) -> float:
+    """`worst` of outputs and gradients of a program by the reference, under its mask."""
+    x = draw(program.lengths, program.num_heads, program.num_kv_heads, head_dim, value_dim=value_dim)
+    ours = reference.run(program, x.q, x.k, x.v, x.scale, x.dout)
+    theirs = attention(x, visible(program.mask))
+    return max(worst(getattr(ours, name), getattr(theirs, name)) for name in ("out", "q_grad", "k_grad", "v_grad"))

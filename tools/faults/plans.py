@@ -216,7 +216,7 @@ def try_on_gloo(pool: Any, number: int) -> Outcome:
     from megatron_balance.ir.columns import Rows
     from megatron_balance.reference import owned_rows
     from tests.support import dense, jobs
-    from tests.support.masks import visible
+    from tests.support.dense import visible
     from tests.support.strategies import ALL_PLANNERS, Case, plan
 
     draw = random.Random(f"gloo {number}")

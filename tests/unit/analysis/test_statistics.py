@@ -10,19 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.backward import (
-    USABLE,
-    MicrobatchBytes,
-    Recomputed,
-    Stage,
-    StepBytes,
-    check_fits,
-    decide,
-    held_layers,
-    largest_exchange,
-    microbatch_bytes,
-    step_bytes,
-)
+from megatron_balance.analysis import backward
 from megatron_balance.analysis.change import (
     Change,
     Layouts,
@@ -46,7 +34,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.strategy import Strategy
 from tests.support import by_hand
-from tests.support.masks import NAMES
+from tests.support.dense import NAMES
 from tests.support.strategies import ALL_PLANNERS, Case, cases
 from tests.support.strategies import plan as plan_of
 
@@ -134,7 +122,7 @@ def assert_figures_are_those_of_the_ops(plan: MicrobatchPlan, ranks_per_nic: int
     assert got["attention_pairs_per_rank"] == pytest.approx(pairs, abs=len(plan.zones))
     assert sum(got["attention_pairs_per_rank"]) == sum(map(plan.mask.num_pairs, plan.lengths))
     assert sum(got["tokens_per_rank"]) == got["num_tokens"] == sum(plan.lengths)
-    assert largest_exchange(plan).tolist() == largest_exchange_from_ops(plan)
+    assert backward.largest_exchange(plan).tolist() == largest_exchange_from_ops(plan)
     assert got["remap"]["tokens_moved"] == sum(got["remap_tokens_received_per_rank"])
     moved = traffic(expand(plan), Payload.of(model_of(plan)), ranks_per_node=plan.ranks_per_node, ranks_per_nic=shared)
     assert got["bytes_sent_per_nic"] == moved.nic_sent.tolist()
@@ -164,6 +152,12 @@ def test_imbalance_is_the_largest_load_over_the_mean() -> None:
     assert plan_statistics(plan, model_of(plan))["imbalance"] == {"tokens": 4 / 3, "attention": 10 / 6.5}
 
 
+def test_an_empty_batch_is_balanced_and_moves_nothing() -> None:
+    got = plan_statistics(by_hand.plan((), 2, heads=(1, 1)), Model(1, 1, 16))
+    assert got["imbalance"] == {"tokens": 1.0, "attention": 1.0}
+    assert got["tokens_per_rank"] == got["bytes_received_per_rank"]["total"] == [0, 0]
+
+
 def test_only_the_first_rank_of_a_node_receives_across_nodes_in_a_ring_in_node_order() -> None:
     plan = by_hand.pool("ring", (64,), 4, ranks_per_node=2, heads=(1, 1))
     inter = plan_statistics(plan, model_of(plan))["kv_tokens_received_inter_node_per_rank"]
@@ -177,25 +171,31 @@ MODEL = Model(8, 8, 64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size
 GB = 1e9
 
 
-def microbatch(tokens: int = 1000, kept: int = 1_000_000, replayed: int = 100_000, ranks: int = 2) -> MicrobatchBytes:
-    return MicrobatchBytes(*(np.full(ranks, each) for each in (tokens, kept, replayed, 0)))
+def microbatch(
+    tokens: int = 1000, kept: int = 1_000_000, replayed: int = 100_000, ranks: int = 2
+) -> backward.MicrobatchBytes:
+    return backward.MicrobatchBytes(*(np.full(ranks, each) for each in (tokens, kept, replayed, 0)))
 
 
-def of(other: float, kept: list[float], replayed: float = 0.0, layers: int = 4) -> StepBytes:
+def of(other: float, kept: list[float], replayed: float = 0.0, layers: int = 4) -> backward.StepBytes:
     each = np.zeros(len(kept))
-    return StepBytes(other, each, each, np.array(kept), np.full(len(kept), replayed), layers)
+    return backward.StepBytes(other, each, each, np.array(kept), np.full(len(kept), replayed), layers)
 
 
 def test_a_ring_of_64_ranks_keeps_the_keys_of_all_others():
     plan = by_hand.pool("ring", [64 * 4096], 64, ranks_per_node=8, heads=(32, 32))
-    found = step_bytes([microbatch_bytes([plan], LLAMA)], LLAMA, Stage(32, Sharding(optimizer=64)))
+    found = backward.step_bytes(
+        [backward.microbatch_bytes([plan], LLAMA)], LLAMA, backward.Stage(32, Sharding(optimizer=64))
+    )
     assert found.layers * found.kept.max() == 63 * 4096 * LLAMA.kv_bytes_per_token * 32
     assert round(found.layers * found.kept.max() / GB) == 135
 
 
 def test_a_head_exchange_keeps_its_heads_only():
     plan = by_hand.pool("head_exchange", [32 * 8192], 32, ranks_per_node=8, heads=(32, 32))
-    found = step_bytes([microbatch_bytes([plan], LLAMA)], LLAMA, Stage(32, Sharding(optimizer=32)))
+    found = backward.step_bytes(
+        [backward.microbatch_bytes([plan], LLAMA)], LLAMA, backward.Stage(32, Sharding(optimizer=32))
+    )
     # A rank attends with one of 32 heads to all tokens: queries, keys and values of 31 of 32 tokens.
     assert found.kept.max() == 31 * 8192 * 3 * 128 * 2
     assert found.layers * found.kept.max() < 10 * GB
@@ -204,25 +204,25 @@ def test_a_head_exchange_keeps_its_heads_only():
 @pytest.mark.parametrize(
     ("recompute", "numbers", "most"),
     [
-        (Recomputed(), (5, 4, 3, 2, 1), 5),
-        (Recomputed("core_attention"), (1, 1, 1, 1, 1), 1),
-        (Recomputed("uniform", 1), (1, 1, 1, 1, 1), 1),
-        (Recomputed("uniform", 2), (2, 1, 2, 1, 1), 2),
-        (Recomputed("block", 2), (1, 1, 4, 3, 2), 4),
+        (backward.Recomputed(), (5, 4, 3, 2, 1), 5),
+        (backward.Recomputed("core_attention"), (1, 1, 1, 1, 1), 1),
+        (backward.Recomputed("uniform", 1), (1, 1, 1, 1, 1), 1),
+        (backward.Recomputed("uniform", 2), (2, 1, 2, 1, 1), 2),
+        (backward.Recomputed("block", 2), (1, 1, 4, 3, 2), 4),
     ],
 )
 def test_layers_are_numbered_by_what_keeping_costs(recompute, numbers, most):
-    assert held_layers(recompute, 5)[:2] == (numbers, most)
+    assert backward.held_layers(recompute, 5)[:2] == (numbers, most)
 
 
 def test_auto_keeps_in_as_many_layers_as_fit():
     step = of(10.0, [2.0, 1.0], replayed=1.0)
     for memory, keeping in ((18.0, 4), (17.9, 3), (17.0, 3), (16.9, 2), (13.0, 1), (12.9, 0), (1.0, 0)):
-        decision = decide([step], "auto", memory / USABLE)
+        decision = backward.decide([step], "auto", memory / backward.USABLE)
         assert decision.keeping == keeping, memory
-    assert decide([step], "auto", None).keeping == 4
-    assert decide([step], "keep", 1.0).keeping == 4
-    assert decide([step], "replay", 100.0).keeping == 0
+    assert backward.decide([step], "auto", None).keeping == 4
+    assert backward.decide([step], "keep", 1.0).keeping == 4
+    assert backward.decide([step], "replay", 100.0).keeping == 0
 
 
 @given(
@@ -233,8 +233,8 @@ def test_auto_keeps_in_as_many_layers_as_fit():
 )
 def test_a_mix_fits_and_one_layer_more_would_not(ranks, replayed, layers, memory):
     other, kept = (np.array(column, dtype=float) for column in zip(*ranks, strict=True))
-    step = StepBytes(1.0, other, np.zeros(len(ranks)), kept, np.minimum(replayed, kept), layers)
-    keeping = decide([step], "auto", memory / USABLE).keeping
+    step = backward.StepBytes(1.0, other, np.zeros(len(ranks)), kept, np.minimum(replayed, kept), layers)
+    keeping = backward.decide([step], "auto", memory / backward.USABLE).keeping
     fits = [float(step.peak(k).max()) <= memory + 1e-9 for k in range(layers + 1)]
     assert fits[keeping] or not any(fits)
     assert not any(fits[keeping + 1 :])
@@ -242,23 +242,26 @@ def test_a_mix_fits_and_one_layer_more_would_not(ranks, replayed, layers, memory
 
 def test_stages_decide_together_by_the_fullest():
     first, last = of(10.0, [2.0]), replace(of(10.0, [1.0]), stage=1)
-    assert decide([first, last], "auto", 14.0 / USABLE).keeping == 2
-    assert decide([last], "auto", 14.0 / USABLE).keeping == 4
+    assert backward.decide([first, last], "auto", 14.0 / backward.USABLE).keeping == 2
+    assert backward.decide([last], "auto", 14.0 / backward.USABLE).keeping == 4
 
 
 def test_pipeline_stages_hold_what_their_microbatches_in_flight_received():
     batches = [microbatch(kept=kept) for kept in (1, 5, 7, 2, 1)]
-    kept = [step_bytes(batches, MODEL, Stage(2, Sharding(pipeline=2, stage=stage))).kept.max() for stage in (0, 1)]
+    kept = [
+        backward.step_bytes(batches, MODEL, backward.Stage(2, Sharding(pipeline=2, stage=stage))).kept.max()
+        for stage in (0, 1)
+    ]
     assert kept == [12, 7]
     # Interleaved: warm-up of 2 x 1 + 1 x 2 passes and one more, of chunks of one layer.
-    interleaved = Stage(2, Sharding(pipeline=2, stage=0), chunks=2)
+    interleaved = backward.Stage(2, Sharding(pipeline=2, stage=0), chunks=2)
     assert interleaved.passes(5) == 5
-    assert step_bytes(batches, MODEL, interleaved).kept.max() == pytest.approx(14 / 3 * 5)
+    assert backward.step_bytes(batches, MODEL, interleaved).kept.max() == pytest.approx(14 / 3 * 5)
 
 
 def test_what_is_computed_again_is_held_for_one_run_at_a_time():
-    full = step_bytes([microbatch()], MODEL, Stage(4, recompute=Recomputed("uniform", 2)))
-    plain = step_bytes([microbatch()], MODEL, Stage(4))
+    full = backward.step_bytes([microbatch()], MODEL, backward.Stage(4, recompute=backward.Recomputed("uniform", 2)))
+    plain = backward.step_bytes([microbatch()], MODEL, backward.Stage(4))
     assert (full.layers, plain.layers) == (2, 4)
     assert plain.activations.max() == 4 * 1000 * layer_activation_bytes(MODEL)
     assert full.activations.max() == 2 * 1000 * layer_activation_bytes(MODEL, "full")
@@ -266,32 +269,36 @@ def test_what_is_computed_again_is_held_for_one_run_at_a_time():
 
 
 def test_the_sentence_says_the_decision_the_peak_and_the_alternatives():
-    mixed = decide([of(10 * GB, [2 * GB, 3 * GB], replayed=1 * GB)], "auto", 20 * GB)
+    mixed = backward.decide([of(10 * GB, [2 * GB, 3 * GB], replayed=1 * GB)], "auto", 20 * GB)
     assert mixed.sentence() == (
         "backward: keep in 2 of 4 layers, replay in 2; predicted peak 17.0 of 20.0 GB on rank 1 "
         "(all keep: 22.0 GB, all replay: 11.0 GB)"
     )
-    told = decide([replace(of(10 * GB, [3 * GB]), stage=1)], "keep", 20 * GB)
+    told = backward.decide([replace(of(10 * GB, [3 * GB]), stage=1)], "keep", 20 * GB)
     assert told.sentence().startswith(
         "backward: keep as configured; predicted peak 22.0 of 20.0 GB on rank 0 of stage 1, which does not fit"
     )
 
 
 def test_a_step_that_fits_in_no_way_is_an_error_that_says_what_would_fit():
-    batch, stage = microbatch(tokens=100_000), Stage(4, Sharding(optimizer=2))
-    needs = float(step_bytes([batch], MODEL, stage).peak(0).max())
-    decision = decide([step_bytes([batch], MODEL, stage)], "auto", 0.9 * needs)
+    batch, stage = microbatch(tokens=100_000), backward.Stage(4, Sharding(optimizer=2))
+    needs = float(backward.step_bytes([batch], MODEL, stage).peak(0).max())
+    decision = backward.decide([backward.step_bytes([batch], MODEL, stage)], "auto", 0.9 * needs)
     with pytest.raises(InfeasibleError) as failed:
-        check_fits(decision, [batch], MODEL, [stage])
+        backward.check_fits(decision, [batch], MODEL, [stage])
     told = str(failed.value)
     (fewer,) = re.findall(r"at most ([\d,]+) tokens", told)  # a change that is said to fit does
     batch_of_fewer = microbatch(tokens=int(fewer.replace(",", "")))
-    assert decide([step_bytes([batch_of_fewer], MODEL, stage)], "auto", 0.9 * needs).fits
+    assert backward.decide([backward.step_bytes([batch_of_fewer], MODEL, stage)], "auto", 0.9 * needs).fits
     assert "full activation recomputation" in told
     assert "tokens on a rank, in place of 100,000" in told
     assert "set 'backward: replay'" in told
-    check_fits(decide([step_bytes([batch], MODEL, stage)], "replay", 0.9 * needs), [batch], MODEL, [stage])
-    check_fits(decide([step_bytes([batch], MODEL, stage)], "auto", 1.2 * needs), [batch], MODEL, [stage])
+    backward.check_fits(
+        backward.decide([backward.step_bytes([batch], MODEL, stage)], "replay", 0.9 * needs), [batch], MODEL, [stage]
+    )
+    backward.check_fits(
+        backward.decide([backward.step_bytes([batch], MODEL, stage)], "auto", 1.2 * needs), [batch], MODEL, [stage]
+    )
 
 
 # Pull and push of a change, on links.

@@ -15,7 +15,7 @@ from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow, kind_of,
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
 from megatron_balance.ir.strategy import Scheme, Strategy
-from tests.support.masks import visible
+from tests.support.dense import visible
 
 
 @pytest.mark.parametrize(

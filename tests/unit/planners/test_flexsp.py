@@ -22,16 +22,6 @@ from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import flexsp
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.baselines import redundant_pairs
-from megatron_balance.planners.flexsp import (
-    FlexSpOptions,
-    Groups,
-    GroupsProblem,
-    blast,
-    bucket,
-    greedy,
-    improve,
-    plan_batch,
-)
 from megatron_balance.planners.hydraulis import HydraulisOptions
 from megatron_balance.planners.pipelines import pipelines_of
 from megatron_balance.solvers.milp import NoAnswerError
@@ -87,7 +77,8 @@ def test_the_program_is_never_worse_than_the_greedy_answer() -> None:
     pricing = flexsp._GroupSeconds(cluster, MODEL, AnalyticCost(cluster, MODEL))  # pyright: ignore[reportPrivateUsage]
     problem = pricing.problem(LENGTHS, 8000)
     by_program, by_greed = (
-        problem.makespan(pricing.groups(LENGTHS, 8000, FlexSpOptions(solver=solver))) for solver in ("highs", "greedy")
+        problem.makespan(pricing.groups(LENGTHS, 8000, flexsp.FlexSpOptions(solver=solver)))
+        for solver in ("highs", "greedy")
     )
     assert by_program <= by_greed
 
@@ -103,7 +94,7 @@ def test_without_scipy_one_warning_and_the_greedy_answer(
     monkeypatch.setattr(importlib, "import_module", missing)
     with caplog.at_level(logging.WARNING):
         cost, batch = AnalyticCost(Cluster(16, 8), MODEL), Batch(tuple(LENGTHS))
-        plans = [flexsp.plan(batch, Cluster(16, 8), MODEL, cost, FlexSpOptions()) for _ in range(2)]
+        plans = [flexsp.plan(batch, Cluster(16, 8), MODEL, cost, flexsp.FlexSpOptions()) for _ in range(2)]
     assert plans == [wanted, wanted]
     assert [record.message for record in caplog.records] == [
         "flexsp: scipy.optimize cannot be imported (scipy.optimize): pip install 'megatron-balance[highs]', or do "
@@ -135,21 +126,21 @@ def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int, cap
 
 def test_items_in_groups_that_are_not_there_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flexsp._IntegerProgram, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
-    problem = GroupsProblem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
+    problem = flexsp.GroupsProblem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
     with pytest.raises(NoAnswerError, match="groups that are not there"):
-        improve(problem, ((2, (0, 1)),), FlexSpOptions())
+        flexsp.improve(problem, ((2, (0, 1)),), flexsp.FlexSpOptions())
 
 
 def test_the_blaster_sorts_sequences_and_cuts_them_into_about_equal_tokens() -> None:
-    assert blast([5, 100, 20, 30, 40, 5], 2) == [[1], [4, 3, 2, 0, 5]]
-    assert blast([7], 3) == [[0]]
-    assert blast([], 2) == []
+    assert flexsp.blast([5, 100, 20, 30, 40, 5], 2) == [[1], [4, 3, 2, 0, 5]]
+    assert flexsp.blast([7], 3) == [[0]]
+    assert flexsp.blast([], 2) == []
 
 
 def test_microbatches_hold_every_sequence_once_within_the_capacity() -> None:
     cluster = Cluster(8, 4)
-    made = plan_batch(
-        Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=5000)
+    made = flexsp.plan_batch(
+        Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), flexsp.FlexSpOptions(tokens_per_rank=5000)
     )
     assert len(made.plans) >= -(-sum(LENGTHS) // 40000)
     assert sorted(seq for (seqs,) in made.members for seq in seqs) == list(range(len(LENGTHS)))
@@ -162,8 +153,12 @@ def test_microbatches_hold_every_sequence_once_within_the_capacity() -> None:
 def test_a_sequence_longer_than_the_pool_is_named() -> None:
     cluster = Cluster(8, 4)
     with pytest.raises(InfeasibleError, match="sequence 4 has 28869 tokens"):
-        plan_batch(
-            Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=100)
+        flexsp.plan_batch(
+            Batch(tuple(LENGTHS)),
+            cluster,
+            MODEL,
+            AnalyticCost(cluster, MODEL),
+            flexsp.FlexSpOptions(tokens_per_rank=100),
         )
 
 
@@ -171,15 +166,15 @@ def test_a_sequence_longer_than_the_pool_is_named() -> None:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> GroupsProblem:
+def problems(draw: st.DrawFn) -> flexsp.GroupsProblem:
     tokens = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
     sizes = (1, 2, 4)
     fixed = draw(st.sampled_from([0.0, 1.0]))  # what each further rank costs
     seconds = [[n * n / size + fixed * (size - 1) for size in sizes] for n in tokens]
-    return GroupsProblem(tokens, seconds, sizes, 4, draw(st.integers(-(-sum(tokens) // 4), sum(tokens))))
+    return flexsp.GroupsProblem(tokens, seconds, sizes, 4, draw(st.integers(-(-sum(tokens) // 4), sum(tokens))))
 
 
-def brute_force(problem: GroupsProblem) -> float:
+def brute_force(problem: flexsp.GroupsProblem) -> float:
     """The lowest makespan over all sizes and assignments."""
     best = float("inf")
     for count in range(1, problem.num_ranks + 1):
@@ -187,7 +182,7 @@ def brute_force(problem: GroupsProblem) -> float:
             if sum(sizes) > problem.num_ranks or list(sizes) != sorted(sizes):
                 continue
             for owner in product(range(count), repeat=len(problem.tokens)):
-                groups: Groups = tuple(
+                groups: flexsp.Groups = tuple(
                     (s, tuple(k for k, o in enumerate(owner) if o == g)) for g, s in enumerate(sizes)
                 )
                 if all(sum(problem.tokens[k] for k in items) <= size * problem.capacity for size, items in groups):
@@ -197,12 +192,12 @@ def brute_force(problem: GroupsProblem) -> float:
 
 @given(problem=problems())
 @settings(max_examples=40)
-def test_the_program_finds_the_optimum_of_small_problems(problem: GroupsProblem) -> None:
+def test_the_program_finds_the_optimum_of_small_problems(problem: flexsp.GroupsProblem) -> None:
     pytest.importorskip("scipy")
-    together: Groups = ((4, tuple(range(len(problem.tokens)))),)
-    start = greedy(problem) or together
+    together: flexsp.Groups = ((4, tuple(range(len(problem.tokens)))),)
+    start = flexsp.greedy(problem) or together
     try:
-        found = improve(problem, start, FlexSpOptions(node_limit=1000))
+        found = flexsp.improve(problem, start, flexsp.FlexSpOptions(node_limit=1000))
     except NoAnswerError:
         found = start
     assert sorted(k for _, items in found for k in items) == list(range(len(problem.tokens)))
@@ -214,7 +209,7 @@ def test_the_program_finds_the_optimum_of_small_problems(problem: GroupsProblem)
 
 @given(tokens=st.lists(st.integers(1, 12), min_size=1, max_size=9), num_buckets=st.integers(1, 4))
 def test_buckets_round_up_by_as_little_as_can_be(tokens: list[int], num_buckets: int) -> None:
-    made = bucket(tokens, num_buckets)
+    made = flexsp.bucket(tokens, num_buckets)
     assert len(made) <= num_buckets
     assert sorted(item for items in made for item in items) == list(range(len(tokens)))
     order = sorted(tokens, reverse=True)

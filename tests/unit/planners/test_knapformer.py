@@ -17,16 +17,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.fits import gamma_of, sequence_work
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.planners.knapformer import (
-    KnapFormerOptions,
-    Topology,
-    TopologyPrices,
-    TopologySearch,
-    allowed_sizes,
-    assign,
-    parse,
-    plan,
-)
+from megatron_balance.planners import knapformer
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
@@ -51,7 +42,7 @@ def groups_of(planned: MicrobatchPlan) -> dict[tuple[int, ...], tuple[int, ...]]
 
 
 def test_a_topology_is_groups_on_neighbouring_ranks_in_its_order() -> None:
-    topology = parse("g1n2+g2n1+g4n1")
+    topology = knapformer.parse("g1n2+g2n1+g4n1")
     assert topology.groups() == [(0,), (1,), (2, 3), (4, 5, 6, 7)]
     assert str(topology) == "g1n2+g2n1+g4n1"
     assert (topology.num_ranks, topology.repeated(16).sizes) == (8, (1, 1, 2, 4) * 2)
@@ -60,14 +51,14 @@ def test_a_topology_is_groups_on_neighbouring_ranks_in_its_order() -> None:
 @given(terms=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=6))
 def test_a_topology_prints_what_it_parses_to(terms: list[tuple[int, int]]) -> None:
     sizes = tuple(size for size, count in terms for _ in range(count))
-    assert parse("+".join(f"g{size}n{count}" for size, count in terms)) == Topology(sizes)
-    assert parse(str(Topology(sizes))) == Topology(sizes)
+    assert knapformer.parse("+".join(f"g{size}n{count}" for size, count in terms)) == knapformer.Topology(sizes)
+    assert knapformer.parse(str(knapformer.Topology(sizes))) == knapformer.Topology(sizes)
 
 
 @pytest.mark.parametrize("text", ["", "g1", "g0n1", "g1n0", "g01n1", "g1n1+", "g1n1 + g2n1", "G1n1", "g1n1,g2n1", "8"])
 def test_what_is_no_topology_is_refused_with_the_wrong_term(text: str) -> None:
     with pytest.raises(ConfigError, match=r"expected terms gGnN joined by '\+'.*such as g1n2\+g2n1\+g4n1; got"):
-        parse(text)
+        knapformer.parse(text)
 
 
 def test_a_unit_that_does_not_divide_the_ranks_and_groups_that_do_not_divide_the_heads_are_refused() -> None:
@@ -88,11 +79,11 @@ def test_a_unit_that_does_not_divide_the_ranks_and_groups_that_do_not_divide_the
 def test_sequences_go_in_descending_work_to_the_least_occupied_group_with_room() -> None:
     # Capacities: 10 a rank. 20 fits the pair alone; 7 and 6 the single ranks; 4 fits none of them
     # and no pair, and the least occupied takes it: 6 of 10.
-    assert assign(np.array([6.0, 20.0, 4.0, 7.0, 3.0]), [1] * 5, [1, 1, 2], None).tolist() == [1, 2, 1, 0, 0]
+    assert knapformer.assign(np.array([6.0, 20.0, 4.0, 7.0, 3.0]), [1] * 5, [1, 1, 2], None).tolist() == [1, 2, 1, 0, 0]
 
 
 def test_a_sequence_that_no_group_has_room_for_goes_to_the_least_occupied() -> None:
-    assert assign(np.array([90.0, 5.0, 5.0]), [1] * 3, [1, 1], None).tolist() == [0, 1, 1]
+    assert knapformer.assign(np.array([90.0, 5.0, 5.0]), [1] * 3, [1, 1], None).tolist() == [0, 1, 1]
 
 
 def test_groups_may_be_empty_and_sequences_fewer_than_groups() -> None:
@@ -102,7 +93,7 @@ def test_groups_may_be_empty_and_sequences_fewer_than_groups() -> None:
 
 def test_memory_comes_before_work_and_is_an_error_where_no_group_has_it() -> None:
     # By work each group would take one long and one short one: 13 tokens.
-    assert assign(np.array([4.0, 4.0, 1.0, 1.0]), [10, 6, 3, 1], [1, 1], 10).tolist() == [0, 1, 1, 1]
+    assert knapformer.assign(np.array([4.0, 4.0, 1.0, 1.0]), [10, 6, 3, 1], [1, 1], 10).tolist() == [0, 1, 1, 1]
     with pytest.raises(InfeasibleError, match=r"sequence 0 has 30 tokens; .* of 1 ranks x 20 tokens, has room for 20"):
         plan_of([30, 1], Cluster(2, 2), topology="g1n2", tokens_per_rank=20)
 
@@ -120,7 +111,7 @@ def test_the_knapsack_is_the_printed_first_pass(work: list[int], sizes: list[int
         group = min(room or range(len(sizes)), key=lambda g: (loads[g] / (sizes[g] * mean), g))
         expected[seq] = group
         loads[group] += work[seq]
-    assert assign(np.array(work, dtype=np.float64), [1] * len(work), sizes, None).tolist() == expected
+    assert knapformer.assign(np.array(work, dtype=np.float64), [1] * len(work), sizes, None).tolist() == expected
 
 
 # Chunks
@@ -160,13 +151,13 @@ def test_gamma_of_a_cost_model_is_the_ratio_of_its_rates() -> None:
 
 
 def test_sizes_divide_the_heads_and_lie_in_a_node_or_are_whole_nodes() -> None:
-    assert allowed_sizes(H100, 24) == [1, 2, 4, 8, 24]
-    assert allowed_sizes(Cluster(6, 3), 12) == [1, 3, 6]
+    assert knapformer.allowed_sizes(H100, 24) == [1, 2, 4, 8, 24]
+    assert knapformer.allowed_sizes(Cluster(6, 3), 12) == [1, 3, 6]
 
 
 def seconds(topology: str, lengths: list[int]) -> float:
     cost = AnalyticCost(H100, FLUX)
-    planned = plan(Batch(tuple(lengths)), H100, FLUX, cost, KnapFormerOptions(topology=topology))
+    planned = knapformer.plan(Batch(tuple(lengths)), H100, FLUX, cost, knapformer.KnapFormerOptions(topology=topology))
     return simulate_step([planned], Machine(H100, FLUX, cost), Setup(recompute="full")).step_s
 
 
@@ -200,7 +191,7 @@ def test_auto_is_five_percent_faster_on_the_workload_fixed_before() -> None:
 def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() -> None:
     cluster, cost = Cluster(4, 4), AnalyticCost(Cluster(4, 4), MODEL)
     lengths = (100, 10, 10, 8)
-    search = TopologySearch(
+    search = knapformer.TopologySearch(
         lengths, sequence_work(np.array(lengths, dtype=float), MODEL, 1.0), cluster, MODEL, cost, 40
     )
     found = search.best(100)
@@ -217,12 +208,17 @@ def test_experts_wait_for_the_rank_with_the_most_tokens(topology: str) -> None:
     """
     cluster = load_cluster("a800").build(num_ranks=32, ranks_per_node=4)
     cost = planning_cost(cluster, EXPERTS, None)
-    planned = plan(Batch(tuple(CAUSAL)), cluster, EXPERTS, cost, KnapFormerOptions(topology=topology))
+    planned = knapformer.plan(
+        Batch(tuple(CAUSAL)), cluster, EXPERTS, cost, knapformer.KnapFormerOptions(topology=topology)
+    )
     machine = Machine(cluster, EXPERTS, AnalyticCost(cluster, EXPERTS))
     step = simulate_step([planned], machine, Setup("keep", experts=8, engine="rounds"))
-    groups, work = parse(topology).repeated(32), sequence_work(np.array(CAUSAL), EXPERTS, gamma_of(cost, EXPERTS))
-    group_of = assign(work, CAUSAL, groups.sizes, None)
-    price_s = TopologyPrices(CAUSAL, cluster, EXPERTS, cost).seconds(groups, group_of)
+    groups, work = (
+        knapformer.parse(topology).repeated(32),
+        sequence_work(np.array(CAUSAL), EXPERTS, gamma_of(cost, EXPERTS)),
+    )
+    group_of = knapformer.assign(work, CAUSAL, groups.sizes, None)
+    price_s = knapformer.TopologyPrices(CAUSAL, cluster, EXPERTS, cost).seconds(groups, group_of)
     assert price_s == pytest.approx(sum(step.layer_s), rel=0.01)
 
 

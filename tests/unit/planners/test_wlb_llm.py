@@ -23,16 +23,6 @@ from megatron_balance.lab.papers import wlb_llm as table2
 from megatron_balance.patterns.base import Context
 from megatron_balance.planners import wlb_llm
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.wlb_llm import (
-    Document,
-    WlbLlmOptions,
-    WlbShardingOptions,
-    by_workload,
-    candidates,
-    kernel_s,
-    predicted_s,
-    release,
-)
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator import pipeline
 from megatron_balance.simulator.pipeline import ChunkPass
@@ -53,8 +43,8 @@ def members(step: StepPlan) -> list[tuple[int, ...]]:
     return [tuple(chain.from_iterable(microbatch)) for microbatch in step.members]
 
 
-def documents(*lengths: int) -> list[Document]:
-    return [Document(number, length) for number, length in enumerate(lengths)]
+def documents(*lengths: int) -> list[wlb_llm.Document]:
+    return [wlb_llm.Document(number, length) for number, length in enumerate(lengths)]
 
 
 def test_algorithm_1_by_hand() -> None:
@@ -62,23 +52,23 @@ def test_algorithm_1_by_hand() -> None:
     other microbatch. That has more then, so a 4 joins the 10; a 6 would be more than 15 tokens with
     either.
     """
-    packed = by_workload(documents(10, 5, 5, 5, 4), 2, 15, lambda n: n + n * n / 10)
+    packed = wlb_llm.by_workload(documents(10, 5, 5, 5, 4), 2, 15, lambda n: n + n * n / 10)
     assert [[each.length for each in microbatch] for microbatch in packed.microbatches] == [[10, 4], [5, 5, 5]]
     assert packed.left == ()
-    tight = by_workload(documents(10, 5, 5, 5, 6), 2, 15, lambda n: n + n * n / 10)
-    assert tight.left == (Document(4, 6),)
+    tight = wlb_llm.by_workload(documents(10, 5, 5, 5, 6), 2, 15, lambda n: n + n * n / 10)
+    assert tight.left == (wlb_llm.Document(4, 6),)
 
 
 def test_a_queue_is_emptied_when_it_has_one_document_for_each_microbatch() -> None:
-    waiting = [Document(-3, 120), Document(-2, 210)]
+    waiting = [wlb_llm.Document(-3, 120), wlb_llm.Document(-2, 210)]
     new = documents(130, 40, 99, 205)
-    now, held = release(waiting, new, (100, 200), 2)
+    now, held = wlb_llm.release(waiting, new, (100, 200), 2)
     assert sorted(each.length for each in now) == [40, 99, 120, 130, 205, 210]
     assert held == []
-    now, held = release(waiting, new, (100, 200), 3)
+    now, held = wlb_llm.release(waiting, new, (100, 200), 3)
     assert [each.length for each in now] == [40, 99]
     assert [each.length for each in held] == [120, 130, 210, 205], "queue by queue, first in, first out"
-    now, held = release([], documents(100, 101, 102, 103, 104), (100,), 2)
+    now, held = wlb_llm.release([], documents(100, 101, 102, 103, 104), (100,), 2)
     assert [each.number for each in held] == [4], "no queue keeps as many as it could give"
 
 
@@ -217,7 +207,7 @@ def test_tune_weighs_imbalance_against_delay() -> None:
         tuple(np.minimum(4096, (20 * (1 - generator.random(40)) ** -0.95).astype(int)).tolist()) for _ in range(120)
     ]
     steps = [tuple(draw[at : at + 4]) for at in range(0, 120, 4)]
-    context = replace(CONTEXT, options=WlbLlmOptions())
+    context = replace(CONTEXT, options=wlb_llm.WlbLlmOptions())
     trials = wlb_llm.tune(steps, context, most_delay=0.5, most_queues=2)
     (chosen,) = (trial for trial in trials if trial.chosen)
     assert trials[0].thresholds == ()
@@ -255,7 +245,7 @@ def made(sharding: str, lengths: tuple[int, ...], num_ranks: int = 4) -> Microba
 
 def slowest_s(planned: MicrobatchPlan) -> float:
     zones = [zone for zone in planned.zones if isinstance(zone, Zone)]
-    return predicted_s(zones, Context.of(planned), H100, LLAMA, COST)
+    return wlb_llm.predicted_s(zones, Context.of(planned), H100, LLAMA, COST)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +264,7 @@ def test_a_fixed_sharding_is_one_zone_over_all_ranks(sharding: str, patterns: li
 def test_ranks_differ_by_one_token_at_most_with_both_shardings_in_one_microbatch(
     lengths: list[int], num_ranks: int
 ) -> None:
-    for zones in candidates(lengths, num_ranks, "mixed"):
+    for zones in wlb_llm.candidates(lengths, num_ranks, "mixed"):
         planned = MicrobatchPlan("wlb_sharding", tuple(lengths), num_ranks, num_ranks, 2, 1, zones)
         held = plan_statistics(planned, LLAMA)["attention_tokens_per_rank"]
         assert max(held) - min(held) <= 1
@@ -307,14 +297,14 @@ def test_a_mixture_is_never_predicted_above_the_better_of_both_and_below_it_wher
 
 
 def test_the_second_zone_begins_with_the_ranks_that_have_no_token_more_yet() -> None:
-    (zones,) = [zones for zones in candidates((13, 6), 4, "mixed") if len(zones) == 2]
+    (zones,) = [zones for zones in wlb_llm.candidates((13, 6), 4, "mixed") if len(zones) == 2]
     assert [zone.ranks for zone in zones] == [(0, 1, 2, 3), (1, 2, 3, 0)]
 
 
 def test_no_document_too_short_for_all_chunks_is_cut_beside_packed_ones() -> None:
     def alone(lengths: tuple[int, ...]) -> list[int]:
         """Documents on their own of each candidate."""
-        tried = candidates(lengths, 4, "mixed")
+        tried = wlb_llm.candidates(lengths, 4, "mixed")
         return [sum(len(zone.seqs) for zone in zones if zone.name == "document") for zones in tried]
 
     assert alone(SHORT) == [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
@@ -329,23 +319,25 @@ def test_predicted_seconds_are_of_all_launches_forward_and_backward() -> None:
         Zone("document", "gather_documents", (0, 1, 2, 3), (0,)),
         Zone("sequence", "gather_sequence", (1, 0), (1,)),
     ]
-    assert kernel_s(zones, context, FlatCost(model)).tolist() == [6.0, 6.0, 3.0, 3.0]
+    assert wlb_llm.kernel_s(zones, context, FlatCost(model)).tolist() == [6.0, 6.0, 3.0, 3.0]
 
 
 def test_what_is_gathered_and_its_gradients_count_at_the_rate_of_the_slowest_link() -> None:
     """A rank of each of two nodes, 10 tokens each: a step of 1,280 bytes out and 2,560 back."""
     cluster, model = Cluster(2, 1, ranks_per_nic=1), Model(2, 2, 16, bytes_per_element=2)
     context = Context(np.array([20]), 2, 2, 2, 1)
-    (zones,) = candidates([20], 2, "document")
+    (zones,) = wlb_llm.candidates([20], 2, "document")
     flat = FlatCost(model)
     expected = 3.0 + flat.inter_node_s(10 * 2 * 2 * 16 * 2 * 3)
-    assert predicted_s(zones, context, cluster, model, flat) == pytest.approx(expected)
-    (whole,) = candidates([1], 2, "document")
-    assert predicted_s(whole, replace(context, lengths=np.array([1])), cluster, model, flat) == 3.0, "nothing travels"
+    assert wlb_llm.predicted_s(zones, context, cluster, model, flat) == pytest.approx(expected)
+    (whole,) = wlb_llm.candidates([1], 2, "document")
+    assert wlb_llm.predicted_s(whole, replace(context, lengths=np.array([1])), cluster, model, flat) == 3.0, (
+        "nothing travels"
+    )
 
 
 def test_bad_input_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"sharding 'chunk' is not known; choose one of document, sequence, adaptive"):
-        wlb_llm.shard(Batch((4,)), H100, LLAMA, COST, WlbShardingOptions(sharding="chunk"))  # pyright: ignore[reportArgumentType]
+        wlb_llm.shard(Batch((4,)), H100, LLAMA, COST, wlb_llm.WlbShardingOptions(sharding="chunk"))  # pyright: ignore[reportArgumentType]
     with pytest.raises(InfeasibleError, match="the batch has 41 tokens; 4 ranks x 10 tokens hold 40"):
         make_planner("wlb_sharding", Cluster(4, 4), LLAMA, tokens_per_rank=10)([20, 21])

@@ -24,16 +24,8 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Cell, Layers, StepPlan, Tick, to_json
 from megatron_balance.planners.base import JointStages
+from megatron_balance.planning import step_planner
 from megatron_balance.planning.choice import PlannerChoice
-from megatron_balance.planning.step_planner import (
-    MOST_UNSENT,
-    PlanAhead,
-    PlanSpec,
-    StepPlanner,
-    answer_requests,
-    read_frame,
-    write_frame,
-)
 from megatron_balance.planning.ticks import neighbour, passes_on, plan_ticks, ticks
 from megatron_balance.simulator import pipeline
 from tests.support import by_hand
@@ -41,9 +33,11 @@ from tests.support import by_hand
 STEP = ((300, 140, 72), (512,), (64,) * 8, (200, 200, 112))
 
 
-def spec(planner: str = "distca", num_chunks: int = 1, *, ping_pong: bool = False, **options: object) -> PlanSpec:
+def spec(
+    planner: str = "distca", num_chunks: int = 1, *, ping_pong: bool = False, **options: object
+) -> step_planner.PlanSpec:
     """Two stages of two ranks."""
-    return PlanSpec(
+    return step_planner.PlanSpec(
         planner,
         Cluster(2, 2),
         Model(4, 2, 16),
@@ -58,8 +52,8 @@ def spec(planner: str = "distca", num_chunks: int = 1, *, ping_pong: bool = Fals
 @pytest.mark.parametrize(("num_chunks", "ping_pong"), [(1, False), (2, False), (1, True)])
 def test_a_step_planned_ahead_is_the_one_planned_on_the_spot(num_chunks: int, ping_pong: bool) -> None:
     asked = spec(num_chunks=num_chunks, ping_pong=ping_pong, block=16)
-    assert PlanSpec.from_json(asked.to_json()) == asked
-    ahead = PlanAhead(asked)
+    assert step_planner.PlanSpec.from_json(asked.to_json()) == asked
+    ahead = step_planner.PlanAhead(asked)
     try:
         ahead.submit(7, STEP)
         deadline = time.monotonic() + 60
@@ -70,13 +64,13 @@ def test_a_step_planned_ahead_is_the_one_planned_on_the_spot(num_chunks: int, pi
     finally:
         ahead.close()
     assert ready is not None
-    assert (ready.step, ready.after) == StepPlanner(asked).plan(STEP)
+    assert (ready.step, ready.after) == step_planner.StepPlanner(asked).plan(STEP)
     assert seen == ready.step
 
 
 def test_no_plan_leaves_the_planner_that_does_not_hold_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that a planner lost, in a step that trains and in one that evaluates."""
-    planner = StepPlanner(PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {}))
+    planner = step_planner.StepPlanner(step_planner.PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {}))
     whole, carried = planner.choice.plan_step(((100, 90),), planner._context, EMPTY)
     lossy = dataclasses.replace(whole, plans=(dataclasses.replace(whole.plans[0], zones=()),))
     monkeypatch.setattr(PlannerChoice, "plan_step", lambda *_: (lossy, carried))
@@ -86,7 +80,7 @@ def test_no_plan_leaves_the_planner_that_does_not_hold_together(monkeypatch: pyt
 
 
 def test_every_rank_keeps_its_rows_from_its_forward_to_its_backward() -> None:
-    step, _ = StepPlanner(spec(block=16)).plan(STEP)
+    step, _ = step_planner.StepPlanner(spec(block=16)).plan(STEP)
     (ticks,) = step.ticks
     for one in ticks:
         verify(expand(one.plan, "replay"))
@@ -101,7 +95,7 @@ def test_every_rank_keeps_its_rows_from_its_forward_to_its_backward() -> None:
 
 
 def test_an_evaluation_step_has_no_backward() -> None:
-    (ticks,) = StepPlanner(spec()).plan_evaluation(STEP).ticks
+    (ticks,) = step_planner.StepPlanner(spec()).plan_evaluation(STEP).ticks
     assert [one.tick.backward for one in ticks] == [False] * 5
 
 
@@ -109,10 +103,12 @@ def test_a_planner_that_plans_stage_by_stage_says_so() -> None:
     with pytest.raises(
         ConfigError, match="planner zeppelin cannot plan several pipeline stages together; these can: distca"
     ):
-        StepPlanner(spec("zeppelin")).plan(STEP)
+        step_planner.StepPlanner(spec("zeppelin")).plan(STEP)
 
 
-def answers(spec_: PlanSpec, *requests: tuple[tuple[tuple[int, ...], ...], Carry | None]) -> list[dict[str, object]]:
+def answers(
+    spec_: step_planner.PlanSpec, *requests: tuple[tuple[tuple[int, ...], ...], Carry | None]
+) -> list[dict[str, object]]:
     """The answers of the planning process to steps, each with a carry or, None, with that of the
     step before."""
     bodies = [
@@ -121,29 +117,29 @@ def answers(spec_: PlanSpec, *requests: tuple[tuple[tuple[int, ...], ...], Carry
     ]
     asked, out = io.BytesIO(), io.BytesIO()
     for number, body in enumerate([spec_.to_json(), *bodies]):
-        write_frame(asked, number, body.encode())
+        step_planner.write_frame(asked, number, body.encode())
     asked.seek(0)
-    answer_requests(asked, out)
+    step_planner.answer_requests(asked, out)
     out.seek(0)
-    frames = list(iter(lambda: read_frame(out), None))
+    frames = list(iter(lambda: step_planner.read_frame(out), None))
     assert [number for number, _ in frames] == list(range(1, len(requests) + 1))
     return [json.loads(body) for _, body in frames]
 
 
 def test_steps_behind_one_that_cannot_be_planned_wait_for_a_carry_of_their_own() -> None:
-    small = PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {"tokens_per_rank": 100})
+    small = step_planner.PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {"tokens_per_rank": 100})
     fits, large = ((100, 90),), ((201,),)
     first, refused, behind, again = answers(small, (fits, None), (large, None), (fits, None), (fits, EMPTY))
-    assert first["step"] == again["step"] == json.loads(to_json(StepPlanner(small).plan(fits)[0]))
+    assert first["step"] == again["step"] == json.loads(to_json(step_planner.StepPlanner(small).plan(fits)[0]))
     assert refused["step"] is None
     assert behind["step"] is None
 
 
-SMALL = PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {})
+SMALL = step_planner.PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {})
 FITS = ((100, 90),)
 
 
-def child_of(ahead: PlanAhead) -> int:
+def child_of(ahead: step_planner.PlanAhead) -> int:
     """Process id of the planning process."""
     assert ahead._process is not None
     return ahead._process._process.pid
@@ -155,7 +151,7 @@ def child_of(ahead: PlanAhead) -> int:
 def test_a_process_that_is_gone_is_started_once_more_and_then_never(
     stop: signal.Signals, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ahead = PlanAhead(SMALL)
+    ahead = step_planner.PlanAhead(SMALL)
     try:
         for key in (1, 2):
             os.kill(child_of(ahead), stop)
@@ -167,7 +163,7 @@ def test_a_process_that_is_gone_is_started_once_more_and_then_never(
                 ahead.submit("again", FITS, EMPTY)
                 ready = ahead.take("again")
                 assert ready is not None
-                assert ready.step == StepPlanner(SMALL).plan(FITS)[0]
+                assert ready.step == step_planner.StepPlanner(SMALL).plan(FITS)[0]
         ahead.submit(3, FITS, EMPTY)
         assert ahead.take(3) is None
     finally:
@@ -181,15 +177,15 @@ def test_a_process_that_is_gone_is_started_once_more_and_then_never(
 
 def test_large_steps_are_asked_for_without_waiting_for_a_process_that_does_not_read() -> None:
     """Each is larger than a pipe holds; more of them than may wait are not asked for."""
-    ahead = PlanAhead(SMALL)
+    ahead = step_planner.PlanAhead(SMALL)
     try:
         os.kill(child_of(ahead), signal.SIGSTOP)
         large = ((7,) * 100_000,)
         begin = time.monotonic()
-        for key in range(MOST_UNSENT + 9):
+        for key in range(step_planner.MOST_UNSENT + 9):
             ahead.submit(key, large, EMPTY)
         assert time.monotonic() - begin < 20, "it waited"
-        assert ahead.take(MOST_UNSENT + 8) is None
+        assert ahead.take(step_planner.MOST_UNSENT + 8) is None
     finally:
         ahead.close()
 
@@ -209,9 +205,9 @@ def test_what_others_write_to_standard_output_is_no_answer(capfd: pytest.Capture
     os.close(asked[0])
     os.close(answered[1])
     with open(asked[1], "wb") as requests, open(answered[0], "rb") as answers_:
-        write_frame(requests, 0, SMALL.to_json().encode())
-        write_frame(requests, 5, json.dumps({"lengths": FITS, "carry": None}).encode())
-        frame = read_frame(answers_)
+        step_planner.write_frame(requests, 0, SMALL.to_json().encode())
+        step_planner.write_frame(requests, 5, json.dumps({"lengths": FITS, "carry": None}).encode())
+        frame = step_planner.read_frame(answers_)
     assert process.wait(30) == 0
     assert frame is not None
     assert frame[0] == 5

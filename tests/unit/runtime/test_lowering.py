@@ -16,18 +16,9 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.runtime import transport
 from megatron_balance.runtime.bind import ALIGN, _tensors_in, ship
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.lower import steps
 from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, _taken_together
 from megatron_balance.runtime.lower.messages import arrivals
-from megatron_balance.runtime.lower.steps import (
-    ExchangeStep,
-    Hop,
-    Packed,
-    PeerMessage,
-    Phase,
-    ProxyRoute,
-    RelayTask,
-    RowRun,
-)
 from megatron_balance.runtime.recorder import PhaseTraffic, Trace
 from megatron_balance.runtime.transport import Gloo
 from tests.support.strategies import ALL_PLANNERS, EVERY_PATTERN, Case, plan
@@ -35,10 +26,10 @@ from tests.support.strategies import ALL_PLANNERS, EVERY_PATTERN, Case, plan
 pytest.importorskip("torch")
 
 
-def message(peer: int, kind: Kind, rows: tuple[int, int], heads: tuple[int, int], buffer: int = 0) -> PeerMessage:
+def message(peer: int, kind: Kind, rows: tuple[int, int], heads: tuple[int, int], buffer: int = 0) -> steps.PeerMessage:
     start, stop = rows
-    run = RowRun(0, stop - start, buffer, start, stop, None, 0, heads[1] - heads[0], heads[0])
-    return PeerMessage(peer, kind, Packed((run,), run.count, run.num_heads, (None,)))
+    run = steps.RowRun(0, stop - start, buffer, start, stop, None, 0, heads[1] - heads[0], heads[0])
+    return steps.PeerMessage(peer, kind, steps.Packed((run,), run.count, run.num_heads, (None,)))
 
 
 def test_heads_of_other_peers_are_taken_together() -> None:
@@ -53,7 +44,7 @@ def test_heads_of_other_peers_are_taken_together() -> None:
 
 def test_an_exchange_that_sums_on_the_way_brings_one_peers_messages() -> None:
     received = tuple(message(peer, Kind.KV_GRAD, (0, 10), (0, 2)) for peer in (1, 2, 3))
-    exchange = ExchangeStep(
+    exchange = steps.ExchangeStep(
         *(0, 0, "", "reduce_scatter", (0, 1, 2, 3), (), received, 0, {}, {}, frozenset(), ""),
         arrivals=arrivals(received),
     )
@@ -69,7 +60,9 @@ def test_what_meets_an_earlier_message_comes_behind_it_and_behind_what_that_came
 
 
 def test_received_inputs_become_buffers_of_their_own_and_meet_nothing() -> None:
-    received = [PeerMessage(peer, kind, Packed((), 8, 2), peer) for peer in (1, 2) for kind in (Kind.Q, Kind.KV)]
+    received = [
+        steps.PeerMessage(peer, kind, steps.Packed((), 8, 2), peer) for peer in (1, 2) for kind in (Kind.Q, Kind.KV)
+    ]
     assert arrivals(received) == ((0, 2), (1, 3))
 
 
@@ -79,18 +72,18 @@ def test_received_inputs_become_buffers_of_their_own_and_meet_nothing() -> None:
 torch = pytest.importorskip("torch")
 
 FORM = CallForm.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
-ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)
+ARRIVES, LEAVES = steps.Hop(0, "dispatch", 6, "dispatch", False), steps.Hop(5, "across", 8, "inter_node", True)
 
 
-def relay_task(exchange: int, rows: int = 4) -> RelayTask:
+def relay_task(exchange: int, rows: int = 4) -> steps.RelayTask:
     """Rank 1 relays the first half of what rank 0 sends to rank 4: `rows` keys of one head."""
-    route = ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES)
-    return RelayTask(exchange, exchange, 100 * exchange, ((Kind.KV, rows, 1),), route)
+    route = steps.ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES)
+    return steps.RelayTask(exchange, exchange, 100 * exchange, ((Kind.KV, rows, 1),), route)
 
 
-def relaying(relay_tasks: list[RelayTask], trace: Trace | None = None) -> Gloo:
+def relaying(relay_tasks: list[steps.RelayTask], trace: Trace | None = None) -> Gloo:
     """A phase of rank 1 that only relays."""
-    phase = Phase((), Cuts(0, 0), (), relay_tasks=(tuple(relay_tasks),))
+    phase = steps.Phase((), Cuts(0, 0), (), relay_tasks=(tuple(relay_tasks),))
     return Gloo(phase, FORM, Groups(1, 8, tuple(range(8)), None), trace)
 
 
@@ -137,7 +130,7 @@ def test_pieces_are_passed_on_in_order_with_receives_posted_ahead(monkeypatch: p
 def test_a_piece_without_bytes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
     # 16 bytes: one piece of the two.
-    tiny = RelayTask(0, 0, 0, ((Kind.Q, 1, 1),), ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES))
+    tiny = steps.RelayTask(0, 0, 0, ((Kind.Q, 1, 1),), steps.ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES))
     whole = tiny._replace(route=tiny.route._replace(index=1))
     relaying([tiny, whole]).end()
     assert wire.log == [("receive", 0, 6, 16), ("send", 5, 8, 16)]

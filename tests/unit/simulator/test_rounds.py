@@ -39,8 +39,8 @@ from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.simulator.ticks import simulate_planned
 from tests.support import by_hand
+from tests.support.dense import NAMES
 from tests.support.flat_cost import flat_machine
-from tests.support.masks import NAMES
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 from tests.unit.simulator.test_simulated_step import TRAINED, training_machine
 

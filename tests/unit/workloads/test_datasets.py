@@ -15,17 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.workloads import lengths
-from megatron_balance.workloads.idx import (
-    INSTALLED,
-    STANDARD_LIBRARY,
-    CorpusWriter,
-    bin_path,
-    build,
-    find_files,
-    idx_path,
-    read_index,
-)
+from megatron_balance.workloads import idx, lengths
 from megatron_balance.workloads.lengths import document_lengths, is_path
 from tests.support.cli import CommandLine
 
@@ -36,7 +26,7 @@ def lines(path: Path, *rows: Any) -> str:
 
 
 def test_a_corpus_is_read_by_its_prefix_or_its_index(tmp_path: Path) -> None:
-    with CorpusWriter(tmp_path / "c") as writer:
+    with idx.CorpusWriter(tmp_path / "c") as writer:
         for length in (5, 12, 3):
             writer.add_document(np.ones(length, dtype=np.int64))
     assert document_lengths(str(tmp_path / "c.idx")).tolist() == [5, 12, 3]
@@ -177,44 +167,44 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_documents_are_bytes_and_an_end_of_document_token(folder: Path, tmp_path: Path) -> None:
-    report = build(str(tmp_path / "c"), find_files([folder], ".py"), max_bytes=10)
+    report = idx.build(str(tmp_path / "c"), idx.find_files([folder], ".py"), max_bytes=10)
     assert (report.num_documents, report.num_tokens) == (3, 9)
     assert (report.empty, report.too_large, report.beyond_limit) == (1, 1, 0)
-    tokens = np.fromfile(bin_path(f"{tmp_path}/c"), dtype=np.uint16).tolist()
+    tokens = np.fromfile(idx.bin_path(f"{tmp_path}/c"), dtype=np.uint16).tolist()
     assert tokens == [*b"a", 256, *b"bb", 256, *b"ccc", 256]
 
 
 def test_files_come_in_a_fixed_order_each_once(folder: Path) -> None:
-    found = find_files([folder / "sub" / "c.py", folder, folder / "b.py"], ".py")
+    found = idx.find_files([folder / "sub" / "c.py", folder, folder / "b.py"], ".py")
     assert [path.name for path in found] == ["c.py", "a.py", "b.py", "empty.py", "long.py"]
 
 
 def test_a_file_that_is_named_is_taken_whatever_its_suffix(folder: Path) -> None:
-    assert [path.name for path in find_files([folder / "read.me", folder / ".hidden.py"], ".py")] == [
+    assert [path.name for path in idx.find_files([folder / "read.me", folder / ".hidden.py"], ".py")] == [
         "read.me",
         ".hidden.py",
     ]
 
 
 def test_the_limit_counts_documents_and_not_skipped_files(folder: Path, tmp_path: Path) -> None:
-    report = build(str(tmp_path / "c"), find_files([folder], ".py"), max_bytes=10, limit=2)
+    report = idx.build(str(tmp_path / "c"), idx.find_files([folder], ".py"), max_bytes=10, limit=2)
     assert (report.num_documents, report.empty, report.too_large, report.beyond_limit) == (2, 0, 0, 3)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none: no such file or folder"):
-        find_files([tmp_path / "none"])
+        idx.find_files([tmp_path / "none"])
 
 
 def test_a_device_without_an_end_is_no_document() -> None:
     with pytest.raises(DataError, match="/dev/zero: neither a file nor a folder"):
-        find_files([Path("/dev/zero")])
+        idx.find_files([Path("/dev/zero")])
 
 
 def test_a_file_that_cannot_be_read_is_named_and_leaves_no_corpus(folder: Path, tmp_path: Path) -> None:
     (folder / "gone.py").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"gone\.py: cannot be read \(No such file"):
-        build(str(tmp_path / "c"), find_files([folder], ".py"))
+        idx.build(str(tmp_path / "c"), idx.find_files([folder], ".py"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
@@ -222,12 +212,12 @@ def test_only_empty_files_make_no_corpus(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match="no document left to write, 1 files were empty and 0 larger than --max-bytes None"
     ):
-        build(str(tmp_path / "c"), [folder / "sub" / "empty.py"])
+        idx.build(str(tmp_path / "c"), [folder / "sub" / "empty.py"])
 
 
 def test_the_standard_library_is_found_without_installed_packages() -> None:
-    files = find_files([STANDARD_LIBRARY], ".py", leave_out=INSTALLED)
-    assert STANDARD_LIBRARY / "argparse.py" in files
+    files = idx.find_files([idx.STANDARD_LIBRARY], ".py", leave_out=idx.INSTALLED)
+    assert idx.STANDARD_LIBRARY / "argparse.py" in files
     assert not any("site-packages" in path.parts for path in files)
 
 
@@ -277,8 +267,8 @@ def test_building_from_nothing_says_what_to_name(tmp_path: Path, run: CommandLin
 
 
 def test_describing_a_damaged_corpus_is_an_error(folder: Path, tmp_path: Path, run: CommandLine) -> None:
-    build(str(tmp_path / "c"), find_files([folder]))
-    with idx_path(f"{tmp_path}/c").open("ab") as stream:
+    idx.build(str(tmp_path / "c"), idx.find_files([folder]))
+    with idx.idx_path(f"{tmp_path}/c").open("ab") as stream:
         stream.write(b"junk")
     assert "too long" in run.error("corpus describe", tmp_path / "c")
     said = run.error("corpus describe --json", tmp_path / "none")
@@ -286,9 +276,9 @@ def test_describing_a_damaged_corpus_is_an_error(folder: Path, tmp_path: Path, r
 
 
 def test_the_corpus_is_as_readable_as_any_other_file(folder: Path, tmp_path: Path) -> None:
-    build(str(tmp_path / "c"), find_files([folder]))
+    idx.build(str(tmp_path / "c"), idx.find_files([folder]))
     usual = os.stat(folder / "a.py").st_mode & 0o777
-    assert [path.stat().st_mode & 0o777 for path in (bin_path(f"{tmp_path}/c"), idx_path(f"{tmp_path}/c"))] == [
+    assert [path.stat().st_mode & 0o777 for path in (idx.bin_path(f"{tmp_path}/c"), idx.idx_path(f"{tmp_path}/c"))] == [
         usual,
         usual,
     ]
@@ -355,7 +345,7 @@ DOCUMENTS = [[1, 2, 3, 256], [256], [7, 8, 256], [9, 9, 9, 9, 9, 256]]
 
 
 def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: str = "uint16") -> str:
-    with CorpusWriter(prefix, dtype) as writer:
+    with idx.CorpusWriter(prefix, dtype) as writer:
         for tokens in documents:
             writer.add_document(np.array(tokens))
     return str(prefix)
@@ -367,12 +357,12 @@ def corpus(tmp_path: Path) -> str:
 
 
 def test_what_was_written_is_read(corpus: str) -> None:
-    index = read_index(corpus)
+    index = idx.read_index(corpus)
     assert index.document_lengths.tolist() == [4, 1, 3, 6]
     assert index.first_token.tolist() == [0, 4, 5, 8, 14]
     assert index.first_sequence.tolist() == [0, 1, 2, 3, 4]
     assert (index.num_documents, index.num_tokens, str(index.dtype), index.largest_token()) == (4, 14, "uint16", 256)
-    assert np.fromfile(bin_path(corpus), dtype=np.uint16).tolist() == [
+    assert np.fromfile(idx.bin_path(corpus), dtype=np.uint16).tolist() == [
         token for document in DOCUMENTS for token in document
     ]
 
@@ -381,14 +371,14 @@ def test_a_document_of_several_sequences_is_one_document(tmp_path: Path) -> None
     lengths = np.array([3, 2, 4], "<i4")
     pointers = np.array([0, 6, 10], "<i8")
     boundaries = np.array([0, 2, 2, 3], "<i8")  # the second document is empty
-    idx_path(f"{tmp_path}/c").write_bytes(
+    idx.idx_path(f"{tmp_path}/c").write_bytes(
         struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 4)
         + lengths.tobytes()
         + pointers.tobytes()
         + boundaries.tobytes()
     )
-    bin_path(f"{tmp_path}/c").write_bytes(bytes(18))
-    index = read_index(f"{tmp_path}/c")
+    idx.bin_path(f"{tmp_path}/c").write_bytes(bytes(18))
+    index = idx.read_index(f"{tmp_path}/c")
     assert index.document_lengths.tolist() == [5, 0, 4]
     assert index.first_sequence.tolist() == [0, 2, 2, 3]
 
@@ -463,35 +453,35 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_at_opening(corpus: str, damage: str) -> None:
     do, sentence = DAMAGE[damage]
-    do(idx_path(corpus), bin_path(corpus))
+    do(idx.idx_path(corpus), idx.bin_path(corpus))
     with pytest.raises(DataError, match=sentence) as caught:
-        read_index(corpus)
+        idx.read_index(corpus)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("sequences", "boundaries"), [(0, [0]), (0, []), (2, [0, 2])])
 def test_a_corpus_without_tokens_is_refused(tmp_path: Path, sequences: int, boundaries: list[int]) -> None:
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, len(boundaries))
-    idx_path(f"{tmp_path}/c").write_bytes(head + bytes(12 * sequences) + np.array(boundaries, "<i8").tobytes())
-    bin_path(f"{tmp_path}/c").write_bytes(b"")
+    idx.idx_path(f"{tmp_path}/c").write_bytes(head + bytes(12 * sequences) + np.array(boundaries, "<i8").tobytes())
+    idx.bin_path(f"{tmp_path}/c").write_bytes(b"")
     with pytest.raises(DataError, match=r"c\.idx: the corpus is empty"):
-        read_index(f"{tmp_path}/c")
+        idx.read_index(f"{tmp_path}/c")
 
 
 def test_the_index_of_another_corpus_is_refused(tmp_path: Path, corpus: str) -> None:
     other = write(tmp_path / "other", [[1, 256]])
-    idx_path(other).replace(idx_path(corpus))
+    idx.idx_path(other).replace(idx.idx_path(corpus))
     with pytest.raises(DataError, match="do not belong together"):
-        read_index(corpus)
+        idx.read_index(corpus)
 
 
 def test_the_two_file_names_are_taken_for_the_prefix(corpus: str) -> None:
-    assert read_index(f"{corpus}.idx").prefix == read_index(f"{corpus}.bin").prefix == corpus
+    assert idx.read_index(f"{corpus}.idx").prefix == idx.read_index(f"{corpus}.bin").prefix == corpus
 
 
 def test_an_error_inside_the_block_leaves_no_file(tmp_path: Path) -> None:
     def broken() -> None:
-        with CorpusWriter(tmp_path / "c") as writer:
+        with idx.CorpusWriter(tmp_path / "c") as writer:
             writer.add_document(np.array([1, 2]))
             raise RuntimeError("tokenizer failed")
 
@@ -501,28 +491,28 @@ def test_an_error_inside_the_block_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_an_error_while_rebuilding_leaves_the_old_corpus(tmp_path: Path, corpus: str) -> None:
-    before = bin_path(corpus).read_bytes(), idx_path(corpus).read_bytes()
+    before = idx.bin_path(corpus).read_bytes(), idx.idx_path(corpus).read_bytes()
     with pytest.raises(DataError, match=r"document 1 has token ids from 3 to 70000; uint16 holds 0 to 65535"):
         write(Path(corpus), [[1], [3, 70000]])
-    assert (bin_path(corpus).read_bytes(), idx_path(corpus).read_bytes()) == before
+    assert (idx.bin_path(corpus).read_bytes(), idx.idx_path(corpus).read_bytes()) == before
     assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("tokens", [np.array([], dtype=np.int64), np.ones((2, 2), dtype=np.int64)])
 def test_a_document_that_is_none_is_refused(tmp_path: Path, tokens: np.ndarray) -> None:
-    with pytest.raises(DataError, match="document 0 has shape"), CorpusWriter(tmp_path / "c") as writer:
+    with pytest.raises(DataError, match="document 0 has shape"), idx.CorpusWriter(tmp_path / "c") as writer:
         writer.add_document(tokens)
 
 
 def test_a_corpus_of_no_documents_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no documents were added"), CorpusWriter(tmp_path / "c"):
+    with pytest.raises(DataError, match="no documents were added"), idx.CorpusWriter(tmp_path / "c"):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_token_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'float32' is not one Megatron knows; use one of uint8"):
-        CorpusWriter(tmp_path / "c", "float32")
+        idx.CorpusWriter(tmp_path / "c", "float32")
 
 
 def test_building_twice_touches_nothing(tmp_path: Path, corpus: str) -> None:
@@ -533,10 +523,10 @@ def test_building_twice_touches_nothing(tmp_path: Path, corpus: str) -> None:
 
 def test_a_rebuilt_corpus_replaces_the_old_one(corpus: str) -> None:
     write(Path(corpus), [[5, 256]])
-    assert read_index(corpus).document_lengths.tolist() == [2]
+    assert idx.read_index(corpus).document_lengths.tolist() == [2]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file/c\.bin: cannot be written"), CorpusWriter(tmp_path / "file" / "c"):
+    with pytest.raises(DataError, match=r"file/c\.bin: cannot be written"), idx.CorpusWriter(tmp_path / "file" / "c"):
         pass

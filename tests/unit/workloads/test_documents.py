@@ -13,16 +13,7 @@ import pytest
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.planning.choice import Run
-from megatron_balance.workloads.documents import (
-    WINDOW,
-    Blend,
-    Corpus,
-    DocumentStream,
-    OrderCache,
-    pack_best_fit,
-    shares,
-    shuffled,
-)
+from megatron_balance.workloads import documents
 from megatron_balance.workloads.idx import CorpusWriter, read_index
 
 
@@ -32,30 +23,32 @@ def array(*values: int) -> np.ndarray:
 
 def test_best_fit_takes_the_fullest_sample_that_holds_a_piece() -> None:
     """5 and 3 make the first full one, 4 and 4 the next; 1 joins 6."""
-    packed = pack_best_fit(array(5, 4, 3, 6, 4, 1, 7), 8)
+    packed = documents.pack_best_fit(array(5, 4, 3, 6, 4, 1, 7), 8)
     samples = [packed.order[a:b].tolist() for a, b in pairwise(packed.bounds.tolist())]
     assert samples == [[0, 2], [1, 4], [3, 5], [6]]
 
 
 def test_of_too_many_open_samples_the_fullest_is_closed() -> None:
-    lengths = array(*[6] * WINDOW, 7, 2, 1)
-    packed = pack_best_fit(lengths, 8)
+    lengths = array(*[6] * documents.WINDOW, 7, 2, 1)
+    packed = documents.pack_best_fit(lengths, 8)
     first = packed.order[: packed.bounds[1]].tolist()
-    assert first == [WINDOW]  # 7 was the fullest when it came, so the 1 found only samples of 6
-    assert packed.num_samples == WINDOW + 1
+    assert first == [documents.WINDOW]  # 7 was the fullest when it came, so the 1 found only samples of 6
+    assert packed.num_samples == documents.WINDOW + 1
 
 
 def test_best_fit_is_what_a_configuration_and_a_stream_have_by_default() -> None:
     assert Run.model_fields["sample_filling"].default == "best_fit"
     lengths = np.random.default_rng(4).integers(1, 6000, 200)
-    best_fit = DocumentStream(lengths, 8192, 3, filling="best_fit")
-    assert DocumentStream(lengths, 8192, 3).fingerprint() == best_fit.fingerprint()
+    best_fit = documents.DocumentStream(lengths, 8192, 3, filling="best_fit")
+    assert documents.DocumentStream(lengths, 8192, 3).fingerprint() == best_fit.fingerprint()
 
 
 def test_best_fit_leaves_less_empty_and_loses_nothing() -> None:
     rng = np.random.Generator(np.random.PCG64(5))
     lengths = rng.integers(1, 9000, 2000)
-    next_fit, best_fit = (DocumentStream(lengths, 8192, 3, filling=filling) for filling in ("next_fit", "best_fit"))
+    next_fit, best_fit = (
+        documents.DocumentStream(lengths, 8192, 3, filling=filling) for filling in ("next_fit", "best_fit")
+    )
     empty = [1 - each.num_tokens / (8192 * each.num_samples(0)) for each in (next_fit, best_fit)]
     assert empty[0] > 0.1
     assert empty[1] < 0.05
@@ -67,25 +60,25 @@ def test_best_fit_leaves_less_empty_and_loses_nothing() -> None:
 
 
 def test_an_order_is_drawn_from_seed_and_epoch_and_from_nothing_else() -> None:
-    assert sorted(shuffled(50, 7, 3).tolist()) == list(range(50))
-    assert shuffled(50, 7, 3).tolist() == shuffled(50, 7, 3).tolist()
-    orders = {tuple(shuffled(50, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
+    assert sorted(documents.shuffled(50, 7, 3).tolist()) == list(range(50))
+    assert documents.shuffled(50, 7, 3).tolist() == documents.shuffled(50, 7, 3).tolist()
+    orders = {tuple(documents.shuffled(50, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
 
 
 def test_an_order_stays_the_same_from_version_to_version() -> None:
     # Recorded once: a run that resumes after an upgrade must go on with the same documents.
-    assert shuffled(10, 1234, 0).tolist() == [5, 6, 3, 9, 7, 4, 1, 2, 8, 0]
+    assert documents.shuffled(10, 1234, 0).tolist() == [5, 6, 3, 9, 7, 4, 1, 2, 8, 0]
 
 
 def test_samples_may_be_asked_for_in_any_order() -> None:
-    forward, backward = (DocumentStream(array(5, 1, 12, 3, 8), 8, 3) for _ in range(2))
+    forward, backward = (documents.DocumentStream(array(5, 1, 12, 3, 8), 8, 3) for _ in range(2))
     expected = [forward.sample(index) for index in range(40)]
     assert [backward.sample(index) for index in reversed(range(40))] == expected[::-1]
 
 
 def test_only_the_chosen_documents_are_drawn() -> None:
-    stream = DocumentStream(array(5, 1, 12, 3, 8), 8, 3, documents=range(1, 3))
+    stream = documents.DocumentStream(array(5, 1, 12, 3, 8), 8, 3, documents=range(1, 3))
     assert {piece.document for index in range(10) for piece in stream.sample(index)} == {1, 2}
     assert (stream.num_tokens, stream.num_pieces) == (13, 3)
 
@@ -94,20 +87,20 @@ def test_the_stream_of_a_corpus_needs_its_index_only(tmp_path: Path) -> None:
     with CorpusWriter(tmp_path / "c") as writer:
         for length in (5, 1, 12, 3, 8):
             writer.add_document(np.ones(length, dtype=np.int64))
-    stream = DocumentStream(Corpus(read_index(str(tmp_path / "c"))), 8, 3)
-    same = DocumentStream(array(5, 1, 12, 3, 8), 8, 3)
+    stream = documents.DocumentStream(documents.Corpus(read_index(str(tmp_path / "c"))), 8, 3)
+    same = documents.DocumentStream(array(5, 1, 12, 3, 8), 8, 3)
     assert [stream.sample(index) for index in range(12)] == [same.sample(index) for index in range(12)]
     assert stream.fingerprint() == same.fingerprint()
 
 
 def test_the_fingerprint_sees_every_input() -> None:
-    base = DocumentStream(array(5, 12), 8, 3).fingerprint()
+    base = documents.DocumentStream(array(5, 12), 8, 3).fingerprint()
     others = [
-        DocumentStream(array(5, 13), 8, 3),
-        DocumentStream(array(5, 12), 9, 3),
-        DocumentStream(array(5, 12), 8, 4),
-        DocumentStream(array(5, 12), 8, 3, "truncate"),
-        DocumentStream(array(5, 12), 8, 3, documents=range(1)),
+        documents.DocumentStream(array(5, 13), 8, 3),
+        documents.DocumentStream(array(5, 12), 9, 3),
+        documents.DocumentStream(array(5, 12), 8, 4),
+        documents.DocumentStream(array(5, 12), 8, 3, "truncate"),
+        documents.DocumentStream(array(5, 12), 8, 3, documents=range(1)),
     ]
     assert len({base, *(stream.fingerprint() for stream in others)}) == 6
 
@@ -125,12 +118,12 @@ def test_the_fingerprint_sees_every_input() -> None:
 def test_what_cannot_be_is_refused(arguments: dict[str, object], error: type[Exception], sentence: str) -> None:
     usual: dict[str, object] = {"corpus": array(3, 4, 5), "seq_length": 8, "seed": 1}
     with pytest.raises(error, match=sentence):
-        DocumentStream(**(usual | arguments))  # pyright: ignore[reportArgumentType]
+        documents.DocumentStream(**(usual | arguments))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_negative_sample_is_an_index_error() -> None:
     with pytest.raises(IndexError, match="sample -1"):
-        DocumentStream(array(3), 8, 1).sample(-1)
+        documents.DocumentStream(array(3), 8, 1).sample(-1)
 
 
 # Blends: shares of samples by weight, spread evenly, by number alone
@@ -150,17 +143,17 @@ def test_a_negative_sample_is_an_index_error() -> None:
 def test_shares_are_in_proportion_and_none_is_left_out(
     weights: tuple[float, ...], period: int, counts: tuple[int, ...]
 ) -> None:
-    assert shares(weights, period) == counts
+    assert documents.shares(weights, period) == counts
 
 
 @pytest.mark.parametrize("weights", [(), (0.0, 1.0), (-1.0, 2.0), (float("nan"),), (float("inf"), 1.0)])
 def test_weights_that_are_none_are_refused(weights: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match=r"weights of a blend .*: expected numbers above 0"):
-        shares(weights)
+        documents.shares(weights)
 
 
 def test_samples_are_spread_evenly_and_each_corpus_goes_on_over_periods() -> None:
-    blend = Blend((6, 3, 1))
+    blend = documents.Blend((6, 3, 1))
     dealt = [blend.locate(index) for index in range(40)]
     assert Counter(corpus for corpus, _ in dealt) == {0: 24, 1: 12, 2: 4}
     for corpus in range(3):
@@ -182,7 +175,7 @@ def slow(folder: Path) -> np.ndarray:
 
 
 def ask(folder: Path) -> None:
-    assert OrderCache(folder / "kept", "key").get("order", lambda: slow(folder)).tolist() == [0, 1, 2, 3, 4]
+    assert documents.OrderCache(folder / "kept", "key").get("order", lambda: slow(folder)).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_of_several_that_ask_at_once_one_computes(tmp_path: Path) -> None:
@@ -193,7 +186,7 @@ def test_of_several_that_ask_at_once_one_computes(tmp_path: Path) -> None:
 
 
 def test_other_settings_have_other_files(tmp_path: Path) -> None:
-    cache = OrderCache(tmp_path, "key")
+    cache = documents.OrderCache(tmp_path, "key")
     made = [cache.under("seed", seed).get("order", lambda seed=seed: np.array([seed])) for seed in (1, 2)]
     assert [array.tolist() for array in made] == [[1], [2]]
     assert isinstance(made[0], np.memmap)
@@ -218,7 +211,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 def test_a_damaged_file_is_computed_again(
     damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = OrderCache(tmp_path, "key")
+    cache = documents.OrderCache(tmp_path, "key")
     cache.get("order", lambda: np.arange(5))
     (file,) = tmp_path.glob("*.npy")
     whole = file.read_bytes()
@@ -227,7 +220,7 @@ def test_a_damaged_file_is_computed_again(
     with caplog.at_level(logging.WARNING):
         assert cache.get("order", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert "it is computed again" in caplog.text
-    assert OrderCache(tmp_path, "key").get("order", lambda: np.zeros(1)).tolist() == [0, 1, 2, 3, 4]
+    assert documents.OrderCache(tmp_path, "key").get("order", lambda: np.zeros(1)).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_array_in_memory(
@@ -235,5 +228,5 @@ def test_a_folder_that_cannot_be_written_leaves_the_array_in_memory(
 ) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        assert OrderCache(tmp_path / "file", "key").get("order", lambda: np.arange(2)).tolist() == [0, 1]
+        assert documents.OrderCache(tmp_path / "file", "key").get("order", lambda: np.arange(2)).tolist() == [0, 1]
     assert "cannot be written (File exists), so every rank sorts" in caplog.text
