@@ -214,7 +214,7 @@ class Bench:
         return Planned(choice, mode, tuple(steps), plan_ms, context_parallel, layouts)
 
     def simulate(self, planned: Planned) -> dict[str, Any]:
-        """The statistics of all steps (`simulator.report.summary`)."""
+        """The statistics of all steps (`simulator.step.summary`)."""
         # `step_with_host_s`: where devices wait for their hosts, too; None where the costs have no
         # prices of a host.
         from megatron_balance.simulator.step import summary

@@ -21,12 +21,12 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.events import Events
 from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 
-# Exchanges on gloo's sockets, as `runtime.transport.gloo` issues them and gloo carries them (its
+# Exchanges on gloo's sockets, as `runtime.transport.Gloo` issues them and gloo carries them (its
 # transport/tcp/pair.cc, allgather.cc, alltoallv.cc).
 #
 # Every message is a call of its own. The receiver says that it is ready, and only then the sender's
 # bytes go. Two ranks have one connection: what one of them sends to the other, bytes and words of
-# readiness alike, goes in the order in which it was given (`simulator.emulated.tcp`), so that a word
+# readiness alike, goes in the order in which it was given (`_TcpSegment`), so that a word
 # said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead;
 # and what it passes on for others it expects from the beginning, and sends on when it has come. A
 # sender has done its part when its socket has the message.
@@ -37,7 +37,7 @@ from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 # send, the bytes go at once, and the other one's own word behind them: the two take turns, unless
 # they begin at the same moment.
 
-# Exchanges whose receives are posted before they are due (`runtime.transport.gloo.Gloo.ahead`).
+# Exchanges whose receives are posted before they are due (`runtime.transport.Gloo.ahead`).
 AHEAD = 2
 
 # Parts of a block of an all-gather, and how many of them are under way at once.

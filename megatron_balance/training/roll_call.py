@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class _News(NamedTuple):
-    """A rank that `ends`, or `left` `pool` at call `number`, its `count`th error; `over`: no rank 0."""
+    """A rank that `ends`, or `left` `pool` at call `number`, its `count`th; `over`: the store ends."""
 
     rank: int
     what: str

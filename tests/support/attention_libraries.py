@@ -33,7 +33,7 @@ def entries_of(at: CuSeqlens) -> Entries:
 
 
 class ByFormula:
-    """`runtime.kernels.libraries.Calls`, counted. LSE strided as FlashAttention leaves it."""
+    """Calls of `runtime.kernels`' libraries, counted. LSE strided as FlashAttention leaves it."""
 
     def __init__(self) -> None:
         self.forwards = self.backwards = 0

@@ -62,7 +62,7 @@ def soak() -> Iterator[Callable[[int], Outcome]]:
 
 
 def try_soak(runs: Any, number: int, steps: int = STEPS) -> Outcome:
-    """A run of `steps` steps with random lengths, saves and evaluation. `runs`: `training.Runs`."""
+    """A run of `steps` steps with random lengths, saves and evaluation. `runs`: `Runs` of training."""
     from tests.megatron.conftest import write_corpus
 
     draw = random.Random(f"soak {number}")

@@ -211,7 +211,7 @@ def _on(recorder: Recorder, stream: str) -> Iterator[None]:
 
 
 class AttentionCalls:
-    """See `runtime.kernels.libraries.Calls`: a launch that touches what a library's would."""
+    """In place of a library of `runtime.kernels`: a launch that touches what a library's would."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
