@@ -178,9 +178,7 @@ def _check_rows(bound: Bound, *tensors: tuple[str, Tensor, tuple[int | None, ...
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and LSE [T, H] with one more key of each query, whose score is the sink, its value
-    zero.
-    """
+    """Output and LSE [T, H] with one more key of each query: its score the sink, its value zero."""
     # The backward of attention takes them as those of its own keys: its weights are exp(score -
     # LSE), and the rest of the sum is the sink's.
     if sink is None:
@@ -331,9 +329,9 @@ class _End(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A stage that attends for the others, in a tick without a microbatch of its own (DistCA 4.1)."""
+    """A stage that attends for the others in a tick without a microbatch (DistCA, section 4.1)."""
 
-    # It makes their attention calls without rows of its own. Of their queries.
+    # Of their queries; it makes their attention calls without rows of its own.
     dtype: torch.dtype
     device: torch.device
     # Of scores.

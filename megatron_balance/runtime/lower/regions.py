@@ -50,9 +50,7 @@ class RegionIndex:
         self.disjoint = bool((self.stop[:-1] <= self.start[1:]).all())
 
     def resolve(self, regions: Ints) -> Ints:
-        """Row ranges [`RowRange.WIDTH`, m] of regions [5, n], in order. InvalidProgramError: not
-        held.
-        """
+        """Row ranges [`RowRange.WIDTH`, m] of regions [5, n]. InvalidProgramError: one is not held."""
         seq, start, stop, head_start, head_stop = regions
         begin, end = key(seq, start), key(seq, stop)
         if not self.disjoint or not len(self.start):

@@ -74,9 +74,7 @@ class Partials(Protocol):
     """The outputs of one forward so far, by query buffer."""
 
     def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
-        """Add packed partials out [N, H, V], LSE [N, H], not changed later; `merges`: of a
-        `Launch`.
-        """
+        """Add packed partials out [N, H, V], LSE [N, H], for good; `merges`: as of a `Launch`."""
 
     def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
         """Out in its final type and LSE of packed rows where they lie, if both are contiguous so."""
@@ -98,9 +96,7 @@ class Mover(Protocol):
     def prepare(
         self, moves: Iterable[MoverCall], sizes: Mapping[int, tuple[int, int]], form: CallForm
     ) -> Sequence[Tensor]:
-        """Tables of calls to come, on the host, to be shipped. `sizes`: (rows, heads) of query
-        buffers.
-        """
+        """Tables of calls to come, on the host, to be shipped. `sizes`: (rows, heads) of buffers."""
         ...
 
     def fill(self, moves: Sequence[RowMove]) -> None:

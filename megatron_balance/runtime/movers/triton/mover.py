@@ -610,9 +610,7 @@ class TritonMover:
         return tables
 
     def _table(self, call: Call, width: int, moved: Sequence[Moved], device: torch.device) -> list[_BlockTable]:
-        """Tables of a call on these packed tensors, made once: by `prepare` (on the host), or here
-        and now.
-        """
+        """Tables of a call on these packed tensors, made once: by `prepare`, or here and now."""
         # `width`: elements of a head; keys and values of two widths have the same packed rows, and
         # lie apart in a message.
         packed = [one.packed for one in moved]
