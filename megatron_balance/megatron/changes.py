@@ -23,9 +23,8 @@ from megatron.training import get_timers
 from megatron_balance.analysis.change import change
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.megatron import roles
+from megatron_balance.megatron import flags, roles
 from megatron_balance.megatron.data import NUM_COLUMNS
-from megatron_balance.megatron.flags import row_multiple
 from megatron_balance.megatron.forward_step import LOSS, Microbatches, forward_step
 from megatron_balance.megatron.groups import job_device, tensor_parallel
 from megatron_balance.megatron.session import RankPlace, Session
@@ -104,7 +103,7 @@ class Changes:
             return None
         assert role.attention is not None, "every seat has ranks that it attends with"
         tensor = role.seat.scheme.tensor
-        multiple = row_multiple(self._job.args, tensor)
+        multiple = flags.row_multiple(self._job.args, tensor)
         return RankPlace(role.seat.pipeline, role.attention, self._job.shape_of(tensor), multiple)
 
     def run(
@@ -221,9 +220,7 @@ class Changes:
         return exchange, exchange.to_ranks(mine if ranks.reads else (), NUM_COLUMNS, peers, job_device())
 
     def _summed(self, role: roles.Role, stored: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """The step's loss, summed over tokens, and its tokens [2] float64. Collective over the
-        world.
-        """
+        """The step's loss, summed over tokens, and its tokens [2] float64. Collective (world)."""
         # A pipeline's last stage knows them, each context-parallel rank its part; of TP ranks,
         # which have the same, the first one counts.
         found = torch.zeros(2, dtype=torch.float64, device=job_device())
@@ -245,9 +242,7 @@ def _transfers(role: roles.Role, config: Any, shapes: StageShapes) -> PlannedTra
 
 
 class _OwnWeights:
-    """The flat buffers of the weights of Megatron's own model, which give their memory back while
-    roles compute.
-    """
+    """Flat buffers of weights of Megatron's own model, which give memory back while roles compute."""
 
     # In bf16 training they are copies of the optimizer's fp32 ones, made again before the model
     # runs; in fp32 they are the optimizer's own, and stay.

@@ -25,7 +25,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import Mask
-from megatron_balance.megatron.planning import mask_of
+from megatron_balance.megatron import planning
 from megatron_balance.runtime.attention import BackwardSlot, balanced_attention, latent_attention
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.training.binding import MaskBounds
@@ -115,7 +115,7 @@ class BalancedSeqParams(PackedSeqParams):
                 "trains it"
             )
         if self.layers is not None:
-            return self.layers.of_layer(number, mask_of(core_attention))
+            return self.layers.of_layer(number, planning.mask_of(core_attention))
         # The other stages of the backward tick are in its plan alone, whose layers all have one mask.
         bound = self.bound if self.backward is None or self.backward.bound is None else self.backward.bound
         assert bound is not None, "a planned microbatch is bound before the model sees it"
@@ -217,7 +217,7 @@ def attend(
     """
     scale, sink = scale_and_sink(core_attention)
     if params.alone:
-        return _attend_alone(query, key, value, params.alone, (scale, mask_of(core_attention), sink))
+        return _attend_alone(query, key, value, params.alone, (scale, planning.mask_of(core_attention), sink))
     bound = params.bound_now(core_attention)
     q, k, v = rows_of(query, key, value, bound)
     out = balanced_attention(q, k, v, bound, scale, params.backward, sink=sink)

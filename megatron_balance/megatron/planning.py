@@ -396,9 +396,7 @@ class _Guarded:
 
 
 def _own_scheduler() -> Scheduler | None:
-    """The scheduler of the installed megatron-core, or None if it has none that works; the log says
-    which.
-    """
+    """The scheduler of the installed megatron-core; None: none that works; the log says which."""
     # Through megatron-core 0.19 this is `BalancedCPScheduler`, whose rules are `rules: hybrid`. Its
     # code decides; what surrounds it there (data loader, forward pass) is not used, and does not
     # run in 0.17 to 0.19.

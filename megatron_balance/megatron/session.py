@@ -31,12 +31,8 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import Lengths
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron import flags, gpt, ping_pong, planning, ways
-from megatron_balance.megatron.core_attention import hand_latents_on, latent_model_reasons
-from megatron_balance.megatron.data import NUM_COLUMNS, PER_DEPTH, Documents, Reader
+from megatron_balance.megatron import core_attention, data, flags, gpt, ping_pong, planning, router, script_data, ways
 from megatron_balance.megatron.groups import cluster_of_machine, job_device, make_pool, ranks_on_a_node
-from megatron_balance.megatron.router import tell_samples
-from megatron_balance.megatron.script_data import ScriptData
 from megatron_balance.planners.pipelines import stage_cluster
 from megatron_balance.planning.choice import Run, planning_cost, to_yaml
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
@@ -88,8 +84,8 @@ class Session:
         # Lengths of what this rank's replica read in the last training step, by microbatch.
         self.sequences: tuple[Ints, ...] = ()
         # The training samples if they are ours: planning ahead reads their lengths.
-        self.train_data: Documents | None = None
-        self.script_data = ScriptData()
+        self.train_data: data.Documents | None = None
+        self.script_data = script_data.ScriptData()
         self._pool: Pool | None = None
         self._roll: RollCall | None = None
         self._planners: dict[bool, StepPlans] = {}
@@ -185,19 +181,19 @@ class Session:
         return self.pool.num_replicas * self.args.micro_batch_size if asked else 0
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> data.Reader:
         args = self.args
         # Experts count all tokens of a sample, and FP8 scales are of all rows: with those no tail
         # is left out.
         dense = args.num_experts is None and args.fp8 is None
         # The number of the first sample that this replica reads of a microbatch, if anybody asks.
         first = self.pool.replica * args.micro_batch_size if self.num_samples else None
-        return Reader(dense, args.position_embedding_type == "learned_absolute", self.depths, first)
+        return data.Reader(dense, args.position_embedding_type == "learned_absolute", self.depths, first)
 
     @property
     def num_columns(self) -> int:
         # The sequence's sample as a last column, where a loss asks for it.
-        return NUM_COLUMNS + self.depths * PER_DEPTH + bool(self.num_samples)
+        return data.NUM_COLUMNS + self.depths * data.PER_DEPTH + bool(self.num_samples)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -311,13 +307,13 @@ class Session:
             self.adapt(chunk)
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
             if self.num_samples:
-                tell_samples(chunk)
+                router.tell_samples(chunk)
             self._prepared.add(id(chunk))
         self._model = model
 
     def _choose_latents(self, chunks: list[Any]) -> None:
         """Let latents travel if they can, and if so the first samples are faster. Collective."""
-        reasons = [*ways.latent_reasons(self.args, self.config), *latent_model_reasons(chunks)]
+        reasons = [*ways.latent_reasons(self.args, self.config), *core_attention.latent_model_reasons(chunks)]
         if not _agreed(not reasons):
             log.log(
                 logging.INFO if self.args.rank == 0 else logging.DEBUG,
@@ -345,7 +341,7 @@ class Session:
         """Check a model chunk, number its attention layers, give it rotary embeddings by position."""
         gpt.check_model(chunk, self.te_patched)
         if self.latents:
-            hand_latents_on(chunk)
+            core_attention.hand_latents_on(chunk)
         gpt.number_layers(chunk, planning.recompute_of(get_model_config(chunk)))
         gpt.rotate_by_position(chunk, self.args.max_position_embeddings)
 

@@ -34,10 +34,9 @@ from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.compile.pipeline import PhaseName
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.step import Cell, Tick, TickPlan
-from megatron_balance.megatron.core_attention import softmax_scale
+from megatron_balance.megatron import core_attention, planning
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
 from megatron_balance.megatron.groups import schedule_groups
-from megatron_balance.megatron.planning import recompute_of
 from megatron_balance.patterns import pattern_of
 from megatron_balance.planning.ticks import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot, Server
@@ -73,7 +72,6 @@ class Crossings:
     """Microbatches that cross a stage's borders, in order, once a model chunk."""
 
     # Stages form a ring: the last one hands on to the first one's next chunk.
-
     with_previous: tuple[int, ...]
     with_next: tuple[int, ...]
 
@@ -198,7 +196,7 @@ class TickRun:
         self.forward_only = forward_only
         self.stage, self.num_stages = pool.stage, pool.num_stages
         self.num_layers = self.config.num_layers // (self.num_stages * len(self.chunks))
-        self.recompute = recompute_of(self.config)
+        self.recompute = planning.recompute_of(self.config)
         # Microbatches of backward ticks are those of the forward ones.
         self.num_microbatches = len({m for tick in self.ticks for m in tick.microbatches if m is not None})
         self.microbatches = functools.cache(microbatches)
@@ -306,7 +304,7 @@ class TickRun:
         return gradient
 
     def _serve(self, tick: Tick, bounds: Sequence[Bound]) -> None:
-        server = Server(self.binder.options.dtype, self.num_tokens.device, softmax_scale(self.config))
+        server = Server(self.binder.options.dtype, self.num_tokens.device, core_attention.softmax_scale(self.config))
         passes = _attention_passes(
             self.recompute, self.num_layers, len(bounds), backward=tick.backward, training=not self.forward_only
         )
@@ -316,7 +314,8 @@ class TickRun:
             segment.nano_batch == 0 and segment.part == "attend" for _, segments in passes for segment in segments
         )
         for bound in bounds:
-            bound.counters.idle_tasks += calls * _num_tasks(bound)
+            tasks = sum(pattern_of(zone).num_tasks(zone, bound.rank) for zone in bound.plan.zones)
+            bound.counters.idle_tasks += calls * tasks
 
     def _is_first(self, cell: Cell) -> bool:
         return self.stage == 0 and cell.chunk == 0
@@ -380,10 +379,6 @@ class TickRun:
                 pg_collection=schedule_groups(),
                 force_all_reduce=force_all_reduce,
             )
-
-
-def _num_tasks(bound: Bound) -> int:
-    return sum(pattern_of(zone).num_tasks(zone, bound.rank) for zone in bound.plan.zones)
 
 
 def _each(functions: Any, count: int) -> list[Callable[..., Any]]:

@@ -45,7 +45,6 @@ class BackwardSlot:
     """Where the backward of a call finds its plan, put there before the backward pass begins."""
 
     # A pipeline stage attends backward with other stages than forward.
-
     bound: Bound | None = None
 
     def bound_for(self, num_tokens: int) -> Bound:
@@ -179,9 +178,7 @@ def _check_rows(bound: Bound, *tensors: tuple[str, Tensor, tuple[int | None, ...
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and LSE [T, H] with one more key of each query, whose score is the sink and whose
-    value is zero.
-    """
+    """Output and LSE [T, H] with one more key of each query: its score the sink, its value zero."""
     # The backward of attention takes them as those of its own keys: its weights are exp(score -
     # LSE), and the rest of the sum is the sink's.
     if sink is None:
@@ -261,7 +258,6 @@ class _Runs:
     """State that a call's segments share."""
 
     # Without the forward's plan: the backward may have another, and need not keep it.
-
     slot: BackwardSlot
     num_tokens: int
     scale: float
@@ -333,13 +329,12 @@ class _End(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A pipeline stage without a microbatch of its own in a tick, which attends for the others
-    (DistCA, section 4.1): it makes their attention calls without rows of its own. `dtype`,
-    `device`: of their queries; `scale`: of scores.
-    """
+    """A stage that attends for the others in a tick without a microbatch (DistCA, section 4.1)."""
 
+    # Of their queries; it makes their attention calls without rows of its own.
     dtype: torch.dtype
     device: torch.device
+    # Of scores.
     scale: float
 
     def serve(self, bounds: Sequence[Bound], segments: Sequence[Segment], *, backward: bool) -> None:

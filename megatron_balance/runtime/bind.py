@@ -85,7 +85,6 @@ class Prepared:
 
     # Made without touching the device or another rank, so that another thread may do it ahead of
     # time.
-
     bounds: tuple[Bound, ...]
     tables: Sequence[Tensor]
     device: torch.device
@@ -141,9 +140,7 @@ def bind(  # noqa: PLR0913  the facts of `BindOptions`, each with a default
     gradient_wire: GradientWire = "fp32",
     phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> Bound:
-    """Look up everything that `rank` needs to run `plan`: arguments of `BindOptions`, errors of
-    `prepare`.
-    """
+    """Look up all that `rank` needs to run `plan`: arguments of `BindOptions`, errors of `prepare`."""
     options = BindOptions(shape, groups, device, dtype, kernel, mover, trace, nano_batch, gradient_wire, phases)
     return prepare(plan, rank, options, (policy,)).ship()[0]
 

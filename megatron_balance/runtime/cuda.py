@@ -37,15 +37,12 @@ class Stream(Protocol):
 
     def wait(self, event: Any) -> None:
         """Make what is issued later wait for `event`."""
-        ...
 
     def batch(self, transfers: Sequence[StreamMessage]) -> None:
         """Issue sends and receives as one call, which ends when all have ended."""
-        ...
 
     def call(self, issue: Callable[[], Sequence[dist.Work]]) -> None:
         """Issue communication calls, and wait for them in the stream."""
-        ...
 
     def empty(self, num_bytes: int) -> Tensor:
         """Memory that belongs to the stream, uint8."""
@@ -53,7 +50,6 @@ class Stream(Protocol):
 
     def uses(self, x: Tensor) -> None:
         """Keep memory, maybe of another stream, until this one has read or written it."""
-        ...
 
     def record(self) -> Any:
         """Event at which all that was issued so far is done."""
@@ -73,11 +69,9 @@ class Streams(Protocol):
 
     def wait(self, event: Any) -> None:
         """Make the compute stream wait for `event`."""
-        ...
 
     def timed(self, on: bool) -> None:
         """Whether events from now on can be asked for their times."""
-        ...
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Seconds from one timed event to another; the host waits until both have been."""

@@ -29,7 +29,6 @@ class HostTimes:
 
     # On gloo the host computes, and blocks until a transfer is there. On NCCL it issues launches and
     # transfers and waits for nothing, so what it counts there says nothing of its GPU.
-
     attended_s: float = 0.0
     waited_s: dict[int, float] = field(default_factory=dict[int, float])
 
@@ -184,9 +183,7 @@ class Groups:
         return list(dict.fromkeys([*own, *of_streams]))
 
     def abort(self) -> None:
-        """Abort the communicators (NCCL): what was issued ends, here and, with an error, at the
-        peers.
-        """
+        """Abort the communicators (NCCL): what was issued ends, at the peers with an error."""
         # All in one NCCL group: one by one they could wait for one another
         # (pytorch/pytorch#119797).
         groups = self.process_groups()

@@ -223,9 +223,7 @@ def exchange_s(trace: Trace) -> tuple[float, float]:
 
 
 def hidden_share(trace: Trace) -> float:
-    """Share of the rank's own exchange time in which it did not wait; 1 if nothing was exchanged.
-    `traces`: of calls that were under way at once, one each.
-    """
+    """Share of own exchange time in which the rank did not wait; 1 if nothing was exchanged."""
     under_way, waited = exchange_s(trace)
     return 1.0 - waited / under_way if under_way else 1.0
 

@@ -502,26 +502,34 @@ class Streamed:
         # Behind `ready` the compute stream has written what is sent, and let go of the memory that is
         # filled (None: that is now); `before`: other streams' uses of that memory.
         under_way, ready, before = started
-        name, own = place[1], any(self.groups.rank in (t.src, t.dst) for t in transfers)
+        (leg, name), own = place, any(self.groups.rank in (t.src, t.dst) for t in transfers)
         stream = self.streams.of(name)
         if own and name not in under_way.joined:  # what is only relayed does not wait for this rank's own work
             stream.wait(self.streams.now() if ready is None else ready)
             under_way.joined.add(name)
-        for fence in (*before, *(batches.ended[bringing] for bringing in sorted(batches.after.get(place, ())))):
-            if fence.stream != name:
-                stream.wait(fence.event)
-        for transfer in transfers:
-            stream.uses(transfer.tensor)
-        begun = stream.record() if self.timed else None
-        stream.batch(transfers)
-        fence = batches.ended[place] = self.fence(name)
-        self.note(name, batches.op, place[0], begun, fence)
-        self.groups.buffers.used([t.tensor for t in transfers], fence)
+        before = [*before, *(batches.ended[bringing] for bringing in sorted(batches.after.get(place, ())))]
+        tensors, batch = [t.tensor for t in transfers], partial(stream.batch, transfers)
+        fence = batches.ended[place] = self.issued((name, batches.op, leg), tensors, before, batch)
         if any(not t.sends and t.dst == self.groups.rank for t in transfers):
             under_way.fences[name] = fence
 
-    def fence(self, name: str) -> Fence:
-        return self.groups.buffers.fence(name, self.streams.of(name).record(), self.streams.wait)
+    def issued(
+        self, of: tuple[str, int, str], tensors: Sequence[Tensor], before: Sequence[Fence], call: Callable[[], None]
+    ) -> Fence:
+        """Issue a call `of` (stream, op, leg) on `tensors`, behind other streams: its end."""
+        stream, buffers = self.streams.of(of[0]), self.groups.buffers
+        for fence in before:
+            if fence.stream != of[0]:
+                stream.wait(fence.event)
+        for x in tensors:
+            stream.uses(x)
+        begun = stream.record() if self.timed else None
+        call()
+        fence = buffers.fence(of[0], stream.record(), self.streams.wait)
+        if begun is not None and self.trace is not None:
+            self.trace.append(Traced(*of, "own", begun, fence.event))
+        buffers.used(tensors, fence)
+        return fence
 
     def start_collective(self, exchange: steps.ExchangeStep, packed: _CollectiveCall) -> None:
         """Put one call on the communicator of its ranks; the compute stream packs and unpacks."""
@@ -531,16 +539,8 @@ class Streamed:
         def issue() -> None:
             stream = self.streams.of(exchange.stream)
             stream.wait(ready)
-            for fence in before:
-                if fence.stream != exchange.stream:
-                    stream.wait(fence.event)
-            for x in packed.memory:
-                stream.uses(x)
-            begun = stream.record() if self.timed else None
-            stream.call(packed.issue)
-            fence = under_way.fences[exchange.stream] = self.fence(exchange.stream)
-            self.note(exchange.stream, exchange.op, "direct", begun, fence)
-            self.groups.buffers.used(packed.memory, fence)
+            of, call = (exchange.stream, exchange.op, "direct"), partial(stream.call, packed.issue)
+            under_way.fences[exchange.stream] = self.issued(of, packed.memory, before, call)
 
         self.groups.issues.put(under_way, issue)
 
@@ -583,10 +583,6 @@ class Streamed:
             self.traffic.relayed_bytes += x.nbytes
             self.traffic.inter_node_bytes_received += x.nbytes * route.arrives.crosses
             self.traffic.inter_node_bytes_sent += x.nbytes * route.leaves.crosses
-
-    def note(self, stream: str, op: int, leg: Leg, begun: Any, fence: Fence) -> None:
-        if begun is not None and self.trace is not None:
-            self.trace.append(Traced(stream, op, leg, "own", begun, fence.event))
 
     def record(self, relay_task: steps.RelayTask, hop: steps.Hop) -> None:
         if self.trace is not None and not self.timed:

@@ -345,7 +345,8 @@ class SequenceBalancer:
             failure = error
         if self._form is None:
             self._form = documents.agree_form(None if failure is not None else form, self.pool)
-        mine = [] if failure is not None else documents.to_sequences(parts, self._form or documents.Form())
+        width = (self._form or documents.Form()).num_columns
+        mine = [tokens.Sequences.of([each.rows() for each in of], width) for of in parts] if failure is None else []
         return self._share_sequences(mine, failure, len(microbatches), training=training)
 
     @_collective
@@ -487,7 +488,6 @@ class _Dealing:
 
     # `first`: number of its first microbatch in the run; by microbatch, `mine`: this rank's,
     # `numbers`: those of this rank's documents among all that it ever gave.
-
     first: int
     mine: list[tokens.Sequences]
     numbers: list[tuple[int, ...]]

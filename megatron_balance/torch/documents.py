@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_balance.errors import DataError
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.tokens import Sequences
 
 # Token ids [n], or a tuple of them and of other tensors per token: (tokens, labels, others [n,
 # ...]). Whatever `torch.as_tensor` takes is a tensor here.
@@ -160,8 +159,3 @@ def agree_form(mine: Form | None, pool: Pool) -> Form | None:
 
 def _told(form: Form) -> str:
     return ", ".join(f"{dtype} {list(shape)}" for dtype, shape in form.others) or "nothing"
-
-
-def to_sequences(documents: Sequence[Sequence[Parts]], form: Form) -> list[Sequences]:
-    """By microbatch, the rows of its documents."""
-    return [Sequences.of([each.rows() for each in microbatch], form.num_columns) for microbatch in documents]

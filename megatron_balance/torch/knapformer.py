@@ -130,7 +130,7 @@ class GroupBalancer:
         return list(self._chunk_lens), there(packed, exchange), [there(x, exchange) for x in features]
 
     def reverse_route(self, balanced: Tensor) -> tuple[list[int], Tensor]:
-        """The inverse of `route`: lengths and rows of the sequences that this rank loaded; its
+        """The inverse of `route`: lengths and rows of the sequences that this rank loaded; same
         errors.
         """
         exchange = self._planned()
@@ -169,7 +169,7 @@ class GroupBalancer:
         return list(self._full_lens), q, k, v
 
     def post_attn(self, packed_x: Tensor) -> tuple[list[int], Tensor]:
-        """The inverse of `pre_attn`: whole sequences [T, H / ranks, D] to chunks [T', H, D]; its
+        """The inverse of `pre_attn`: whole sequences [T, H / ranks, D] to chunks [T', H, D]; same
         errors.
         """
         self._planned()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron_balance.analysis import backward
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.program import Backward
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.plans import PlannedStep
@@ -49,35 +48,25 @@ class AgreedMemory:
         return cls(min(known) if known else None, state)
 
 
+@dataclass(slots=True)
 class Keeping:
     """Decides for every training step: `auto` asks the plan, `keep` and `replay` are what they say."""
 
-    def __init__(
-        self,
-        agreed: AgreedMemory,
-        memory: StepMemory,
-        groups: Groups,
-        counted: Callable[[], float | None],
-        *,
-        agreement_every: int,
-        of_strategy: Callable[[Strategy | None], Sequence[StepMemory]] = lambda _: (),
-    ) -> None:
-        """`agreed`: its state takes the place of the one predicted in `memory`. `groups`: of all
-        ranks that plan together. `counted`: the most bytes that this rank's device held so far;
-        None: none. `of_strategy`: memory of each of its pipelines, empty where it is the job's.
-        """
-        self._asked: Backward = memory.asked
-        self._agreed = agreed
-        self._memory = memory
-        self._groups = groups
-        self._counted = counted
-        self._agreement_every = agreement_every
-        self._of_strategy = of_strategy
-        self._steps = 0
-        self._predicted = 0.0
-        self._excess = 0.0
-        self._told: str | None = None
-        self._last: tuple[str, Strategy | None, backward.Decision] | None = None
+    # Its state takes the place of the one predicted in `memory`.
+    agreed: AgreedMemory
+    memory: StepMemory
+    # Of all ranks that plan together.
+    groups: Groups
+    # The most bytes that this rank's device held so far; None: none.
+    counted: Callable[[], float | None]
+    agreement_every: int
+    # Memory of each of a strategy's pipelines, empty where it is the job's.
+    of_strategy: Callable[[Strategy | None], Sequence[StepMemory]] = lambda _: ()
+    _steps: int = 0
+    _predicted: float = 0.0
+    _excess: float = 0.0
+    _told: str | None = None
+    _last: tuple[str, Strategy | None, backward.Decision] | None = None
 
     def decide(self, planned: PlannedStep) -> backward.Decision:
         """Number of layers that keep. Collective now and then. InfeasibleError: none fits `auto`."""
@@ -85,24 +74,24 @@ class Keeping:
         if self._last is not None:
             fingerprint, under, decision = self._last
             # The same plan again, or an answer that does not depend on the plan.
-            if fingerprint == planned.fingerprint or (self._asked != "auto" and under == strategy):
+            if fingerprint == planned.fingerprint or (self.memory.asked != "auto" and under == strategy):
                 return decision
         self._steps += 1
-        if self._asked == "auto" and (self._steps == FIRST_AGREEMENT or self._steps % self._agreement_every == 0):
+        if self.memory.asked == "auto" and (self._steps == FIRST_AGREEMENT or self._steps % self.agreement_every == 0):
             self._correct()
         pipelines = planned.step.pipelines
-        own, state = self._of_strategy(strategy), self._agreed.state_bytes
+        own, state = self.of_strategy(strategy), self.agreed.state_bytes
         if own:  # a rank of any stage of a strategy may be one of any stage of the layout
             state = (max(state),) * max(len(memory.stages) for memory in own)
         # One decision for all pipelines: each stage of each of them runs its own microbatches alone.
         each = [
             self._pipeline(planned, numbers, memory, state)
-            for numbers, memory in zip(pipelines, own or (self._memory,) * len(pipelines), strict=True)
+            for numbers, memory in zip(pipelines, own or (self.memory,) * len(pipelines), strict=True)
         ]
         found = [
             backward.step_bytes(microbatches, model, stage) for microbatches, model, stages in each for stage in stages
         ]
-        decision = backward.decide(found, self._asked, self._agreed.memory_bytes)
+        decision = backward.decide(found, self.memory.asked, self.agreed.memory_bytes)
         if decision.in_words != self._told:
             self._told = decision.in_words
             log.log(logging.INFO if decision.fits else logging.WARNING, "%s", decision.sentence())
@@ -128,13 +117,13 @@ class Keeping:
 
     def _correct(self) -> None:
         """Agree on the most bytes by which a device's count passed the prediction."""
-        counted = self._counted()
+        counted = self.counted()
         excess = 0.0 if counted is None else counted - self._predicted
-        if self._groups.pool is not None:
-            nccl = dist.get_backend(self._groups.pool) == "nccl"
+        if self.groups.pool is not None:
+            nccl = dist.get_backend(self.groups.pool) == "nccl"
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
             # MAX over the joint pool: every rank corrects by the same, and so decides the same.
             most = torch.tensor([excess], dtype=torch.float64, device=device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._groups.pool)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.pool)
             excess = float(most)
         self._excess = max(0.0, excess)

@@ -96,12 +96,12 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class StrategyRanks:
-    """All ranks of a job as tokens find them under a strategy; answers as `Pool` does. The rank of
-    TP rank 0 takes tokens, and hands them on. `readers`: ranks whose sequences count.
-    """
+    """All ranks of a job as tokens find them under a strategy; answers as `Pool` does."""
 
+    # The rank of TP rank 0 takes tokens, and hands them on.
     groups: Groups
     strategy: Strategy
+    # Ranks whose sequences count.
     readers: tuple[int, ...]
 
     @property
@@ -166,14 +166,14 @@ class TensorParallel:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One rank's place in the job, told to all others once. `pool`, `stages`: global ranks of its
-    pool, and of all pipeline stages at its coordinate (empty or one: no pipeline).
-    """
+    """One rank's place in the job, told to all others once."""
 
+    # Global ranks.
     pool: tuple[int, ...]
     replica: int
     reads: bool = True
     stage: int = 0
+    # Global ranks of all pipeline stages at its coordinate (empty or one: no pipeline).
     stages: tuple[int, ...] = ()
     host: str = ""
 

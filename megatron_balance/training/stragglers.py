@@ -120,11 +120,6 @@ def _median_of_others(values: Floats) -> Floats:
     return (low + high) / 2
 
 
-def _waiting_share(ranks: Sequence[RankTimes]) -> float:
-    longest = max(each.step_s for each in ranks)
-    return sum(each.waited_s for each in ranks) / len(ranks) / longest if longest else 0.0
-
-
 def _links_to_measure(ranks: Sequence[RankTimes]) -> list[Link]:
     """The links that most was waited for, and those between neighbours to compare them with."""
     waits = {(source, at): s for at, each in enumerate(ranks) for source, s in each.sources if source != SEVERAL}
@@ -170,7 +165,9 @@ class Stragglers:
 
     def judge(self, step: int, times: Sequence[RankTimes]) -> None:
         """Judge a step by all ranks' times, and log what changed; collective if links are measured."""
-        self._recent.append((slow_ranks(times), _waiting_share(times)))
+        longest = max(each.step_s for each in times)
+        waiting = sum(each.waited_s for each in times) / len(times) / longest if longest else 0.0
+        self._recent.append((slow_ranks(times), waiting))
         if len(self._recent) < STEPS:
             return
         self._judge_ranks(step, times)

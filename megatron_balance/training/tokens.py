@@ -29,11 +29,11 @@ from megatron_balance.training.pool import Pool, StrategyRanks, TensorParallel, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """The sequences of one microbatch, one after another without padding, on the host. `rows` [T,
-    C] int64: a row a token; its columns are the adapter's. `lengths`: in tokens, summing to T.
-    """
+    """The sequences of one microbatch, one after another without padding, on the host."""
 
+    # [T, C] int64: a row a token; its columns are the adapter's.
     rows: Tensor
+    # In tokens, summing to T.
     lengths: tuple[int, ...]
 
     @classmethod
@@ -203,12 +203,13 @@ def _split_by_microbatch(rows: Ints, num_microbatches: int, pool: Pool, announce
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recalled:
-    """Sequences of earlier steps that a step trains: their numbers and lengths, the pool rank that
-    read each again, and the rows [n, C] of those that this rank read, by number.
-    """
+    """Sequences of earlier steps that a step trains."""
 
+    # Their numbers and lengths.
     waiting: Waiting = ()
+    # The pool rank that read each again.
     owners: tuple[int, ...] = ()
+    # By number, rows [n, C] of those that this rank read.
     rows: tuple[tuple[int, Tensor], ...] = ()
 
 

@@ -31,11 +31,11 @@ Flat = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _LinkWay:
-    """One direction of a link on one rank: what it packs, in the order of the receiving ranks, what
-    it unpacks, in that of the sending ones (both [n, 5]), and elements by peer.
-    """
+    """One direction of a link on one rank, each [n, 5], and elements by peer."""
 
+    # In the order of the receiving ranks.
     packed: Ints
+    # In that of the sending ones.
     unpacked: Ints
     # The order [m] in which they are unpacked: by slot as slots are pushed, then by sending rank.
     # So sums have the same bits whether slots move one by one or at once.
@@ -56,11 +56,11 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """How an exchange is cut. `slots`: layer by layer, to run beside compute; else all at once.
-    `ranks_per_node`: what its ranks have alike crosses a node's NICs once; None: they do not care.
-    """
+    """How an exchange is cut."""
 
+    # Layer by layer, to run beside compute; else all at once.
     slots: bool = False
+    # What its ranks have alike crosses a node's NICs once; None: they do not care.
     ranks_per_node: int | None = None
 
 
@@ -69,7 +69,6 @@ class WeightExchange:
     """A rank's part in the change to one strategy, made without a message."""
 
     # Slots are pulled forwards and pushed backwards.
-
     pulls: tuple[_Slot, ...]
     pushes: tuple[_Slot, ...]
     group: dist.ProcessGroup

@@ -58,9 +58,7 @@ class Kernel(Protocol):
         ...
 
     def backward(self, entries: Any, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
-        """Packed dq [N, H, D], dk [M, G, D], dv [M, G, V]; `dout`: gradient, final output [T, H,
-        V], LSE [T, H].
-        """
+        """Packed dq [N, H, D], dk [M, G, D], dv [M, G, V]; `dout`: `FinalRows` [T, H, ...]."""
         ...
 
 

@@ -87,9 +87,7 @@ class LatentKernel:
 
 
 def keys_and_values(latent: Tensor, weight: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-    """k [T, H, D] and v [T, H, V] of latents [T, 1, L] by weight [H * (D - R + V), C];
-    differentiable.
-    """
+    """k [T, H, D], v [T, H, V] of latents [T, 1, L] by weight [H * (D - R + V), C]; differentiable."""
     # Of a head's rows of the weight the first D - R make its key, and the last V its value; the
     # last R elements of every key are the latent's, rotated already.
     assert shape.latent is not None, "a shape without latent"

@@ -321,7 +321,8 @@ def _last_uses(taken: Sequence[steps.Step]) -> tuple[tuple[steps.Value, ...], ..
     for index, step in enumerate(taken):
         match step:
             case steps.IssueStep(exchange):
-                touched = _sent_inputs(exchange)
+                sent = [m for m in exchange.sends if m.kind in steps.INPUTS]
+                touched = {(m.kind, run.buffer) for m in sent for run in m.packed.runs}
             case steps.FinishStep(exchange):
                 touched = {(m.kind, m.buffer) for m in exchange.receives}
             case steps.Launch() | steps.GradLaunch():
@@ -333,10 +334,6 @@ def _last_uses(taken: Sequence[steps.Step]) -> tuple[tuple[steps.Value, ...], ..
     for value, index in sorted(last.items()):
         last_of[index].append(value)
     return tuple(tuple(values) for values in last_of)
-
-
-def _sent_inputs(exchange: steps.ExchangeStep) -> set[steps.Value]:
-    return {(m.kind, run.buffer) for m in exchange.sends if m.kind in steps.INPUTS for run in m.packed.runs}
 
 
 # Kernel launches of one rank: the pairs of its attention ops, looked up in its buffers, all ops of
@@ -590,13 +587,9 @@ def _simple_pairs(pairs: arrays.Ints, launch: arrays.Ints, mask: Mask = CAUSAL) 
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """Kernel entries of many launches, [n] each. Rows are rows of the launch's operands.
+    """Kernel entries of many launches, [n] each. Rows are rows of the launch's operands."""
 
-    `launch` is ascending. `q_pairs`, `k_pairs`: indices into the simple pairs whose query (key)
-    regions, in order, make up the entries' packed rows. `windows` [n, 2]: where the mask is a
-    sliding window.
-    """
-
+    # Ascending.
     launch: arrays.Ints
 
     q_start: arrays.Ints
@@ -604,8 +597,11 @@ class _Fused:
     k_start: arrays.Ints
     k_stop: arrays.Ints
     causal: arrays.Bools
+    # Indices into the simple pairs whose query (key) regions, in order, make up the entries' packed
+    # rows.
     q_pairs: arrays.Ints
     k_pairs: arrays.Ints
+    # [n, 2]: where the mask is a sliding window.
     windows: arrays.Ints | None = None
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ a launch takes the memory and a table of what lies where, so most of them are ne
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -478,14 +479,10 @@ def peak_bytes(
 ) -> PeakBytes:
     """Peak bytes of one call. `sizes`: of query and of key buffers."""
     kept = sum(_message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in steps.INPUTS) if keep else 0
-    forward = _forward_bytes(phases["forward"], sizes[0], form) if "forward" in phases else 0
+    partials = sum(rows * heads * (form.value_width + 1) * form.wide.itemsize for rows, heads in sizes[0].values())
+    forward = partials + _peak(phases["forward"], form, {}) if "forward" in phases else 0
     backward = kept + _backward_bytes(phases["backward"], sizes, form) if "backward" in phases else 0
     return PeakBytes(forward, backward, kept)
-
-
-def _forward_bytes(phase: steps.Phase, queries: Sizes, form: CallForm) -> int:
-    partials = sum(rows * heads * (form.value_width + 1) * form.wide.itemsize for rows, heads in queries.values())
-    return partials + _peak(phase, form, {})
 
 
 def _backward_bytes(phase: steps.Phase, sizes: tuple[Sizes, Sizes], form: CallForm) -> int:
@@ -547,7 +544,7 @@ def _peak(phase: steps.Phase, form: CallForm, grads: Mapping[steps.Value, int]) 
     return peak
 
 
-def _side(messages: list[steps.PeerMessage] | tuple[steps.PeerMessage, ...], form: CallForm) -> int:
+def _side(messages: Sequence[steps.PeerMessage], form: CallForm) -> int:
     return sum(_message_bytes(m, form) for m in messages)
 
 
@@ -555,13 +552,13 @@ def _call(exchange: steps.ExchangeStep, form: CallForm) -> int:
     """Bytes that a collective call takes beside its messages, which an all-to-all has in place."""
     if exchange.collective in ("p2p", "all_to_all"):
         return 0
-    sends, receives = (dict.fromkeys((m.peer for m in side), 0) for side in (exchange.sends, exchange.receives))
-    for side, num_bytes in ((exchange.sends, sends), (exchange.receives, receives)):
+    if exchange.collective != "all_gather":
+        return _side(exchange.sends, form) + _side(exchange.receives, form)
+    by_peer = Counter[tuple[bool, int]]()
+    for sent, side in ((True, exchange.sends), (False, exchange.receives)):
         for message in side:
-            num_bytes[message.peer] += _message_bytes(message, form)
-    if exchange.collective == "all_gather":  # as wide for every rank as for the widest
-        return (len(exchange.group) + 1) * max((*sends.values(), *receives.values()), default=0)
-    return sum(sends.values()) + sum(receives.values())
+            by_peer[sent, message.peer] += _message_bytes(message, form)
+    return (len(exchange.group) + 1) * max(by_peer.values(), default=0)  # as wide for all as for the widest
 
 
 def _gathered(step: steps.Launch | steps.GradLaunch, form: CallForm) -> int:
@@ -572,8 +569,7 @@ def _gathered(step: steps.Launch | steps.GradLaunch, form: CallForm) -> int:
 
     num_bytes = rows(step.q, form.dim) + rows(step.k, sum(form.kv_widths))
     if isinstance(step, steps.GradLaunch):
-        num_bytes += (
-            rows(step.dout, 2 * form.value_width)
-            + (step.dout.buffer < 0) * step.dout.packed.num_rows * step.dout.num_heads * form.wide.itemsize
-        )
+        dout = step.dout
+        num_bytes += rows(dout, 2 * form.value_width)
+        num_bytes += (dout.buffer < 0) * dout.packed.num_rows * dout.num_heads * form.wide.itemsize
     return num_bytes

@@ -103,7 +103,8 @@ class PhaseMessages:
         rank, node = self.program.rank, self.program.rank // ranks_per_node
 
         def tag(op: Exchange) -> int:
-            return _tag_base(op.id, forward=self.forward, nano_batch=nano_batch)
+            """The first tag of an exchange's messages, which its direct ones have."""
+            return ((op.id * 2 + self.forward) * NUM_NANO_BATCHES + nano_batch) * 16
 
         routed, relay_tasks = _routes(self.ops, places.queues, rank, ranks_per_node, tag)
         sends, receives = (_by_op(side, indexes, rank, ranks_per_node) for side in (self.sent, self.received))
@@ -238,11 +239,6 @@ _RANK_BITS = 20  # more than a rank or the index of an op takes
 _RANK = (1 << _RANK_BITS) - 1
 _PIECE = [Route.SRC, Route.DST, Route.PIECE]
 _KINDS = tuple(Kind)
-
-
-def _tag_base(exchange_id: int, *, forward: bool, nano_batch: int) -> int:
-    """First tag of the messages of an exchange, which its direct ones have."""
-    return ((exchange_id * 2 + forward) * NUM_NANO_BATCHES + nano_batch) * 16
 
 
 def _hop_tag(leg: order.Leg, *, first: bool, last: bool) -> int:

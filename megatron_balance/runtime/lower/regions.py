@@ -50,9 +50,7 @@ class RegionIndex:
         self.disjoint = bool((self.stop[:-1] <= self.start[1:]).all())
 
     def resolve(self, regions: Ints) -> Ints:
-        """Row ranges [`RowRange.WIDTH`, m] of regions [5, n], region by region.
-        InvalidProgramError: not held.
-        """
+        """Row ranges [`RowRange.WIDTH`, m] of regions [5, n]. InvalidProgramError: one is not held."""
         seq, start, stop, head_start, head_stop = regions
         begin, end = key(seq, start), key(seq, stop)
         if not self.disjoint or not len(self.start):
@@ -118,12 +116,10 @@ class RegionIndex:
 
 
 class Indexes(NamedTuple):
-    """Regions of a rank by kind of input: queries, or keys.
+    """Regions of a rank by kind of input: queries, or keys."""
 
-    Where a remap sends owned regions to other ranks, `values` and `space` are without them:
-    attention may bring such keys again, and gradients of those belong to the buffer they came in.
-    """
-
+    # Where a remap sends owned regions to other ranks, `values` and `space` are without them:
+    # attention may bring such keys again, and gradients of those belong to the buffer they came in.
     values: Mapping[Kind, RegionIndex]
     space: Mapping[Kind, RegionIndex]
     owned: Mapping[Kind, RegionIndex]

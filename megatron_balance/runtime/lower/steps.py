@@ -26,17 +26,17 @@ Value = tuple[Kind, int]  # (kind, buffer) of inputs and of gradients
 
 
 class RowRun(NamedTuple):
-    """Consecutive rows [row, row + count) of a packed tensor <-> rows of `buffer`: from `start` to
-    `stop`, or those that `index` lists. Heads [head, head + num_heads) of the packed rows are heads
-    [buffer_head, buffer_head + num_heads) of the buffer.
-    """
+    """Consecutive rows and heads of a packed tensor <-> rows and heads of `buffer`."""
 
+    # Packed rows [row, row + count).
     row: int
     count: int
     buffer: int
+    # Of the buffer, from here to `stop`, or those that `index` lists.
     start: int
     stop: int
     index: Ints | None
+    # Heads [head, head + num_heads) of the packed rows; of the buffer from `buffer_head` on.
     head: int
     num_heads: int
     buffer_head: int

@@ -14,9 +14,7 @@ MOVERS = ("auto", "plain", "triton")
 
 
 def choose_mover(name: str, device: torch.device) -> Mover:
-    """Make the mover called `name`; "auto": triton on CUDA, plain elsewhere. ConfigError: there is
-    none.
-    """
+    """Make the mover called `name`; "auto": triton on CUDA, else plain. ConfigError: there is none."""
     # Triton on CPU tensors needs its interpreter.
     if name == "auto":
         name = "triton" if device.type == "cuda" else "plain"

@@ -74,10 +74,7 @@ class Partials(Protocol):
     """The outputs of one forward so far, by query buffer."""
 
     def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
-        """Add packed partials out [N, H, V] and LSE [N, H], which are not changed later; `merges`:
-        of a `Launch`.
-        """
-        ...
+        """Add packed partials out [N, H, V], LSE [N, H], for good; `merges`: as of a `Launch`."""
 
     def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
         """Out in its final type and LSE of packed rows where they lie, if both are contiguous so."""
@@ -85,7 +82,6 @@ class Partials(Protocol):
 
     def send(self, messages: Sequence[Sent]) -> None:
         """Fill messages with outputs and LSE; nothing is added to their rows any more."""
-        ...
 
     def final(self) -> tuple[Tensor, Tensor]:
         """Out [T, H, V] in its final type, LSE [T, H] of buffer 0, without gaps, for the caller."""
@@ -100,22 +96,17 @@ class Mover(Protocol):
     def prepare(
         self, moves: Iterable[MoverCall], sizes: Mapping[int, tuple[int, int]], form: CallForm
     ) -> Sequence[Tensor]:
-        """Tables of calls to come, on the host, to be shipped. `sizes`: (rows, heads) of each query
-        buffer.
-        """
+        """Tables of calls to come, on the host, to be shipped. `sizes`: (rows, heads) of buffers."""
         ...
 
     def fill(self, moves: Sequence[RowMove]) -> None:
         """Fill packed rows from their buffers; types are converted."""
-        ...
 
     def place(self, moves: Sequence[RowMove]) -> None:
         """Write packed rows to their buffers. No row and head is named twice in one call."""
-        ...
 
     def add(self, moves: Sequence[RowMove]) -> None:
         """Add packed rows to their buffers. A row may be named often, in one move and in several."""
-        ...
 
     def partials(self, space: Space) -> Partials:
         """Start the partials of a forward: none so far."""

@@ -610,9 +610,7 @@ class TritonMover:
         return tables
 
     def _table(self, call: Call, width: int, moved: Sequence[Moved], device: torch.device) -> list[_BlockTable]:
-        """Tables of a call on these packed tensors, made once: on the host by `prepare`, else here
-        and now.
-        """
+        """Tables of a call on these packed tensors, made once: by `prepare`, or here and now."""
         # `width`: elements of a head; keys and values of two widths have the same packed rows, and
         # lie apart in a message.
         packed = [one.packed for one in moved]
@@ -925,47 +923,32 @@ def _merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows an
     )
 
 
-class _LaunchTypes(NamedTuple):
-    source: torch.dtype
-    target: torch.dtype
-    dim: int
-
-
-def _copies(dtype: torch.dtype, head_dim: int) -> list[_LaunchTypes]:
-    """Kinds that are copied: inputs and outputs, LSE, gradients, and these converted."""
-    wide = wide_dtype(dtype)
-    kinds = [(a, b, head_dim) for a in (dtype, wide) for b in (dtype, wide)]
-    return [_LaunchTypes(*kind) for kind in dict.fromkeys((*kinds, (wide, wide, 1)))]
-
-
-def _additions(dtype: torch.dtype, head_dim: int) -> list[_LaunchTypes]:
-    """Kinds that are added: gradients as a kernel leaves them, and as they travel."""
-    wide = wide_dtype(dtype)
-    return [_LaunchTypes(a, wide, head_dim) for a in dict.fromkeys((dtype, wide))]
-
-
 def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
     """Launch each variant of the kernels once, on nothing, before the first step; their number."""
     # Compiling one takes from a part of a second to several; in a step that would stop this rank,
     # and with it every rank that waits for it.
-    mover = TritonMover(device)
+    mover, wide = TritonMover(device), wide_dtype(dtype)
+    types = tuple(dict.fromkeys((dtype, wide)))
     launches = 0
+    # (source, target, elements of a head). Copied are inputs and outputs, gradients, and these
+    # converted, and LSE; added are gradients as a kernel leaves them, and as they travel.
+    copies: list[Alike] = [(a, b, head_dim) for a in types for b in types]
+    additions: list[Alike] = [(a, wide, head_dim) for a in types]
     for kernel, width, kinds in (
-        (copy_rows, CopyBlock.WIDTH, _copies(dtype, head_dim)),
-        (add_rows, AddBlock.WIDTH, _additions(dtype, head_dim)),
+        (copy_rows, CopyBlock.WIDTH, dict.fromkeys((*copies, (wide, wide, 1)))),
+        (add_rows, AddBlock.WIDTH, additions),
     ):
         blocks = torch.zeros((1, width), dtype=torch.int32, device=device)  # one block of no rows
         table = _BlockTable((), blocks, mover.blank(torch.int32), 1)
-        for kind in kinds:
+        for *of_sides, dim in kinds:
             for places in PLACES:
-                x, y = (torch.zeros((1, 1, kind.dim), dtype=d, device=device) for d in (kind.source, kind.target))
+                x, y = (torch.zeros((1, 1, dim), dtype=each, device=device) for each in of_sides)
                 launch(kernel, table, [x] * places, [y] * places)
                 launches += 1
-    wide = wide_dtype(dtype)
     lse = torch.zeros((1, 1), dtype=wide, device=device)
     part = partial_of(torch.zeros((1, 1, head_dim), dtype=dtype, device=device), lse)
     for num_parts in PARTS:
-        for out_dtype in dict.fromkeys((dtype, wide)):
+        for out_dtype in types:
             out = torch.empty((1, 1, head_dim), dtype=out_dtype, device=device)
             _merge_parts(mover, [part] * num_parts, out, torch.empty_like(lse))
             launches += 1
