@@ -643,10 +643,9 @@ def launches_by_kind(placed: zigzag.Zigzag, heads: tuple[int, int]) -> base.Laun
     together = np.rint(holds @ holds.T).astype(np.int64)
     source = (index[:, None] - index) % size
     kind = np.where(source == index[:, None], 0, np.where(source < index[:, None], 1, 2))
-    kinds, which = np.unique(
-        kind * (together.max(initial=0) + 1) + together[index[:, None], source], return_inverse=True
-    )
-    order, shared = np.divmod(kinds, together.max(initial=0) + 1)
+    most = together.max(initial=0) + 1
+    kinds, which = np.unique(kind * most + together[index[:, None], source], return_inverse=True)
+    order, shared = np.divmod(kinds, most)
     chunk = np.maximum(1, np.rint(placed.lengths[~short] / (2 * size)).astype(np.int64))
     combinations: tuple[tuple[tuple[int, int], ...], ...] = (
         ((_LO, _LO), (_HI, _LO), (_HI, _HI)),

@@ -164,18 +164,13 @@ def schedule(zone: SharedZone, mask: Mask = CAUSAL) -> Schedule:
     if zone.lead and size > 1:
         cuts = lead_cuts(held, len(groups), zone.lead)
         halves = [side_of(placed, cuts[of_group, placed[:, Placed.SEQ]], ahead=ahead) for ahead in (True, False)]
-        held_in = [
-            side_of(held, cuts[held[:, Placed.RANK], held[:, Placed.SEQ]], ahead=ahead) for ahead in (True, False)
-        ]
+        cut = cuts[held[:, Placed.RANK], held[:, Placed.SEQ]]
+        held_in = [side_of(held, cut, ahead=ahead) for ahead in (True, False)]
         parts = tuple(_by_rank(rows, first) for rows in halves)
     else:
         parts, halves, held_in = (runs,), [placed], [held]
-    tokens = [
-        sums(
-            rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], (int(groups.max(initial=-1)) + 1) * size
-        )
-        for rows in halves
-    ]
+    num_ranks = (int(groups.max(initial=-1)) + 1) * size
+    tokens = [sums(rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], num_ranks) for rows in halves]
     tasks = _tasks(held_in, needs, len(groups), num_waves, mask)
     return Schedule(size, tuple(groups.tolist()), runs, parts, np.array(tokens)[:, first], needs, tasks)
 

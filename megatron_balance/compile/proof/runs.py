@@ -188,12 +188,8 @@ class GroupCall(NamedTuple):
     stream: str
 
     def __str__(self) -> str:
-        layer, nano_batch = self.call
-        return (
-            f"exchange {self.exchange} ({self.leg}, on {self.stream!r}; layer {layer}, nano-batch {nano_batch})"
-            if any(self.call)
-            else f"exchange {self.exchange} ({self.leg}, on {self.stream!r})"
-        )
+        within = f"; layer {self.call[0]}, nano-batch {self.call[1]}" if any(self.call) else ""
+        return f"exchange {self.exchange} ({self.leg}, on {self.stream!r}{within})"
 
 
 class IssuedCall(NamedTuple):
@@ -304,13 +300,10 @@ def interleaved(
             of = {"start": steps[:attend], "attend": steps[attend:end], "end": steps[end:]}
             for part, own in of.items():
                 segment_calls[nano_batch, part] = list(batches(ops, own, rank, ranks_per_node, own_group))
-        made.append(
-            [
-                batch._replace(call=batch.call._replace(call=(layer, nano_batch)))
-                for nano_batch, layer, part in segments
-                for batch in segment_calls.get((nano_batch, part), ())
-            ]
-        )
+        made.append([])
+        for nano_batch, layer, part in segments:
+            for batch in segment_calls.get((nano_batch, part), ()):
+                made[-1].append(batch._replace(call=batch.call._replace(call=(layer, nano_batch))))
     return made
 
 
