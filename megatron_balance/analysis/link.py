@@ -40,7 +40,7 @@ class WeightPiece:
 
 @dataclass(frozen=True, slots=True)
 class StrategyLink:
-    """The transfers of one rank, or of all, under one strategy [n, Piece.WIDTH].
+    """The transfers of one rank, or of all, under one strategy [n, WeightPiece.WIDTH].
 
     Rows are sorted by all columns, so both ends of a message have its rectangles in one order, and
     an owner adds gradients by rank, its own in their place. Rows from a rank to itself are in it.

@@ -30,7 +30,7 @@ TILE_TOKENS = 128
 BLOCK_TILES = 0.7
 
 # Head dims that the kernels' libraries take are multiples of it; others are padded by copies, as in
-# `runtime.kernels.varlen.PaddedKernel`.
+# `runtime.kernels.PaddedKernel`.
 _HEAD_DIM_MULTIPLE = 8
 
 # Head dims are padded to a multiple of this: FlashAttention-2 rounds up to the next kernel it was

@@ -389,9 +389,8 @@ class WavesPattern(ListedPattern[SharedZone]):
             made = schedule(zone, context.mask)
             tasks = [np.concatenate(own) for own in made.tasks]
             pairs = [int(num_pairs(Rectangles(*rows.T[1:]), context.mask).sum()) for rows in tasks]
-            attended[made.all_ranks()] += head_exchange.shared_by_heads(
-                np.array(pairs), _slices(made, context), context
-            )
+            slices = _slices(made, context)
+            attended[made.all_ranks()] += head_exchange.shared_by_heads(np.array(pairs), slices, context)
         return attended
 
     # Closed forms of what the table of sends says, which planning asks for often
@@ -414,9 +413,8 @@ class WavesPattern(ListedPattern[SharedZone]):
         others = (made.tokens.sum(axis=2, keepdims=True) - made.tokens).max(axis=0)
         place = needs[:, Need.WAVE] * made.num_groups + needs[:, Need.TO]
         come = sums(place, needs[:, Need.STOP] - needs[:, Need.START], shape[0] * shape[1]).reshape(shape)
-        return (
-            np.maximum(others, come.max(axis=0)[:, None]) * head_exchange.head_counts(_slices(made, context))[1]
-        ).ravel()
+        kv_heads = head_exchange.head_counts(_slices(made, context))[1]
+        return (np.maximum(others, come.max(axis=0)[:, None]) * kv_heads).ravel()
 
     # Starting early
 

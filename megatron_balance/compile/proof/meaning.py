@@ -207,10 +207,8 @@ class _State:
         wrong = tokens[owners[tokens * self.num_heads] != 1]
         if len(wrong):
             atom = int(wrong[0])
-            where = (
-                f"sequence {self.atoms.seq(wrong[:1])[0]}, tokens "
-                f"[{self.atoms.start(wrong[:1])[0]}:{self.atoms.stop(wrong[:1])[0]})"
-            )
+            seq, start, stop = (int(of(wrong[:1])[0]) for of in (self.atoms.seq, self.atoms.start, self.atoms.stop))
+            where = f"sequence {seq}, tokens [{start}:{stop})"
             raise InvalidProgramError(
                 f"layout: {where} lie on {owners[atom * self.num_heads]} ranks; each token has exactly one owner"
             )

@@ -637,12 +637,9 @@ def verify_own_steps(runs: CompiledRank, plan: MicrobatchPlan, *, backward: bool
         verify_steps(ops, phase.steps, program.rank, plan.mask)
         started = [ops[step.op] for step in phase.steps if isinstance(step, order.Start)]
         exchanges = [op for op in started if isinstance(op, Exchange)]
-        keys = [
-            phase.issue.key(
-                op.id, moved=op.moves or bool(order.is_moved(as_array(op.transfers)[:, Transfer.KIND]).any())
-            )
-            for op in exchanges
-        ]
+        carried = (order.is_moved(as_array(op.transfers)[:, Transfer.KIND]).any() for op in exchanges)
+        moves = (op.moves or bool(moved) for op, moved in zip(exchanges, carried, strict=True))
+        keys = [phase.issue.key(op.id, moved=moved) for op, moved in zip(exchanges, moves, strict=True)]
         for (one, before), (other, behind) in pairwise(zip(exchanges, keys, strict=True)):
             if before >= behind:
                 raise InvalidProgramError(
