@@ -33,7 +33,7 @@ Section: TypeAlias = Literal["cluster", "model", "planner", "scheme"]
 
 
 class RoutingChoice(BaseModel):
-    """How transfers between nodes go over all NICs; see `ir.layers.Layers`."""
+    """How transfers between nodes go over all NICs; see `ir.step.Layers`."""
 
     model_config = strict_yaml.STRICT
 
@@ -44,7 +44,7 @@ class RoutingChoice(BaseModel):
 
 
 class RemapChoice(BaseModel):
-    """How to balance tokens outside attention; see `ir.layers.Layers` and `solvers.remap.solve`."""
+    """How to balance tokens outside attention; see `ir.step.Layers` and `solvers.remap.solve`."""
 
     model_config = strict_yaml.STRICT
 

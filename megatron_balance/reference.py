@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, TypeAlias, assert_never
 
 import numpy as np
@@ -207,9 +208,8 @@ class _ReferenceRanks:
 
     def execute(self, phase: Literal["forward", "backward"], ops: Sequence[Op]) -> None:
         for index, op in enumerate(ops):
-            self.now = f"{phase} op {index}:\n" + "\n".join(
-                list(op_lines(op, self.program.num_heads, self.program.num_kv_heads))[:6]
-            )
+            lines = op_lines(op, self.program.num_heads, self.program.num_kv_heads)
+            self.now = "\n".join([f"{phase} op {index}:", *islice(lines, 6)])
             match op:
                 case Exchange():
                     self.exchange(op, forward=phase == "forward")
@@ -288,12 +288,10 @@ class _ReferenceRanks:
             grad = weights * (dout @ v.swapaxes(1, 2) - (dout * out).sum(axis=2, keepdims=True)) * self.scale
             _scatter(q_partial, block.queries, block.heads, grad @ k, block.seeing)
             kv_grad = np.concatenate([grad.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ dout], axis=2)
-            for head, kv_head in enumerate(
-                (block.heads // self.ratio).tolist()
-            ):  # the query heads of a key-value head add up
-                _scatter(
-                    kv_partial, block.keys, np.array([kv_head]), kv_grad[head : head + 1], block.seen[head : head + 1]
-                )
+            # The query heads of a key-value head add up.
+            for head, kv_head in enumerate((block.heads // self.ratio).tolist()):
+                one, seen = kv_grad[head : head + 1], block.seen[head : head + 1]
+                _scatter(kv_partial, block.keys, np.array([kv_head]), one, seen)
         self.partials[Kind.Q_GRAD][op.rank].append(q_partial)
         self.partials[Kind.KV_GRAD][op.rank].append(kv_partial)
 

@@ -40,7 +40,7 @@ class WeightPiece:
 
 @dataclass(frozen=True, slots=True)
 class StrategyLink:
-    """The transfers of one rank, or of all, under one strategy [n, Piece.WIDTH].
+    """The transfers of one rank, or of all, under one strategy [n, WeightPiece.WIDTH].
 
     Rows are sorted by all columns, so both ends of a message have its rectangles in one order, and
     an owner adds gradients by rank, its own in their place. Rows from a rank to itself are in it.
@@ -95,9 +95,8 @@ def _pulled(base: Base, owned: Ints, wanted: Ints) -> Ints:
     # Weights to every holder, from the owned copy of its TP rank and end, if there is one.
     one, other, rectangles = _meetings(owned, wanted)
     ends = np.minimum(wanted[other, Shard.END], int(base.scheme.pipeline > 1))
-    fits = (owned[one, Shard.TENSOR] == wanted[other, Shard.TENSOR] % owned[one, Shard.DEGREE]) & (
-        owned[one, Shard.END] == ends
-    )
+    fits = owned[one, Shard.TENSOR] == wanted[other, Shard.TENSOR] % owned[one, Shard.DEGREE]
+    fits &= owned[one, Shard.END] == ends
     one, other = one[fits], other[fits]
     return _pieces(owned[one, Shard.RANK], wanted[other, Shard.RANK], owned[one, Shard.PARAMETER], rectangles[fits])
 

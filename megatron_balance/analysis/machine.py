@@ -91,9 +91,8 @@ class Machine:
 
     def capacity(self) -> Floats:
         """Bytes per second of every resource."""
-        return np.repeat(
-            [self.intra.bytes_per_s, self.inter.bytes_per_s], [2 * self.num_ranks, 2 * self.num_nics]
-        ).astype(np.float64)
+        rates = np.array([self.intra.bytes_per_s, self.inter.bytes_per_s], dtype=np.float64)
+        return np.repeat(rates, [2 * self.num_ranks, 2 * self.num_nics])
 
     def utilisation(self, compute_s: Floats, bytes_moved: Floats, step_s: float) -> dict[str, float]:
         """Mean share of a step that ranks compute, and that links and NICs are full."""

@@ -71,9 +71,8 @@ def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
     rates = np.stack([use.nic_bytes / max(use.end_s - use.begin_s, 1e-12) for use in uses]) / machine.inter.bytes_per_s
     parts: list[Floats] = []
     for index, use in enumerate(uses):
-        overlap = np.clip(np.minimum(end, use.end_s) - np.maximum(begin, use.begin_s), 0, None) / max(
-            use.end_s - use.begin_s, 1e-12
-        )
+        overlap = np.clip(np.minimum(end, use.end_s) - np.maximum(begin, use.begin_s), 0, None)
+        overlap /= max(use.end_s - use.begin_s, 1e-12)
         overlap[index] = 0.0
         others = np.tensordot(overlap, rates, 1)
         fair = rates[index] / np.maximum(rates[index] + others, 1e-12)
@@ -554,10 +553,9 @@ class RingClock:
             between = num_bytes * np.maximum(edges_out / nic[0, node_out], edges_in / nic[1, node_in]) / per_node
             inside = self.machine.intra.alpha_s + clocks.call_s + passed_on
             legs = inside, alpha + clocks.call_s + between, inside.copy()
-        for part in (~routed, routed):
-            clocks.count(
-                self.ranks, target, np.where(part, num_bytes, 0.0).sum(axis=0), np.full(self.size, part is routed)
-            )
+        for those, by_proxies in ((~routed, False), (routed, True)):
+            sums = np.where(those, num_bytes, 0.0).sum(axis=0)
+            clocks.count(self.ranks, target, sums, np.full(self.size, by_proxies))
         turn = _Turn(seconds, step, cross.astype(np.int64), legs)
         if legs is not None:
             self._relay(turn, legs, node_out, node_in)
@@ -580,9 +578,8 @@ class RingClock:
         moving = ~np.isnan(seconds)
         place = np.arange(self.size)
         there = (place + turn.step) % self.size
-        begin = np.maximum(
-            np.maximum(posted, free[turn.link, place]), np.maximum(posted[there], free[turn.link, there])
-        )
+        own = np.maximum(posted, free[turn.link, place])
+        begin = np.maximum(own, np.maximum(posted[there], free[turn.link, there]))
         arrived = np.full(self.size, -np.inf)
         if turn.legs is not None:
             moving &= np.isnan(turn.legs[0][at])
@@ -600,10 +597,8 @@ class RingClock:
         hop = np.flatnonzero(~np.isnan(turn.legs[0][at]) & ~np.isnan(turn.seconds[at]))
         there = (hop + turn.step) % self.size
         first = np.maximum(posted[hop], free[DISPATCH, hop]) + turn.legs[0][at, hop]
-        between = (
-            np.maximum(np.maximum(first, free[INTER, hop]), np.maximum(posted[there], free[INTER, there]))
-            + turn.legs[1][at, hop]
-        )
+        begin = np.maximum(np.maximum(first, free[INTER, hop]), np.maximum(posted[there], free[INTER, there]))
+        between = begin + turn.legs[1][at, hop]
         last = np.maximum(between, free[COMBINE, there]) + turn.legs[2][at, hop]
         free[DISPATCH, hop], free[COMBINE, there] = first, last
         free[INTER, hop], free[INTER, there] = between, between

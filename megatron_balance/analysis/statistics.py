@@ -22,7 +22,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind, Program
 from megatron_balance.patterns import by_pattern, pattern_of
-from megatron_balance.patterns.base import Context, Load, ZoneMessages, spared_messages
+from megatron_balance.patterns.base import Context, Load, ZoneMessages
 from megatron_balance.patterns.sends import messages_of, table_of
 
 
@@ -135,7 +135,7 @@ class _InterNodeTraffic:
         for pattern, zones in by_pattern(plan.zones) if len(remote) else ():
             first = pattern.first_hops(zones, context, remote)
             hops.append(messages_of(_REMAP_IN, first.rows))
-            spared |= {int(index): spared_messages(first)[first.zones == index] for index in np.unique(first.zones)}
+            spared |= {int(index): first.spared()[first.zones == index] for index in np.unique(first.zones)}
         base = 1 if plan.moves else 0
         for index, zone in enumerate(plan.zones):
             pattern = pattern_of(zone)

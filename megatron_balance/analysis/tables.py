@@ -213,7 +213,7 @@ class Tables:
             if not of_zone.any():
                 continue
             targets = np.isin(table.ranks, hops.rows[of_zone, Transfer.DST])
-            spared = base.spared_messages(hops)[of_zone]
+            spared = hops.spared()[of_zone]
             match table.traffic:
                 case base.HeadsThenHops(groups, base.HopByHop(forward, backward)):
                     forward = forward.astype(np.float64)  # a copy

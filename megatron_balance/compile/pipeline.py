@@ -93,9 +93,8 @@ class Projector:
         sizes = np.array([len(members) for members in ranks], dtype=np.int64)
         members = np.fromiter(chain.from_iterable(ranks), np.int64, int(sizes.sum()))
         order = np.argsort(members, kind="stable")
-        return np.repeat(np.arange(len(ranks)), sizes)[order], np.searchsorted(
-            members[order], np.arange(self.plan.num_ranks + 1)
-        )
+        zones = np.repeat(np.arange(len(ranks)), sizes)[order]
+        return zones, np.searchsorted(members[order], np.arange(self.plan.num_ranks + 1))
 
     def zones(self, rank: int) -> list[int]:
         # Indices of the zones that `rank` takes part in.

@@ -130,10 +130,9 @@ class MeasuredCost(MachineCost):
             (True, False): attention.causal_s,
             (True, True): attention.causal_backward_s,
         }
+        counts = {False: _full_pairs, True: _causal_pairs}
         grids = {
-            (causal, backward): PairGrid(
-                attention.q_tokens, axes[causal], grid, _causal_pairs if causal else _full_pairs
-            )
+            (causal, backward): PairGrid(attention.q_tokens, axes[causal], grid, counts[causal])
             for (causal, backward), grid in times.items()
         }
         object.__setattr__(self, "_grids", grids)

@@ -138,14 +138,14 @@ class MicrobatchPlan:
         return self._fingerprint
 
 
+_PLAIN = ("planner", "lengths", "num_ranks", "ranks_per_node", "num_heads", "num_kv_heads")
+
+
 def to_json(plan: MicrobatchPlan) -> str:
     """The plan as one line of JSON with a fixed key order."""
     body = {
         "format": FORMAT,
-        **{
-            k: getattr(plan, k)
-            for k in ("planner", "lengths", "num_ranks", "ranks_per_node", "num_heads", "num_kv_heads")
-        },
+        **{key: getattr(plan, key) for key in _PLAIN},
         "zones": [_zone_to_json(z) for z in plan.zones],
         "moves": list(plan.moves),
         "routing": None if plan.routing is None else asdict(plan.routing),

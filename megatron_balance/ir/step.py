@@ -312,9 +312,8 @@ def to_json(step: StepPlan) -> str:
     # Ticks of the same microbatches share a plan.
     ticks: list[str] = []
     for nano_batch in step.ticks:
-        known: dict[
-            int, tuple[int, MicrobatchPlan]
-        ] = {}  # by identity: hashing a large plan for each tick takes longer than all the rest
+        # By identity: hashing a large plan for each tick takes longer than all the rest.
+        known: dict[int, tuple[int, MicrobatchPlan]] = {}
         rows = [
             [each.tick.backward, each.tick.cells, known.setdefault(id(each.plan), (len(known), each.plan))[0]]
             for each in nano_batch

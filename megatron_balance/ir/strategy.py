@@ -126,11 +126,9 @@ class Strategy:
             tensor = scheme.tensor
             for start in range(first, first + scheme.num_ranks, tensor):
                 last = start + tensor - 1
-                crosses = (
-                    start % node_size or tensor % node_size
-                    if tensor > node_size
-                    else (start // node_size != last // node_size)
-                )
+                crosses = start // node_size != last // node_size
+                if tensor > node_size:  # whole nodes
+                    crosses = start % node_size or tensor % node_size
                 if crosses:
                     raise ConfigError(
                         f"strategy {self}: the TP group of ranks {start} to {last} crosses nodes of {node_size} ranks; "

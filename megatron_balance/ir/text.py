@@ -73,10 +73,8 @@ def op_lines(op: Op, num_heads: int, num_kv_heads: int) -> Iterator[str]:
             for kind, seq, start, stop, h0, h1, src, dst in transfers:
                 yield f"  r{dst} <- r{src} {KIND_NAMES[Kind(kind)]} {region(kind, seq, start, stop, h0, h1)}"
             for (src, dst), pieces in groupby(routes, key=lambda row: row[Route.PAIR]):
-                yield (
-                    f"  r{dst} <- r{src} via "
-                    f"{' '.join(f'r{row[Route.SEND_PROXY]}>r{row[Route.RECEIVE_PROXY]}' for row in pieces)}"
-                )
+                proxies = (f"r{row[Route.SEND_PROXY]}>r{row[Route.RECEIVE_PROXY]}" for row in pieces)
+                yield f"  r{dst} <- r{src} via {' '.join(proxies)}"
         case Attend(rank, pairs) | AttendGrad(rank, pairs):
             yield f"{'attend' if isinstance(op, Attend) else 'attend_grad'} r{rank}"
             for query, rows in groupby(pairs, key=lambda row: row[Pair.QUERY]):
@@ -132,9 +130,8 @@ class _TextParser:
             if words[0] == "owner":
                 if words[1:2] != [f"r{len(owned)}"]:
                     raise self.error(number, header, f"owners are listed in order; expected r{len(owned)}")
-                owned.append(
-                    Rows.of(Fragment.WIDTH, [self.region(number, Kind.Q, w)[: Fragment.WIDTH] for w in words[2:]])
-                )
+                spans = [self.region(number, Kind.Q, w)[: Fragment.WIDTH] for w in words[2:]]
+                owned.append(Rows.of(Fragment.WIDTH, spans))
             elif header in ops:
                 phase = header
             else:

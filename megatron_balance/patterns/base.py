@@ -179,6 +179,13 @@ class FirstHops(NamedTuple):
     holders: Ints
     zones: Ints
 
+    def spared(self) -> Ints:
+        """Messages of negative tokens, exchange 0: what holders send less in their first exchanges."""
+        rows = messages_of(0, self.rows)
+        rows[:, Message.SRC] = self.holders
+        rows[:, Message.TOKENS] *= -1
+        return rows
+
 
 class Startable(NamedTuple):
     """Exchanges of a zone, counted from its first, that can start when a phase is entered.
@@ -519,14 +526,6 @@ def _pairs_of(work: Iterable[ZoneWork], context: Context) -> int:
         each = num_pairs(Rectangles(*rows[:, Pair.SPANS].T), context.mask)
         total += int((each * (rows[:, Pair.Q_HEAD_STOP] - rows[:, Pair.Q_HEAD_START])).sum())
     return total // context.num_heads
-
-
-def spared_messages(hops: FirstHops) -> Ints:
-    """Messages of negative tokens, exchange 0: what holders send less in their first exchanges."""
-    rows = messages_of(0, hops.rows)
-    rows[:, Message.SRC] = hops.holders
-    rows[:, Message.TOKENS] *= -1
-    return rows
 
 
 def prefix_pairs(fragments: Ints, context: Context) -> Ints:

@@ -238,9 +238,8 @@ class HeadExchange(base.CommPattern[Zone]):
 
     def receive(self, load: base.Load, zone: Zone, context: base.Context) -> None:
         # Add what both all-to-alls bring.
-        receive_trade(
-            load, np.array([zone.ranks]), self.run_tokens(zone, context.lengths)[None], _slices_of(zone, context)
-        )
+        runs = self.run_tokens(zone, context.lengths)[None]
+        receive_trade(load, np.array([zone.ranks]), runs, _slices_of(zone, context))
 
     def largest_exchange(self, zone: Zone, context: base.Context) -> Ints:
         # All keys and values of others with the heads of a rank.

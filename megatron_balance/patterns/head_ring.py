@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Literal
 
 import numpy as np
@@ -118,9 +117,8 @@ class _Shape:
         )
         assert hops.reach is not None
         reach = np.append(np.zeros(len(runs.rows), dtype=np.int64), hops.reach)
-        return Blocks(
-            np.concatenate([runs.rows, hops.rows]), np.append(runs.begin, runs.begin[-1] + hops.begin[1:]), reach
-        )
+        begin = np.append(runs.begin, runs.begin[-1] + hops.begin[1:])
+        return Blocks(np.concatenate([runs.rows, hops.rows]), begin, reach)
 
     def group_tokens(self) -> Ints:
         # Tokens of each group: int64 [groups].
@@ -245,10 +243,8 @@ class HeadRing(base.CommPattern[Zone]):
 
     def _place_rings(self, zones: Sequence[base.ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         # As `place_all`, of zones with groups of one rank: a plan may have one for each rank.
-        sizes, counts = (
-            np.array([len(of(zone)) for _, zone in zones], dtype=np.int64)
-            for of in (attrgetter("ranks"), attrgetter("seqs"))
-        )
+        sizes = np.array([len(zone.ranks) for _, zone in zones], dtype=np.int64)
+        counts = np.array([len(zone.seqs) for _, zone in zones], dtype=np.int64)
         members = np.fromiter(chain.from_iterable(zone.ranks for _, zone in zones), np.int64, int(sizes.sum()))
         seqs = np.fromiter(chain.from_iterable(zone.seqs for _, zone in zones), np.int64, int(counts.sum()))
         stops = np.cumsum(counts)
@@ -300,9 +296,8 @@ class HeadRing(base.CommPattern[Zone]):
         for zone in zones:
             if len(zone.ranks) > 1:
                 shape = _Shape.of(zone, self.size(zone), context)
-                pairs[np.array(shape.ranks)] += head_exchange.shared_by_heads(
-                    zigzag.pairs_per_rank(shape.placed), shape.slices, context
-                )
+                of_group = zigzag.pairs_per_rank(shape.placed)
+                pairs[np.array(shape.ranks)] += head_exchange.shared_by_heads(of_group, shape.slices, context)
         return pairs
 
     # Closed forms of what the table of sends says, which planning asks for often
@@ -643,10 +638,9 @@ def launches_by_kind(placed: zigzag.Zigzag, heads: tuple[int, int]) -> base.Laun
     together = np.rint(holds @ holds.T).astype(np.int64)
     source = (index[:, None] - index) % size
     kind = np.where(source == index[:, None], 0, np.where(source < index[:, None], 1, 2))
-    kinds, which = np.unique(
-        kind * (together.max(initial=0) + 1) + together[index[:, None], source], return_inverse=True
-    )
-    order, shared = np.divmod(kinds, together.max(initial=0) + 1)
+    most = together.max(initial=0) + 1
+    kinds, which = np.unique(kind * most + together[index[:, None], source], return_inverse=True)
+    order, shared = np.divmod(kinds, most)
     chunk = np.maximum(1, np.rint(placed.lengths[~short] / (2 * size)).astype(np.int64))
     combinations: tuple[tuple[tuple[int, int], ...], ...] = (
         ((_LO, _LO), (_HI, _LO), (_HI, _HI)),

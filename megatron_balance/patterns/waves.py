@@ -164,18 +164,13 @@ def schedule(zone: SharedZone, mask: Mask = CAUSAL) -> Schedule:
     if zone.lead and size > 1:
         cuts = lead_cuts(held, len(groups), zone.lead)
         halves = [side_of(placed, cuts[of_group, placed[:, Placed.SEQ]], ahead=ahead) for ahead in (True, False)]
-        held_in = [
-            side_of(held, cuts[held[:, Placed.RANK], held[:, Placed.SEQ]], ahead=ahead) for ahead in (True, False)
-        ]
+        cut = cuts[held[:, Placed.RANK], held[:, Placed.SEQ]]
+        held_in = [side_of(held, cut, ahead=ahead) for ahead in (True, False)]
         parts = tuple(_by_rank(rows, first) for rows in halves)
     else:
         parts, halves, held_in = (runs,), [placed], [held]
-    tokens = [
-        sums(
-            rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], (int(groups.max(initial=-1)) + 1) * size
-        )
-        for rows in halves
-    ]
+    num_ranks = (int(groups.max(initial=-1)) + 1) * size
+    tokens = [sums(rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], num_ranks) for rows in halves]
     tasks = _tasks(held_in, needs, len(groups), num_waves, mask)
     return Schedule(size, tuple(groups.tolist()), runs, parts, np.array(tokens)[:, first], needs, tasks)
 
@@ -394,9 +389,8 @@ class WavesPattern(ListedPattern[SharedZone]):
             made = schedule(zone, context.mask)
             tasks = [np.concatenate(own) for own in made.tasks]
             pairs = [int(num_pairs(Rectangles(*rows.T[1:]), context.mask).sum()) for rows in tasks]
-            attended[made.all_ranks()] += head_exchange.shared_by_heads(
-                np.array(pairs), _slices(made, context), context
-            )
+            slices = _slices(made, context)
+            attended[made.all_ranks()] += head_exchange.shared_by_heads(np.array(pairs), slices, context)
         return attended
 
     # Closed forms of what the table of sends says, which planning asks for often
@@ -419,9 +413,8 @@ class WavesPattern(ListedPattern[SharedZone]):
         others = (made.tokens.sum(axis=2, keepdims=True) - made.tokens).max(axis=0)
         place = needs[:, Need.WAVE] * made.num_groups + needs[:, Need.TO]
         come = sums(place, needs[:, Need.STOP] - needs[:, Need.START], shape[0] * shape[1]).reshape(shape)
-        return (
-            np.maximum(others, come.max(axis=0)[:, None]) * head_exchange.head_counts(_slices(made, context))[1]
-        ).ravel()
+        kv_heads = head_exchange.head_counts(_slices(made, context))[1]
+        return (np.maximum(others, come.max(axis=0)[:, None]) * kv_heads).ravel()
 
     # Starting early
 

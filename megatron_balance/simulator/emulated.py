@@ -1,5 +1,4 @@
-"""The transport of the emulated cluster: gloo's rules (`sockets`) over TCP through token buckets
-(`tcp`).
+"""The transport of the emulated cluster: gloo's rules over TCP through token buckets.
 
 It describes what tools/emulated_cluster builds from network namespaces and `tc`, and is held
 against measurements there (docs/simulator.md, "How near it is"). `simulate --transport sockets`
@@ -26,7 +25,7 @@ from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 #
 # Every message is a call of its own. The receiver says that it is ready, and only then the sender's
 # bytes go. Two ranks have one connection: what one of them sends to the other, bytes and words of
-# readiness alike, goes in the order in which it was given (`_TcpSegment`), so that a word
+# readiness alike, goes in the order in which it was given, so that a word
 # said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead;
 # and what it passes on for others it expects from the beginning, and sends on when it has come. A
 # sender has done its part when its socket has the message.
@@ -151,9 +150,8 @@ class Sockets(Events):
 
     def waits(self, rank: int, exchange: int) -> bool:
         """Whether something of the exchange has not come, or sent before has not left."""
-        return self.arriving[rank, exchange] > 0 or any(
-            left and at < exchange for at, left in self.leaving[rank].items()
-        )
+        leaving = (left and at < exchange for at, left in self.leaving[rank].items())
+        return self.arriving[rank, exchange] > 0 or any(leaving)
 
     def other(self, which: int) -> None:
         """Handle an event of the network."""

@@ -300,9 +300,8 @@ class _Exchanges:
         columns = (parcels.exchange, parcels.src, parcels.dst, parcels.direct, parcels.packed, classes, crosses)
         flows: list[Flow] = []
         routes: dict[int, dict[tuple[int, int], list[tuple[int, ...]]]] = {}
-        for exchange, src, dst, direct, packed, moving, crossing in zip(
-            *(each.tolist() for each in columns), strict=True
-        ):
+        each = zip(*(column.tolist() for column in columns), strict=True)
+        for exchange, src, dst, direct, packed, moving, crossing in each:
             of: order.TrafficClass = "moved" if moving else "copied"
             if exchange not in routes:
                 routes[exchange] = {}
@@ -312,9 +311,8 @@ class _Exchanges:
                     routes[exchange].setdefault((row[0], row[1]), []).append(row)
             by_proxies, number = routes[exchange].get((src, dst)), int(ids[exchange])
             if by_proxies is None:
-                flows.append(
-                    Flow(number, "direct", order.stream_name("direct", crossing, of), src, dst, src, dst, direct)
-                )
+                stream = order.stream_name("direct", crossing, of)
+                flows.append(Flow(number, "direct", stream, src, dst, src, dst, direct))
                 continue
             sizes = [stop - start for start, stop in piece_bounds(packed, len(by_proxies))]
             flows += [
@@ -344,9 +342,8 @@ def _collective(op: Exchange, rows: Ints, machine: Machine) -> GroupExchange:
     place[list(op.group)] = np.arange(len(op.group))
     num_bytes: Floats = np.zeros((len(op.group), len(op.group)))
     num_bytes[place[parcels.src], place[parcels.dst]] = parcels.padded
-    return GroupExchange(
-        op.id, op.collective, op.group, order.collective_stream(op.group, machine.cluster.node_size), num_bytes
-    )
+    stream = order.collective_stream(op.group, machine.cluster.node_size)
+    return GroupExchange(op.id, op.collective, op.group, stream, num_bytes)
 
 
 def issued_s(phase: SimulatedPhase, host: Host) -> list[list[float]]:

@@ -85,12 +85,8 @@ def layers(
         )
     small = machine.num_ranks <= attention.SMALL or machine.cost.contention.waits
     rounds = rounds_apply and (mode.engine == "rounds" or (mode.engine == "auto" and not small))
-    linear = [
-        (forward + own[0], backward + own[1])
-        for (forward, backward), own in zip(
-            (attention.linear_s(h, machine) for h in nano_batches), experts, strict=True
-        )
-    ]
+    both = zip((attention.linear_s(plan, machine) for plan in nano_batches), experts, strict=True)
+    linear = [(forward + own[0], backward + own[1]) for (forward, backward), own in both]
     simulated = (_Rounds if rounds else _PingPongEvents)(nano_batches, machine, linear, mode)
     outcomes: list[Outcome] = []
     for backward in (False, True):

@@ -181,12 +181,8 @@ class _StepRun:
         if setup.recompute == "full":
             backward_s = backward_s + forward_s
         if in_turns:
-            call = BothPhases(
-                *(
-                    Outcome(outcome.end_s, outcome.compute_s / times - own, outcome.bytes_moved / times)
-                    for own, outcome in zip(linear, call, strict=True)
-                )
-            )
+            each = zip(call, linear, strict=True)
+            call = BothPhases(*(Outcome(o.end_s, o.compute_s / times - own, o.bytes_moved / times) for o, own in each))
         head, head_back = (
             np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow()
             for b in (False, True)

@@ -126,10 +126,10 @@ class _TicksRun:
             clock = _in_step(clock, [coupled(plan) for plan in plans]) + layers.seconds + head
             busy += layers.compute_s + head
             bytes_moved += layers.bytes_moved
-            for name, seconds in zip(
-                (*_PHASES[one.tick.backward], "head"), (layers.linear_s, layers.attention_s, head), strict=True
-            ):
-                phases[name] += seconds
+            linear, attention = _PHASES[one.tick.backward]
+            phases[linear] += layers.linear_s
+            phases[attention] += layers.attention_s
+            phases["head"] += head
             done = clock
             clock = self._passed_on(one.tick, plans, clock)
             ends.append(float(clock.max()))
@@ -141,9 +141,8 @@ class _TicksRun:
         if key not in self.known:
             forward, backward = self._both(plans)
             self.known[tick.microbatches, False] = forward
-            self.known[tick.microbatches, True] = (
-                backward.after(forward) if self.setup.recompute == "full" else backward
-            )
+            again = self.setup.recompute == "full"
+            self.known[tick.microbatches, True] = backward.after(forward) if again else backward
         return self.known[key]
 
     def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_TickPass]:

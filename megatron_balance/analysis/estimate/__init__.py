@@ -259,11 +259,9 @@ class _EstimatedPhase(RoundsPhase):
     def _waves_backward(self, zone: ZoneTimes, waves: WaveTimes) -> None:
         # Waves in reverse, each one's gradients sent home behind its launch, and own work.
         ranks = zone.at
-        done, come = (
-            self._keys_of(zone, waves, backward=True)
-            if self.clocks.policy == "replay"
-            else (zone.by_group(self.clocks.done[ranks]), [])
-        )
+        done, come = zone.by_group(self.clocks.done[ranks]), list[Floats]()
+        if self.clocks.policy == "replay":
+            done, come = self._keys_of(zone, waves, backward=True)
         free, owed = zone.by_group(self.clocks.free[MOVED, TOGETHER, ranks]), np.zeros(zone.num_groups)
         late = zone.by_group(self.clocks.late[ranks])
         for wave in reversed(range(len(waves.grads))):

@@ -125,11 +125,10 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[Zon
             zones.append(_zone_in_waves(zone, context, machine))
         else:
             each = [each for each in own if isinstance(each, Zone)]
-            made, which = (
-                _groups_apart(each, context, machine, prices)
-                if len(own) > 1
-                else _even_zone(index, each[0], context, machine, prices)
-            )
+            if len(own) > 1:
+                made, which = _groups_apart(each, context, machine, prices)
+            else:
+                made, which = _even_zone(index, each[0], context, machine, prices)
             zones.append(made)
             numbers.append((made, which))
     forward, backward = prices.seconds(machine)

@@ -84,9 +84,8 @@ class _State:
         self.atoms = self._cut(program, tables)
         self.num_heads = self.atoms.num_head_atoms
         every = np.arange(len(self.lengths))
-        self.first, self.last = self.atoms.tokens(
-            every, np.zeros_like(self.lengths), self.lengths
-        )  # atoms of each sequence
+        # Atoms of each sequence.
+        self.first, self.last = self.atoms.tokens(every, np.zeros_like(self.lengths), self.lengths)
         self.places = _Places.of(tables, program.num_ranks, self.first, self.last, self.num_heads)
         size = self.places.size
         self.held = {kind: np.zeros(size, dtype=bool) for kind in COPIED}
@@ -98,14 +97,12 @@ class _State:
         self.pair_base = np.cumsum(num_keys) - num_keys
         self.done = np.zeros(int(num_keys.sum()) * self.num_heads, dtype=bool)
         self.scratch = np.zeros(max(size, len(self.done)), dtype=np.int32)
-        self.used = np.zeros(
-            1, dtype=bool
-        )  # by op: something that this exchange brought was read; the last entry is nobody's
+        # By op: something that this exchange brought was read; the last entry is nobody's.
+        self.used = np.zeros(1, dtype=bool)
         self.where: tuple[str, Sequence[int], Sequence[Op]] = ("", (), ())
         self.owner_ranks = tables.owners
-        self.owned_regions = np.concatenate(
-            [tables.owned, np.tile([0, program.num_heads], (len(tables.owned), 1))], axis=1
-        )
+        all_heads = np.tile([0, program.num_heads], (len(tables.owned), 1))
+        self.owned_regions = np.concatenate([tables.owned, all_heads], axis=1)
 
     def prove(self) -> None:
         program = self.program
@@ -210,10 +207,8 @@ class _State:
         wrong = tokens[owners[tokens * self.num_heads] != 1]
         if len(wrong):
             atom = int(wrong[0])
-            where = (
-                f"sequence {self.atoms.seq(wrong[:1])[0]}, tokens "
-                f"[{self.atoms.start(wrong[:1])[0]}:{self.atoms.stop(wrong[:1])[0]})"
-            )
+            seq, start, stop = (int(of(wrong[:1])[0]) for of in (self.atoms.seq, self.atoms.start, self.atoms.stop))
+            where = f"sequence {seq}, tokens [{start}:{stop})"
             raise InvalidProgramError(
                 f"layout: {where} lie on {owners[atom * self.num_heads]} ranks; each token has exactly one owner"
             )
@@ -289,12 +284,8 @@ class _State:
         kinds, (src, dst) = rows[:, Transfer.KIND], rows[:, Transfer.ENDS].T
         if ((src == dst) | (np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= self.program.num_ranks)).any():
             raise self.error(0, "a transfer is from a rank to itself or names a rank that is not there")
-        allowed = (
-            (Kind.Q, Kind.KV, Kind.OUT)
-            if phase == "forward"
-            else (Kind.Q, Kind.KV, Kind.OUT_GRAD, Kind.Q_GRAD, Kind.KV_GRAD)
-        )
-        if not np.isin(kinds, allowed).all():
+        others = (Kind.OUT,) if phase == "forward" else (Kind.OUT_GRAD, Kind.Q_GRAD, Kind.KV_GRAD)
+        if not np.isin(kinds, (Kind.Q, Kind.KV, *others)).all():
             raise self.error(0, f"moves a kind of value that does not belong into the {phase}")
         self.check_collective(op, rows)
         self.check_routes(op, rows)
@@ -420,9 +411,8 @@ class _State:
         # Queries that see none of the keys, and keys that none of the queries sees, take no part.
         trimmed = trim_pairs(pairs, self.program.mask)
         queries, keys = trimmed[:, Pair.QUERY], trimmed[:, Pair.KEY]
-        for kind, regions in ((Kind.Q, queries), (Kind.KV, keys)) + (
-            ((Kind.OUT_GRAD, queries),) if phase == "backward" else ()
-        ):
+        needed = [(Kind.Q, queries), (Kind.KV, keys), (Kind.OUT_GRAD, queries)]
+        for kind, regions in needed if phase == "backward" else needed[:2]:
             row, flat = self.index(ranks, kind, regions)
             self.require_pair(self.held[kind][flat], pairs[row], f"rank does not hold {kind.name}", ranks[row])
             self.mark_used(kind, flat)
@@ -459,8 +449,9 @@ class _State:
         row, flat = self.index(ranks, kind, regions)
         if (self.parts[kind][flat] > 1).any():
             owner = int(ranks[row[int(np.flatnonzero(self.parts[kind][flat] > 1)[0])]])
-            which = [op.rank for op in self.where[2] if not isinstance(op, Exchange)].index(owner)
-            raise self.error(which, f"rank {owner} holds several partials of {kind.name} that are not merged")
+            raise self.error(
+                self.op_of(owner), f"rank {owner} holds several partials of {kind.name} that are not merged"
+            )
         self.parts[kind][flat] += 1  # once for each region, however often it is listed: NumPy reads before it writes
 
     def check_pairs(self, pairs: Ints) -> None:
@@ -543,12 +534,11 @@ class _State:
         if not good.all():
             at = int(np.flatnonzero(~good)[0])
             seq, q_start, q_stop, _, _, k_start, k_stop, _, _ = pairs[at].tolist()
-            op = (
-                0
-                if ranks is None
-                else [op.rank for op in self.where[2] if not isinstance(op, Exchange)].index(int(ranks[at]))
-            )
+            op = 0 if ranks is None else self.op_of(int(ranks[at]))
             raise self.error(op, f"q s{seq}[{q_start}:{q_stop}) over [{k_start}:{k_stop}): {complaint}")
+
+    def op_of(self, rank: int) -> int:
+        return [op.rank for op in self.where[2] if not isinstance(op, Exchange)].index(rank)
 
     def error(self, which: int, complaint: str) -> InvalidProgramError:
         phase, indices, ops = self.where

@@ -188,12 +188,8 @@ class GroupCall(NamedTuple):
     stream: str
 
     def __str__(self) -> str:
-        layer, nano_batch = self.call
-        return (
-            f"exchange {self.exchange} ({self.leg}, on {self.stream!r}; layer {layer}, nano-batch {nano_batch})"
-            if any(self.call)
-            else f"exchange {self.exchange} ({self.leg}, on {self.stream!r})"
-        )
+        within = f"; layer {self.call[0]}, nano-batch {self.call[1]}" if any(self.call) else ""
+        return f"exchange {self.exchange} ({self.leg}, on {self.stream!r}{within})"
 
 
 class IssuedCall(NamedTuple):
@@ -304,13 +300,10 @@ def interleaved(
             of = {"start": steps[:attend], "attend": steps[attend:end], "end": steps[end:]}
             for part, own in of.items():
                 segment_calls[nano_batch, part] = list(batches(ops, own, rank, ranks_per_node, own_group))
-        made.append(
-            [
-                batch._replace(call=batch.call._replace(call=(layer, nano_batch)))
-                for nano_batch, layer, part in segments
-                for batch in segment_calls.get((nano_batch, part), ())
-            ]
-        )
+        made.append([])
+        for nano_batch, layer, part in segments:
+            for batch in segment_calls.get((nano_batch, part), ()):
+                made[-1].append(batch._replace(call=batch.call._replace(call=(layer, nano_batch))))
     return made
 
 
@@ -644,12 +637,9 @@ def verify_own_steps(runs: CompiledRank, plan: MicrobatchPlan, *, backward: bool
         verify_steps(ops, phase.steps, program.rank, plan.mask)
         started = [ops[step.op] for step in phase.steps if isinstance(step, order.Start)]
         exchanges = [op for op in started if isinstance(op, Exchange)]
-        keys = [
-            phase.issue.key(
-                op.id, moved=op.moves or bool(order.is_moved(as_array(op.transfers)[:, Transfer.KIND]).any())
-            )
-            for op in exchanges
-        ]
+        carried = (order.is_moved(as_array(op.transfers)[:, Transfer.KIND]).any() for op in exchanges)
+        moves = (op.moves or bool(moved) for op, moved in zip(exchanges, carried, strict=True))
+        keys = [phase.issue.key(op.id, moved=moved) for op, moved in zip(exchanges, moves, strict=True)]
         for (one, before), (other, behind) in pairwise(zip(exchanges, keys, strict=True)):
             if before >= behind:
                 raise InvalidProgramError(
