@@ -32,12 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--stdlib", action="store_true", help="the Python standard library's .py sources, without installed packages")
     add("--suffix", default="", help="in folders, only files whose names end like this, for example .py")
     add("--max-bytes", type=int, metavar="N", help="skip and count files larger than N bytes")
-    add(
-        "--tokenizer",
-        metavar="FILE|FOLDER",
-        type=Path,
-        help="a tokenizer.json: FILEs are JSONL, a document a line, in its tokens",
-    )
+    lines = "a tokenizer.json: FILEs are JSONL, a document a line, in its tokens"
+    add("--tokenizer", metavar="FILE|FOLDER", type=Path, help=lines)
     add("--key", default="text", help="under which a line of JSONL has its text (default: text)")
     add("--force", action="store_true", help="replace another corpus of this name")
     add("--limit", type=int, metavar="N", help="at most N documents")

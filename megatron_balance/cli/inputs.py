@@ -51,11 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="send transfers between nodes over all NICs of both: always, where Eq. 1 of Zeppelin says it pays, or "
         f"never (default: {_own(lambda layers: layers.routing)})",
     )
-    add(
-        "--remap",
-        action=argparse.BooleanOptionalAction,
-        help=f"balance tokens outside attention, whatever attention needs (default: {_own(_remap_words)})",
-    )
+    remap = f"balance tokens outside attention, whatever attention needs (default: {_own(_remap_words)})"
+    add("--remap", action=argparse.BooleanOptionalAction, help=remap)
     solvers = f"what finds the remap's moves; all find equally good ones (default {Layers().solver})"
     add("--remap-solver", choices=get_args(Solver), help=solvers)
     add(
@@ -66,26 +63,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_machine_options(parser)
     add("--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens; 128k is 131072")
-    add(
-        "--lengths-file",
-        type=Path,
-        metavar="FILE",
-        help="JSON: [lengths] or [[lengths], ...], one list per batch; or CSV, or lines; .gz and .zst too",
-    )
-    add(
-        "--dataset",
-        metavar="NAME|PATH",
-        help="draw lengths from a known distribution, data codes, or the documents of a file or folder",
-    )
+    read = "JSON: [lengths] or [[lengths], ...], one list per batch; or CSV, or lines; .gz and .zst too"
+    add("--lengths-file", type=Path, metavar="FILE", help=read)
+    drawn = "draw lengths from a known distribution, data codes, or the documents of a file or folder"
+    add("--dataset", metavar="NAME|PATH", help=drawn)
     add("--tokens", type=tokens, metavar="N", help="with --dataset: tokens of a batch")
     add("--batches", type=int, metavar="K", help="with --dataset: number of batches (default 1)")
     add("--seed", type=int, metavar="S", help="with --dataset: seed (default 0)")
-    add(
-        "--tokens-per-rank",
-        type=tokens,
-        metavar="L",
-        help="tokens a rank can hold (default: what the model leaves of its memory)",
-    )
+    held = "tokens a rank can hold (default: what the model leaves of its memory)"
+    add("--tokens-per-rank", type=tokens, metavar="L", help=held)
     add(
         "--context-parallel",
         type=int,
@@ -251,9 +237,8 @@ def _numbers(text: str) -> list[int]:
         try:
             values.append(tokens(word))
         except argparse.ArgumentTypeError:
-            raise ConfigError(
-                f"--lengths: entry {place} is {word.strip()!r}; expected whole numbers of tokens such as 4096,512,128k"
-            ) from None
+            expected = "expected whole numbers of tokens such as 4096,512,128k"
+            raise ConfigError(f"--lengths: entry {place} is {word.strip()!r}; {expected}") from None
     return values
 
 
@@ -293,9 +278,8 @@ def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:
         choice = choose_planner(name, keys | options[name], f"--planner {name}")
         chosen.append(replace(choice, layers=_layers(args, config, name)))
     if args.remap_solver is not None and not any(choice.layers.remap for choice in chosen):
-        raise ConfigError(
-            f"--remap-solver {args.remap_solver} goes with a remap, which {', '.join(wanted)} leaves out; add --remap"
-        )
+        none = f"which {', '.join(wanted)} leaves out; add --remap"
+        raise ConfigError(f"--remap-solver {args.remap_solver} goes with a remap, {none}")
     return chosen
 
 
@@ -322,9 +306,8 @@ def _options(given: Sequence[str], wanted: Sequence[str]) -> Mapping[str, dict[s
             raise ConfigError(f"-o {entry}: expected KEY=VALUE, such as -o tokens_per_rank=8192")
         planner, dot, rest = key.partition(".")
         if dot and planner not in wanted:
-            raise ConfigError(
-                f"-o {entry}: planner {planner!r} is not among the planners of this run: {', '.join(wanted)}"
-            )
+            among = f"is not among the planners of this run: {', '.join(wanted)}"
+            raise ConfigError(f"-o {entry}: planner {planner!r} {among}")
         for name in [planner] if dot else wanted:
             options[name][rest if dot else key] = parse_yaml(text, f"-o {entry}")
     return options

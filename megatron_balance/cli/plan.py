@@ -50,10 +50,8 @@ def run(args: argparse.Namespace) -> int:
     alone = inputs.check(args)
     given = inputs.read(args)
     if args.out and len(given.planners) > 1:
-        raise ConfigError(
-            f"--out {args.out} holds the plans of one planner, and {len(given.planners)} are asked for; run plan once "
-            "for each"
-        )
+        several = f"{len(given.planners)} are asked for; run plan once for each"
+        raise ConfigError(f"--out {args.out} holds the plans of one planner, and {several}")
     runs = [_run_planner(choice, given, verify=args.verify) for choice in given.planners]
     if args.out:
         verify.write(args.out, [plan for plan, _ in runs[0]], _policies(given)[0])
@@ -180,10 +178,8 @@ def _layer_lines(report: dict[str, Any], results: list[dict[str, Any]]) -> Itera
     moved, routed = (fmean(r["remap"]["tokens_moved"] for r in results), fmean(r["routed_transfers"] for r in results))
     if moved:
         inter_node = fmean(r["remap"]["tokens_moved_inter_node"] for r in results)
-        yield (
-            f"remap: {_plain(moved)} tokens have another rank for attention, {_plain(inter_node)} of them on "
-            "another node"
-        )
+        crossing = f"{_plain(inter_node)} of them on another node"
+        yield f"remap: {_plain(moved)} tokens have another rank for attention, {crossing}"
     if routed:
         yield f"routing {report['routing']}: {_plain(routed)} transfers between nodes go over all NICs"
 

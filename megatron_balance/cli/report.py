@@ -26,14 +26,8 @@ HELP = "one HTML page: where the time goes, what limits it, what would help"
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE.html", help="the page to write; it needs no network")
-    add(
-        "--steps",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="report a training run: its --balance-log folder or steps.jsonl; twice: two runs side by side",
-    )
+    ran = "report a training run: its --balance-log folder or steps.jsonl; twice: two runs side by side"
+    add("--steps", type=Path, action="append", default=[], metavar="PATH", help=ran)
     add(
         "--run",
         dest="trained",
@@ -120,9 +114,8 @@ def _real(args: argparse.Namespace) -> RealBatches:
 
     for name in ("lengths", "lengths_file", "dataset", "tokens", "batches", "global_tokens"):
         if getattr(args, name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} does not go with --run, whose batches are the run's; drop one"
-            )
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} does not go with --run, whose batches are the run's; drop one")
     real = real_batches(args.trained)
     args.cluster = args.cluster or real.beside("cluster.yaml")
     args.model = args.model or real.beside("model.yaml")

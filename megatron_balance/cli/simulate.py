@@ -30,10 +30,8 @@ def run(args: argparse.Namespace) -> int:
     given = simulation.read(args)
     bench = simulation.bench(args, given)
     if args.trace and len(given.planners) > 1:
-        raise ConfigError(
-            f"--trace {args.trace} is of one planner, and {len(given.planners)} are asked for; run simulate once for "
-            "each"
-        )
+        several = f"{len(given.planners)} are asked for; run simulate once for each"
+        raise ConfigError(f"--trace {args.trace} is of one planner, and {several}")
     if args.trace and args.transport == "sockets":
         raise ConfigError(
             "--trace has a lane for each stream, and --transport sockets has no streams; use --transport streams"

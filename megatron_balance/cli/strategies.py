@@ -7,6 +7,7 @@ batches. `--out` writes a file for option `strategies` of planner hydraulis.
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,8 @@ HELP = "pipelines of unlike degrees that suit a data set"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--dataset", metavar="NAME|PATH", required=True, help="whose lengths: a known distribution, or a file or folder"
-    )
+    whose = "whose lengths: a known distribution, or a file or folder"
+    add("--dataset", metavar="NAME|PATH", required=True, help=whose)
     add("--tokens", type=inputs.tokens, metavar="N", required=True, help="tokens of a step")
     add("--seq-length", type=inputs.tokens, metavar="L", help="cut longer documents to L tokens (default: none)")
     add("--batches", type=int, metavar="K", default=BATCHES, help=f"steps to rank by (default {BATCHES})")
@@ -79,13 +79,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.json:
         rows = [
-            {
-                "strategy": str(each.strategy),
-                "max_tokens": each.max_tokens,
-                "seconds": each.seconds if each.held_batches else None,
-                "held_batches": each.held_batches,
-                "best_share": each.best_share,
-            }
+            {**asdict(each), "strategy": str(each.strategy), "seconds": each.seconds if each.held_batches else None}
             for each in found
         ]
         print(json_text({"num_ranks": cluster.num_ranks, "batches": args.batches, "strategies": rows}))

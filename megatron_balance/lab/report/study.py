@@ -171,7 +171,7 @@ def _bins(lengths: np.ndarray, mask: Mask) -> list[Figures]:
     counted = (np.ones_like(lengths), lengths, mask.num_pairs(lengths))
     columns = (edges[:-1], edges[1:], *(sums(place, each, len(edges) - 1).tolist() for each in counted))
     names = ("from", "below", "sequences", "tokens", "attention_pairs")
-    bins = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    bins: list[Figures] = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     first = next(at for at, each in enumerate(bins) if each["sequences"])
     return bins[first:]
 
