@@ -551,22 +551,14 @@ def test_the_loss_of_a_sample_is_that_of_one_rank(train: Train, tmp_path_factory
     name = "seq_load_balancing_loss"
     assert len(logged(one.result, name)) == STEPS
     assert logged(run.result, name) == pytest.approx(logged(one.result, name), rel=1e-5)
-    halves = {**flags, "micro-batch-size": 2, "recompute-granularity": "full", "recompute-method": "uniform"}
-    run = train(
-        2, "distca", {**halves, "recompute-num-layers": 1}, config={"cluster": {"ranks_per_node": 2}}, entry="gaps"
-    )
+    halves = {**flags, "micro-batch-size": 2, **AGAIN}
+    run = train(2, "distca", halves, config={"cluster": {"ranks_per_node": 2}}, entry="gaps")
     assert_same_training(run, one)
     stages = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True}
     run = train(4, "te_ring", {**flags, **stages, "context-parallel-size": 1, "micro-batch-size": 2, "train-iters": 1})
     assert_same_training(run, Run(one.result, one.steps[:1]))
-    two = {
-        **flags,
-        **stages,
-        "context-parallel-size": 1,
-        "micro-batch-size": 2,
-        "global-batch-size": 4,
-        "train-iters": 1,
-    }
+    sizes = {"context-parallel-size": 1, "micro-batch-size": 2, "global-batch-size": 4, "train-iters": 1}
+    two = {**flags, **stages, **sizes}
     again = {"recompute-granularity": "selective", "recompute-modules": ["moe", "mlp"]}
     # The first stage routes again for its first microbatch when it has gone on to the second.
     kept, recomputed = (train(4, "te_ring", {**two, **more}, entry="gradients") for more in ({}, again))

@@ -44,7 +44,7 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     "planner",
     [
         *(pytest.param(name, marks=pytest.mark.product) for name in ("te_ring", "llama_all_gather", "ulysses")),
-        "zeppelin",
+        pytest.param("zeppelin", marks=pytest.mark.product),  # trains in stages below
         "distca",
     ],
 )

@@ -163,14 +163,9 @@ def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_p
     train(2, "zeppelin", {**flags, "ckpt-format": "torch_dist"}, config=TWO_NODES, expect=replayed)
 
 
+@pytest.mark.product  # Mixtral and DeepSeek-V3 in test_families.py, and three servers in test_parity.py, stand for it
 @pytest.mark.parametrize(
-    ("experts", "parallel"),
-    [
-        (1, {}),
-        pytest.param(2, {}, marks=pytest.mark.product),
-        # Mixtral in test_families.py stands for it.
-        pytest.param(2, {"tensor-model-parallel-size": 2, "sequence-parallel": True}, marks=pytest.mark.product),
-    ],
+    ("experts", "parallel"), [(1, {}), (2, {}), (2, {"tensor-model-parallel-size": 2, "sequence-parallel": True})]
 )
 def test_experts_train_like_one_rank(train: Train, tmp_path: Path, experts: int, parallel: dict[str, Any]) -> None:
     # The auxiliary loss takes its statistics over a replica's context-parallel ranks, so with one
