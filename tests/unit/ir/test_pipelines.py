@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.pipelines import deal
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.strategies import with_proposed
-from megatron_balance.solvers.dispatch import PipelineCost, dispatch, least_s, pack
+from megatron_balance.solvers.dispatch import PipelineCost, dispatch, pack, slowest_s
 
 MODEL = Model(4, 4, 8, num_layers=4)
 CLUSTER = Cluster(8, 4)
@@ -184,7 +185,8 @@ def test_candidates_that_cannot_win_are_not_packed(monkeypatch: pytest.MonkeyPat
     lengths, candidates = [60, 50, 40, 30], [[slow, slow], [quick, quick], [quick, slow]]
     every = [max(deal(lengths, costs)[1]) for costs in candidates]
     packed: list[PipelineCost] = []
-    monkeypatch.setattr(pipelines, "pack", lambda own, cost, nodes: packed.append(cost) or pack(own, cost, nodes))
+    counted = {"pack": lambda own, cost, nodes: packed.append(cost) or pack(own, cost, nodes)}
+    monkeypatch.setattr(pipelines, "dispatch", SimpleNamespace(**vars(pipelines.dispatch) | counted))
     best, made, seconds = pipelines.fastest(lengths, candidates)
     assert (best, max(seconds)) == (every.index(min(every)), min(every)) == (1, every[1])
     assert sorted(seq for own in made for each in own for seq in each) == [0, 1, 2, 3]
@@ -202,7 +204,7 @@ def test_the_least_before_packing_need_not_win() -> None:
             for _ in range(4)
         ]
         every = [max(deal(lengths, costs)[1]) for costs in candidates]
-        least = [least_s(lengths, costs, dispatch(lengths, costs)) for costs in candidates]
+        least = [slowest_s(lengths, costs, dispatch(lengths, costs), PipelineCost.least_s) for costs in candidates]
         best, _, seconds = pipelines.fastest(lengths, candidates)
         assert max(seconds) == every[best] == min(every)
         overtaken += best != least.index(min(least))
@@ -256,14 +258,11 @@ def test_the_papers_ways_to_dispatch_and_pack_are_options(
     solvers: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
+    noted = {"pack": lambda own, cost, nodes: asked.append(f"pack {nodes}") or pack(own, cost, nodes)}
     for name in ("dispatch", "greedy", "exact"):
-        ask = getattr(pipelines, name)
-        monkeypatch.setattr(
-            pipelines, name, lambda *given, ask=ask, name=name, **more: asked.append(name) or ask(*given, **more)
-        )
-    monkeypatch.setattr(
-        pipelines, "pack", lambda own, cost, nodes: asked.append(f"pack {nodes}") or pack(own, cost, nodes)
-    )
+        ask = getattr(pipelines.dispatch, name)
+        noted[name] = lambda *given, ask=ask, name=name, **more: asked.append(name) or ask(*given, **more)
+    monkeypatch.setattr(pipelines, "dispatch", SimpleNamespace(**vars(pipelines.dispatch) | noted))
     lengths = ((200, 150, 100), (100, 50))
     options = {"strategies": ["tp1-pp2-cp2+2*tp1-pp1-cp2"], "tokens_per_rank": CAPACITY, **solvers}
     step, after = choose_planner("hydraulis", options).plan_step(lengths, CONTEXT)
