@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.lab import Progress
 from megatron_balance.planning.choice import planning_cost
@@ -53,12 +52,9 @@ class Inputs:
     tensor_parallel: int = 1
     """GPUs of a rank of `cluster` (`cost.parallel.wide_ranks`)."""
 
-    def planning_cost(self, cluster: Cluster | None = None) -> MachineCost:
-        """The cost model that planners plan by; `cluster`: other ranks of the same kind."""
-        cluster = cluster or self.cluster
-        if self.plan_costs is None:
-            return AnalyticCost(cluster, self.model, self.tensor_parallel, exchanges=True)
-        return planning_cost(cluster, self.model, self.plan_costs)
+    def planning_cost(self) -> MachineCost:
+        """The cost model that planners plan by."""
+        return planning_cost(self.cluster, self.model, self.plan_costs, self.tensor_parallel)
 
 
 @dataclass(frozen=True, slots=True)

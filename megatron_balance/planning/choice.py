@@ -254,14 +254,17 @@ def attends_jointly(choice: PlannerChoice, stages: Stages, otherwise: str) -> bo
     return choice.planner.joint and stages != "stages"
 
 
-def planning_cost(cluster: Cluster, model: Model, table: str | Path | None) -> AnalyticCost | MeasuredCost:
-    """The cost model planners plan by: the cost table of that file, or data sheets.
+def planning_cost(
+    cluster: Cluster, model: Model, table: str | Path | None, tensor_parallel: int = 1
+) -> AnalyticCost | MeasuredCost:
+    """The cost model planners plan by: the cost table of that file, or data sheets of ranks of so many
+    GPUs.
 
     Raises:
         ConfigError: no such table, or one of another head dim.
     """
     if table is None:
-        return AnalyticCost(cluster, model, exchanges=True)
+        return AnalyticCost(cluster, model, tensor_parallel, exchanges=True)
     return MeasuredCost(load_table(Path(table)), cluster, model, exchanges=True)
 
 

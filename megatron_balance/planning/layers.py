@@ -255,8 +255,7 @@ def _rates(
 def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Rows:
     num_bytes, nics = token_bytes(cost), 1 / cluster.ranks_per_nic
     token_s = {"intra_s": cost.intra_node_s(num_bytes, 0), "inter_s": cost.inter_node_s(num_bytes, 0, nics)}
-    solved = remap.solve(held, cluster.node_size, **token_s, align=layers.align, solver=layers.solver)
-    return as_rows(solved.moves)
+    return as_rows(remap.solve(held, cluster.node_size, **token_s, align=layers.align, solver=layers.solver))
 
 
 def remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:

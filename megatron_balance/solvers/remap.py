@@ -28,14 +28,6 @@ from megatron_balance.solvers.milp import NoAnswerError, NoSolverError
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Remapping:
-    """`target` [d]: tokens afterwards; `moves` [n, 3]: rows (src, dst, tokens), sorted."""
-
-    target: Ints
-    moves: Ints
-
-
 def solve(
     held: Ints,
     node_size: int,
@@ -44,9 +36,9 @@ def solve(
     inter_s: float,
     align: int = 1,
     solver: Solver = "exact",
-) -> Remapping:
-    """The balanced target of `held` [d] tokens per rank, and the moves that reach it at the least
-    cost.
+) -> Ints:
+    """The moves, sorted rows (src, dst, tokens) [n, 3], that even out `held` [d] tokens per rank at
+    the least cost.
 
     `node_size`: ranks of a node; the last one may be smaller. `intra_s`, `inter_s`: any cost of a
     token inside a node and between nodes (`intra_s` where it is less). `align`: as in `balanced`.
@@ -57,12 +49,11 @@ def solve(
     """
     held = np.asarray(held, dtype=np.int64)
     _check(held, node_size, intra_s, inter_s, align)
-    target = _balanced(held, align)
-    over = held - target
+    over = held - _balanced(held, align)
     intra = min(intra_s / inter_s, 1.0) if inter_s > 0 else 1.0
     problem = _RemapProblem(np.maximum(over, 0), np.maximum(-over, 0), node_size, intra)
     moves = _moves(problem, solver) if over.any() else np.zeros((0, Move.WIDTH), dtype=np.int64)
-    return Remapping(target, moves[np.lexsort((moves[:, Move.DST], moves[:, Move.SRC]))])
+    return moves[np.lexsort((moves[:, Move.DST], moves[:, Move.SRC]))]
 
 
 def _moves(problem: _RemapProblem, solver: Solver) -> Ints:

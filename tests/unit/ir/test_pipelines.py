@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -184,7 +185,8 @@ def test_candidates_that_cannot_win_are_not_packed(monkeypatch: pytest.MonkeyPat
     lengths, candidates = [60, 50, 40, 30], [[slow, slow], [quick, quick], [quick, slow]]
     every = [max(deal(lengths, costs)[1]) for costs in candidates]
     packed: list[PipelineCost] = []
-    monkeypatch.setattr(pipelines, "pack", lambda own, cost, nodes: packed.append(cost) or pack(own, cost, nodes))
+    counted = {"pack": lambda own, cost, nodes: packed.append(cost) or pack(own, cost, nodes)}
+    monkeypatch.setattr(pipelines, "dispatch", SimpleNamespace(**vars(pipelines.dispatch) | counted))
     best, made, seconds = pipelines.fastest(lengths, candidates)
     assert (best, max(seconds)) == (every.index(min(every)), min(every)) == (1, every[1])
     assert sorted(seq for own in made for each in own for seq in each) == [0, 1, 2, 3]
@@ -256,14 +258,11 @@ def test_the_papers_ways_to_dispatch_and_pack_are_options(
     solvers: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
+    noted = {"pack": lambda own, cost, nodes: asked.append(f"pack {nodes}") or pack(own, cost, nodes)}
     for name in ("dispatch", "greedy", "exact"):
-        ask = getattr(pipelines, name)
-        monkeypatch.setattr(
-            pipelines, name, lambda *given, ask=ask, name=name, **more: asked.append(name) or ask(*given, **more)
-        )
-    monkeypatch.setattr(
-        pipelines, "pack", lambda own, cost, nodes: asked.append(f"pack {nodes}") or pack(own, cost, nodes)
-    )
+        ask = getattr(pipelines.dispatch, name)
+        noted[name] = lambda *given, ask=ask, name=name, **more: asked.append(name) or ask(*given, **more)
+    monkeypatch.setattr(pipelines, "dispatch", SimpleNamespace(**vars(pipelines.dispatch) | noted))
     lengths = ((200, 150, 100), (100, 50))
     options = {"strategies": ["tp1-pp2-cp2+2*tp1-pp1-cp2"], "tokens_per_rank": CAPACITY, **solvers}
     step, after = choose_planner("hydraulis", options).plan_step(lengths, CONTEXT)
