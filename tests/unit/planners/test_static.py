@@ -101,7 +101,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("planner", "option", "value"), [(name, *each) for name, options in REFUSED.items() for each in options.items()]
 )
-def test_an_option_out_of_range_is_an_error(planner: str, option: str, value: object) -> None:
+def test_an_option_out_of_range_is_an_error(planner: str, option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):
         make_planner(planner, Cluster(8, 4), MODEL, **{option: value})([4])
 
