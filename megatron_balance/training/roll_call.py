@@ -128,7 +128,7 @@ class RollCall:
         _in_time(lambda: self._tell(error, "left"), PATIENCE_S)
 
     def of_pool(self, ranks: Sequence[int]) -> Callable[[str], AbstractContextManager[None]]:
-        """What the collective calls of a pool (global ranks) run in; it takes the call, in words.
+        """The context of a pool's collective calls (global ranks); it takes the call, in words.
 
         There, in place of an error of communication, comes RankFailedError: the ranks that failed or
         ended, or that wait in another call.
