@@ -21,7 +21,8 @@ from megatron_balance.cli import inputs
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
-# The version that is installed with the extra `train`.
+# The least that the extra `train` takes, and the version that it installs.
+TORCH = (2, 8)
 MEGATRON_CORE = "0.19.2"
 # The advice about training on a Python that Megatron does not run on.
 TRAIN_ELSEWHERE = (
@@ -189,11 +190,14 @@ def _training() -> list[Check]:
     core_status: Status = "missing" if core is None else "ok" if core.startswith(MEGATRON_REVIEWED) else "wrong"
     core_mend = "" if core_status == "ok" else mend_core
     broken = str(torch.get("error", "")) if torch else ""
+    found = cast("str | None", torch.get("torch"))
+    if found is not None and tuple(map(int, found.split(".")[:2])) < TORCH:
+        broken, found = found, None
     gpus = ", ".join(sorted(set(cast("list[str]", torch.get("gpus", [])))))
     cuda_mend = "install torch from https://pytorch.org for your CUDA"
     return [
         _check("python for Megatron", "train", version if new_enough else None, ">= 3.12", TRAIN_ELSEWHERE, version),
-        _check("torch", "train", torch.get("torch"), ">= 2.6", mend_torch, broken),
+        _check("torch", "train", found, f">= {TORCH[0]}.{TORCH[1]}", mend_torch, broken),
         _check("gloo", "train", "built into torch" if torch.get("gloo") else None, "in torch", mend_torch),
         Check("megatron-core", "train", core_status, core or "", "0.19.x or 0.18.2", core_mend),
         _package("psutil", "psutil", "train", "pip install psutil"),

@@ -95,6 +95,8 @@ class Cluster:
         for key in _RATES:
             if not getattr(self, key) > 0:
                 raise ConfigError(f"cluster {self.name}: {key}: expected more than 0, got {getattr(self, key)}")
+            if key.endswith("_efficiency") and getattr(self, key) > 1:
+                raise ConfigError(f"cluster {self.name}: {key}: expected at most 1, got {getattr(self, key)}")
         if self.ranks_per_nic < 1 or self.num_sms < 0:
             raise ConfigError(
                 f"cluster {self.name}: expected ranks_per_nic of at least 1 and num_sms of at least 0, got "

@@ -280,6 +280,7 @@ def _bound_of_microbatch(lengths: Sequence[int], machine: Machine, setup: Setup)
     cost, model, ranks = machine.cost, machine.model, machine.num_ranks
     costs = [(under_mask(machine, mask).cost, share) for mask, share in model.mask_shares]
     pairs = np.zeros((len(lengths), Pair.WIDTH), dtype=np.int64)
+    pairs[:, Pair.SEQ] = np.arange(len(lengths))  # rows of unlike documents are unlike rows
     pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = lengths
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
     tokens, launch = sum(lengths) / ranks, np.zeros(len(lengths), dtype=np.int64)

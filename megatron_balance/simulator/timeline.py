@@ -122,7 +122,8 @@ def _pass(
             yield place.put(span, float(begin[span.rank]), call)
     rest = step.layers_per_chunk - drawn
     if rest:
-        what = f"layers {drawn} to {step.layers_per_chunk - 1}"
+        first, last = (0, rest - 1) if backward else (drawn, step.layers_per_chunk - 1)
+        what = f"layers {first} to {last}"
         yield from place.block(what, at + drawn * each.layer_s, rest * each.layer_s)
     if not backward:
         yield from place.block(HEAD, at + step.layers_per_chunk * each.layer_s, each.head_s)

@@ -72,8 +72,9 @@ class SequenceBalancer:
     Each rank gives the documents that it read. Their lengths are exchanged, a planner places them,
     the ranks agree on its plan, and tokens travel to the ranks that compute them.
 
-    Every method that plans is collective over the balancer's ranks, and so is the constructor over
-    the world.
+    Every method that plans is collective over the balancer's ranks, and over those of `averaged_over`
+    where these are more: all of them make the same number of steps. The constructor is collective
+    over the world.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class SequenceBalancer:
         """
         if self._pending:
             raise ConfigError(
-                "expected steps(loader), since documents that were read ahead came with the checkpoint; got a step of "
+                "expected steps(loader), since documents were read ahead, by it or before a checkpoint; got a step of "
                 "documents"
             )
         failure = None
@@ -245,6 +246,7 @@ class SequenceBalancer:
         return {
             "ledger": self._plans.saved(),
             "ranks": self.pool.size,
+            "rank": self.pool.rank,
             "counts": [self._at, self._num_documents - sum(len(each.lengths) for each in self._pending)],
             "waiting": self._waiting.state(),
             "pending": [(each.rows, list(each.lengths)) for each in self._pending],
@@ -257,7 +259,8 @@ class SequenceBalancer:
         """
         if not isinstance(state, Mapping):
             raise ConfigError(f"expected the state_dict of a balancer, got {type(state).__name__}")
-        missing = [key for key in self.state_dict() if key not in state]
+        # States of before have no rank.
+        missing = [key for key in self.state_dict() if key not in state and key != "rank"]
         if missing:
             raise ConfigError(f"expected the state_dict of a balancer, got one without {', '.join(missing)}")
         try:
@@ -273,6 +276,12 @@ class SequenceBalancer:
                 f"{len(state['waiting'])} documents that wait and {len(state['pending'])} microbatches read ahead are "
                 f"on {state['ranks']} ranks, this run has {self.pool.size}; go on with as many, or train them first "
                 "(flush) and then save"
+            )
+        of_rank = state.get("rank", self.pool.rank)
+        if of_rank != self.pool.rank and (state["waiting"] or state["pending"]):
+            raise ConfigError(
+                f"expected the state of rank {self.pool.rank}, got that of rank {of_rank}, whose documents wait: each "
+                "rank saves and loads its own"
             )
         self._plans.restore(ledger)
         self._waiting, self._pending = waiting, pending
@@ -430,7 +439,7 @@ class SequenceBalancer:
 
     def _loss_scale(self, rows: Sequence[Tensor]) -> LossScale:
         targets = sum(
-            ((each[:, LABEL] != IGNORED).sum() for each in rows), torch.zeros((), device=self.device)
+            ((each[:, LABEL] != IGNORED).sum() for each in rows), torch.zeros((), dtype=torch.int64, device=self.device)
         ).double()
         if self._group is None:
             return LossScale(targets, 1, None)

@@ -439,6 +439,7 @@ def test_whole_numbers_of_64_bits_are_read_and_text_is_bounded(tmp_path: Path) -
     [
         ("base: ./some.yaml", "is based on itself"),
         ("base: h200\nnic_bytes_per_s: 0.0", "nic_bytes_per_s: expected more than 0, got 0.0"),
+        ("base: h200\nlinear_efficiency: 50.0", "linear_efficiency: expected at most 1, got 50.0"),
         ("base: h200\nflops_per_s: -1.0", "flops_per_s: expected more than 0"),
         ("base: h200\nranks_per_nic: 0", "expected ranks_per_nic of at least 1"),
         ("base: h200\nintra_alpha_s: -1.0", "intra_alpha_s: expected seconds of at least 0"),

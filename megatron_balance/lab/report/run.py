@@ -236,8 +236,8 @@ def real_batches(path: Path) -> RealBatches:
         )
     usual = Counter(len(step["lengths"]) for step in known).most_common(1)[0][0]
     known = [step for step in known if len(step["lengths"]) == usual]
-    every = max(1, len(known) // MOST_STEPS)
-    chosen = known[::every][:MOST_STEPS]
+    count = min(MOST_STEPS, len(known))
+    chosen = [known[at * (len(known) - 1) // max(1, count - 1)] for at in range(count)]
     return RealBatches(
         run.label,
         Path(run.path),

@@ -63,6 +63,8 @@ def test_another_megatron_is_wrong_and_the_pin_is_said(stack):
 
 
 def test_a_torch_that_does_not_import_says_why(stack):
+    old = stack(torch={"torch": "2.7.1+cu128"})["torch"]
+    assert (old.status, old.found, old.wanted) == ("wrong", "2.7.1+cu128", ">= 2.8")
     check = stack(torch={"error": "ImportError: libcudart.so.13: cannot open shared object file"})["torch"]
     assert check.status == "wrong"
     assert "libcudart" in check.found

@@ -301,6 +301,13 @@ def test_no_planner_goes_below_the_bound(name):
     assert simulate_step((plan,), four).step_s > bound_s((SHORT_AND_LONG,), four)
 
 
+def test_documents_of_a_microbatch_cost_what_they_do_alone():
+    """Heads of 90, which kernels pad: each document's rows count, not those of the first alone."""
+    padded = replace(WIDE, head_dim=90)
+    machine = Machine(Cluster(1, 1), padded, AnalyticCost(Cluster(1, 1), padded))
+    assert bound_s(((9000,) * 3,), machine) == pytest.approx(bound_s(((9000,),) * 3, machine), rel=1e-2)
+
+
 def test_stages_share_the_work_and_microbatches_add_up():
     two = nodes_of_four(2)
     once = bound_s((SHORT_AND_LONG,), two)

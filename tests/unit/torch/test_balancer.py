@@ -293,6 +293,8 @@ def test_waiting_documents_stay_on_as_many_ranks() -> None:
         ConfigError, match="1 documents that wait and 0 microbatches read ahead are on 2 ranks, this run"
     ):
         SequenceBalancer("wlb_llm", MODEL).load_state_dict(saved)
+    with pytest.raises(ConfigError, match="expected the state of rank 0, got that of rank 1, whose documents wait"):
+        SequenceBalancer("wlb_llm", MODEL).load_state_dict(state.state_dict() | {"rank": 1})
 
 
 def call(batch: Any, **given: Any) -> Any:
