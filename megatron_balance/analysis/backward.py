@@ -73,7 +73,7 @@ def microbatch_bytes(plans: Sequence[MicrobatchPlan], model: Model) -> Microbatc
 class Recomputed:
     """The forwards that a backward computes again.
 
-    `what`: none; core attention alone; runs of `num_layers` layers each, all of them ("uniform");
+    `what`: nothing; core attention alone; runs of `num_layers` layers each, all of them ("uniform");
     or the first `num_layers` layers, one by one ("block").
     """
 
@@ -118,7 +118,8 @@ class StepBytes:
 
     `state`: parameters, gradients, optimizer; `activations`: saved for the backward; `working`: of
     the layer or the logits at work; `kept`: added by each layer that keeps; `replayed`: added if
-    any layer replays; `layers`: the most that keep at once (`_HeldLayers.most`).
+    any layer replays; `layers`: the most whose kept rows are held at once (`_HeldLayers.most`), all
+    of them unless layers are computed again in runs.
     """
 
     state: float
@@ -194,8 +195,8 @@ def _in_flight(each: Floats, passes: float, chunks: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Number of layers that keep; of a chunk, those whose number is at most `keeping`
-    (`_HeldLayers.numbers`).
+    """Which layers keep: those whose number (`_HeldLayers.numbers`) is at most `keeping`, of at most
+    `layers`. Without recomputation these are counts of layers; with it, of layers held at once.
 
     `peak_bytes`: predicted, of the fullest `rank` of pipeline `stage`. `memory_bytes`: of a rank;
     None: not known. `keep_bytes`, `replay_bytes`: the peak if all layers kept or replayed.
@@ -434,6 +435,7 @@ class Loads(NamedTuple):
         replayed = np.minimum(queries * row_bytes[Kind.Q] + of_rounds + handed, kept)
         served, sent = queries + given * num_heads, outputs + taken * num_heads
         arriving = np.minimum(GRADIENT_ROUNDS * (largest + given * num_kv), GRADIENT_COPIES * (keys + given * num_kv))
+        # An estimate, held to what calls of the runtime need (tests/unit/runtime/test_kept_bytes.py).
         working = (
             own * (num_heads * row_bytes[Kind.Q_GRAD] + num_kv * row_bytes[Kind.KV_GRAD])
             + (1.5 * served + 2 * sent + own * num_heads * (sent > 0))

@@ -216,11 +216,11 @@ class ExpertLoad:
         return _capped(drawn / drawn.sum(axis=1, keepdims=True), most)
 
     def busiest(self, tokens: Floats, model: Model, ranks: int) -> Floats:
-        """Visits of the busiest rank of each group, over the experts that a token visits: even
-        routing has a group's tokens over its ranks, which each hold as many experts, in order.
+        """Load of the busiest rank of each group, in tokens [groups]: its visits over the experts that
+        a token visits. With even routing it is the group's tokens over `ranks`.
 
-        `tokens` [groups, documents]: on each group of ranks that share the experts; `ranks`: of a
-        group.
+        `tokens` [groups, documents]: of each document on a group; `ranks`: of a group, rank r holds
+        experts r * E / ranks onwards.
         """
         visits = tokens @ self.of_documents(tokens.shape[1], model)
         return visits.reshape(len(tokens), ranks, -1).sum(axis=2).max(axis=1)

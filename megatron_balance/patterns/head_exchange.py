@@ -101,8 +101,9 @@ class HeadShares(NamedTuple):
 class Trade:
     """All-to-alls inside groups: tokens for heads, and back.
 
-    `ranks` [groups, size]; `heads`: of each place. `place`: (group, place in it) of the rank that is
-    asked for; None: all. `among`: whether transfers between two ranks are wanted.
+    `ranks` [groups, size]: a rank's place is its column; `heads`: of each place. `place`: (group,
+    place) of the rank that is asked for; None: all. `among`: whether transfers between two ranks are
+    wanted.
     """
 
     ranks: Ints
@@ -112,7 +113,8 @@ class Trade:
 
     def inputs(self, first: int, block: int) -> Ints:
         # `Send` rows of queries, keys and values to the ranks that attend; exchanges from `first`
-        # on, a group each. Blocks are what each rank holds, rank by rank, from `block` on.
+        # on, a group each. Blocks are what each rank holds, rank by rank, from `block` on. A row of
+        # every (group, src, dst): the block of src, the heads of dst.
         group, src, dst = self._ends(attends_at="dst")
         ends, of_run = (self.ranks[group, src], self.ranks[group, dst]), block + group * self.ranks.shape[1] + src
         kinds = (Kind.Q, self.heads.query_start, self.heads.query_stop), (Kind.KV, *self.heads[2:])
@@ -136,7 +138,8 @@ class Trade:
         return {first + at: Call("all_to_all", tuple(self.ranks[at].tolist()), moves) for at in groups}
 
     def _ends(self, *, attends_at: str) -> tuple[Ints, Ints, Ints]:
-        # (group, place that sends, place that receives) of every two ranks of a group.
+        # Three columns [transfers]: group, place that sends, place that receives; of all places of a
+        # group with those that have heads (`attends_at`: on which side these are), or of one place.
         num_groups, size = self.ranks.shape
         attends = np.flatnonzero(self.heads.attends)
         if self.place is None:

@@ -129,7 +129,7 @@ log = logging.getLogger(__name__)
 HEADER = struct.Struct("<QQ")
 # Requests that wait to be written to a process that does not read; others are not asked at all.
 MOST_UNSENT = 8
-# How long the first answer is waited for.
+# How long the first answer of a run is waited for.
 PATIENCE_S = 60.0
 # Later ones: so many seconds, or so many times the longest planning so far, whichever is more.
 LEAST_PATIENCE_S, TIMES_LONGEST = 10.0, 20.0
@@ -139,7 +139,8 @@ RESTARTS = 1
 @dataclass(frozen=True, slots=True)
 class Ready:
     """A step that was planned with the carry `before`, and what it carries on. `step`: None: the
-    planner refused. `waited_s`: seconds that the training process waited for it.
+    planner refused it, or the step before it (then `before` says nothing). `waited_s`: seconds that
+    the training process waited for it.
     """
 
     step: StepPlan | None

@@ -20,7 +20,7 @@ from megatron_balance.errors import ConfigError
 
 PROBE_TIMEOUT_S = 60
 # How `nvidia-smi topo -m` says that two devices are connected, nearest first: one PCI switch,
-# several, a host bridge, a NUMA node.
+# several, a host bridge, a NUMA node, the link between processors.
 NEAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
 NVLINK_BYTES_PER_S = 25e9
 # Rate of one link in one direction: 25 GB/s in NVLink 3 and 4 (A100, H100), 50 GB/s in NVLink 5
@@ -184,7 +184,7 @@ def _bus_path(root: Path, pci: str) -> tuple[str, ...]:
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> int:
-    """Bridges that two ways have in common; folders above root ports count as none."""
+    """Bridges that two ways have in common, with the host bridge; other folders are not counted."""
     same = 0
     for one, other in zip(a, b, strict=False):
         if one != other:

@@ -54,6 +54,7 @@ def _each(loader: Iterable[Sequence[Document]]) -> Iterator[Sequence[Document]]:
 
 def _collective(method: Callable[..., T]) -> Callable[..., T]:
     """A method in which this rank waits for others: who failed is told (`RollCall.of_pool`)."""
+    # By the outermost call, which alone counts.
     call = {"_run": "a step's plan", "evaluate": "an evaluation"}.get(
         method.__name__, "the exchange of a step's lengths"
     )
@@ -96,8 +97,8 @@ class SequenceBalancer:
             mesh: ranks that share their documents; of a mesh all dimensions count. None: the world.
             averaged_over: ranks over which FSDP or DDP averages gradients, if these are others.
             settings: see there.
-            accept: model types and keys of a configuration to go on with, by the names that a refusal
-                said: they are not proved to attend as plans have it.
+            accept: names from an earlier refusal (model types, keys of a configuration) to go on with.
+                Nothing proves that such a model attends inside documents, as plans have it.
             options: of the planner, such as `tokens_per_rank`.
         """
         if not isinstance(settings, Settings):

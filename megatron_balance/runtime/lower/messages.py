@@ -31,8 +31,10 @@ _Routed: TypeAlias = tuple[dict[int, tuple[steps.Piece, ...]], dict[int, tuple[s
 class Messages:
     """One side (sent or received) of all exchanges of a phase."""
 
-    rows: Ints
-    begin: Ints
+    rows: Ints  # [n, Transfer.WIDTH]; of message i: rows[begin[i]:begin[i + 1]]
+    begin: Ints  # [messages + 1]
+    # Of each message: number of its op, rank at the other end, what it carries, the buffer that it
+    # fills (-1: none; received inputs get one), and whether its rows lie in the linear layout.
     op: list[int]
     peer: list[int]
     kind: list[Kind]
@@ -65,15 +67,19 @@ class PhaseMessages:
         self.instances = self._make_buffers(self.received)
 
     def _owned(self, op: Op) -> tuple[bool, bool]:
-        """Whether an op of a remapped call sends, and receives, rows of the linear layout."""
+        """Whether an op of a remapped call sends, and receives, rows of the linear layout (the tokens
+        as the rank owns them; all else lies as attention has it).
+        """
         if not isinstance(op, Exchange):
             return False, False
         first, last = self.program.remap_in, self.program.num_exchanges - 1
         if self.forward:
             return op.id < first, op.id == last
         of = forward_id(op.id, self.program)
-        # Every second exchange of the backward behind the remap's reverses one of the forward; the
-        # others bring inputs again.
+        # In the backward, behind the remap, exchanges take turns: one brings inputs of a forward
+        # exchange again (replay), the next reverses it. So (sends, receives) of owned rows: a replay
+        # of the remap sends them; the reverse of the last exchange sends what that one received; the
+        # reverse of the remap receives what it had sent.
         reverses = op.id >= first and (op.id - first) % 2 == 1
         return (of == last, of < first) if reverses else (of < first, False)
 
@@ -104,7 +110,7 @@ class PhaseMessages:
 
         def tag(op: Exchange) -> int:
             """The first tag of an exchange's messages, which its direct ones have."""
-            return ((op.id * 2 + self.forward) * NUM_NANO_BATCHES + nano_batch) * 16
+            return ((op.id * 2 + self.forward) * NUM_NANO_BATCHES + nano_batch) * _TAGS
 
         routed, relay_tasks = _routes(self.ops, places.queues, rank, ranks_per_node, tag)
         sends, receives = (_by_op(side, indexes, rank, ranks_per_node) for side in (self.sent, self.received))
@@ -163,8 +169,8 @@ def _packed(side: Messages, indexes: Indexes) -> list[steps.Packed]:
 
 def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> Messages:
     """Transfers as messages: what one exchange moves of one kind and head span to or from one peer.
-    `peers`: the column of the rank at the other end, where they are grouped alike; `owned`: of each
-    op.
+    `peers`: the column of the rank at the other end, `Transfer.DST` of sent rows and `Transfer.SRC`
+    of received ones; `owned`: of each op.
     """
     keys = np.stack(
         [op_index, rows[:, peers], rows[:, Transfer.KIND], rows[:, Transfer.HEAD_START], rows[:, Transfer.HEAD_STOP]]
@@ -235,7 +241,8 @@ def _meet(own: Sequence[_Box], taken: Sequence[_Box]) -> bool:
     return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] and a[3] < b[4] and b[3] < a[4] for a in own for b in taken)
 
 
-_RANK_BITS = 20  # more than a rank or the index of an op takes
+_TAGS = 4 * (1 + len(order.LEGS))  # of an exchange: of its direct messages, and of hops (`_hop_tag`)
+_RANK_BITS = 20  # of a rank (below `ir.cluster.MOST_RANKS`) or the index of an op
 _RANK = (1 << _RANK_BITS) - 1
 _PIECE = [Route.SRC, Route.DST, Route.PIECE]
 _KINDS = tuple(Kind)
