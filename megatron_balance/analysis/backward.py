@@ -196,7 +196,8 @@ def _in_flight(each: Floats, passes: float, chunks: int) -> Floats:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """The layers that keep: those whose number (`_HeldLayers.numbers`) is at most `keeping`, of
-    at most `layers`. Without recomputation these are counts of layers; with it, of layers held at once.
+    at most `layers`. Without recomputation these are counts of layers; with it, of layers held
+    at once.
 
     `peak_bytes`: predicted, of the fullest `rank` of pipeline `stage`. `memory_bytes`: of a rank;
     None: not known. `keep_bytes`, `replay_bytes`: the peak if all layers kept or replayed.
