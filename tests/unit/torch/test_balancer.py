@@ -297,6 +297,12 @@ def test_waiting_documents_stay_on_as_many_ranks() -> None:
         SequenceBalancer("wlb_llm", MODEL).load_state_dict(state.state_dict() | {"rank": 1})
 
 
+def test_targets_are_counted_exactly_also_beyond_what_fp32_counts() -> None:
+    row = torch.zeros(1, 2, dtype=torch.int64)
+    scale = SequenceBalancer("te_ring", MODEL)._loss_scale([row.expand(2**24, 2), row])
+    assert scale.num_targets.item() == 2**24 + 1
+
+
 def call(batch: Any, **given: Any) -> Any:
     x = torch.zeros(1, 4, 6, 8)
     layer = torch.nn.Linear(1, 1)
