@@ -5,8 +5,6 @@ a path to another YAML, relative to the file that names it. A `cluster` or `mode
 from another one with `base:`. `strict_yaml` says how mistakes are told.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path

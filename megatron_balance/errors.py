@@ -2,8 +2,6 @@
 hold together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

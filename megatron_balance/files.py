@@ -2,8 +2,6 @@
 is not what it should be. Write JSON that any reader takes.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import json

@@ -6,8 +6,6 @@ The script's data set provider and forward step are replaced where planning need
 so.
 """
 
-from __future__ import annotations
-
 import argparse
 import runpy
 import sys

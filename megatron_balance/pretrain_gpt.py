@@ -7,8 +7,6 @@ script that starts it; this is ours, on documents from `--data-path`. For a scri
 `megatron_balance.launch`.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -4,8 +4,6 @@ An unknown, repeated, missing or mistyped key is a ConfigError that names the fi
 key and what would be right. The only coercion is int -> float.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

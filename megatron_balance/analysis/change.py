@@ -13,8 +13,6 @@ Source: Hydraulis, arXiv 2412.07894, sections 5.2 and 5.3, Appendix B.
 The matrices of a layer are taken together as one that TP cuts, shared out over all owners evenly.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The machine that a program runs on: links and NICs of its transfers, their rates, slow ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

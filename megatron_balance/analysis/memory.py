@@ -6,8 +6,6 @@ moments of Adam; the distributed optimizer shares out the last three (its docume
 bytes a parameter on d ranks, 18 without).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 

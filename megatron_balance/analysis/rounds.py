@@ -7,8 +7,6 @@ began together, and zones on other ranks take from a NIC what they need of it on
 are at work (known from a run without them). Tests hold it against the event engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never

@@ -4,8 +4,6 @@ Computed from the zones, never from ops, so that a ring over 1,024 ranks costs m
 holds every number against the ops of the expanded program.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ exit code 2; what turns out not to hold (a plan that does not verify) is exit co
 is a traceback and exit code 70. Torch is never imported here.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

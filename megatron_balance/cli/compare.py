@@ -2,8 +2,6 @@
 balance, memory.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import Any

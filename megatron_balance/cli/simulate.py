@@ -2,8 +2,6 @@
 the ranks hold, without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -2,8 +2,6 @@
 into one file, with arrows from the rank that sends to the one that receives.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping

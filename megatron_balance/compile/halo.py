@@ -1,7 +1,5 @@
 """Plans under a sliding window: each rank is brought the keys that lie before its own tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Join the projections of all ranks to one program, and split it again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 

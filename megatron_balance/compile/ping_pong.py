@@ -2,8 +2,6 @@
 other (DistCA, section 4.1, Fig. 7).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 

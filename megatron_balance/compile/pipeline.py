@@ -27,8 +27,6 @@ Only `expand` builds more than one rank's program (and, routed, what those of it
 other nodes).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

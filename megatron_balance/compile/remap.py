@@ -7,8 +7,6 @@ layout are owned by another. They become the first exchange of the program (rema
 values) and the last one (remap out: outputs); the backward follows by `transpose`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

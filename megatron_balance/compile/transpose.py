@@ -5,8 +5,6 @@ way; a transfer of partial outputs becomes one of the output's gradient, the oth
 put where a rank would hold two partial gradients of one region.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, assert_never

@@ -5,8 +5,6 @@ Constants stand here with their source, in `kernel`, `base` and in configs/clust
 has the whole list. None is fitted to a result that the simulator is compared with.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import ceil, inf
 

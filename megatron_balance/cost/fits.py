@@ -6,8 +6,6 @@ let more work take less time. Solved in fractions: BLAS rounds as each CPU's ker
 ranks on different CPUs, whose planners take their costs from here, would plan differently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -7,8 +7,6 @@ and after the walk a block loads its queries and writes its output; over short k
 counts. All counts are of one head.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints

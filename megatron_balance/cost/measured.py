@@ -9,8 +9,6 @@ Measured times that fall as the work grows are noise, and are raised to the larg
 no plan may look better for an extra token.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field

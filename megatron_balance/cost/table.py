@@ -6,8 +6,6 @@ lacks a key, has one too many, or holds anything but positive numbers in rising 
 with the key's name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The input of a planner: how long the sequences are."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ it: the part of a (query, key) rectangle that counts (`ir.arrays`), numbers of p
 is cut over ranks.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

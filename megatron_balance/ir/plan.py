@@ -4,8 +4,6 @@ tensors.
 `ir.step` has the plan of a whole optimizer step.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace

@@ -34,8 +34,6 @@ whose Exchanges hold only the rows that the rank sends or receives. Exchange ids
 projection, so matching sends and receives meet in one global order and cannot deadlock.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal, TypeAlias

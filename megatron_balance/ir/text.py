@@ -18,8 +18,6 @@ program with a remap says `remap_in N` behind its policy, one whose mask is not 
 behind that.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import groupby

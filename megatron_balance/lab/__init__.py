@@ -1,7 +1,5 @@
 """The laboratory: published numbers beside ours, and the page of a report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 

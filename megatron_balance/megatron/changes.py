@@ -4,8 +4,6 @@ Megatron's own model, and the base layout that owns weights and gradients (docs/
 `Session.changes` is the seam; a run with one strategy imports nothing of this room and of `roles`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -15,8 +15,6 @@ are named cu_seqlens_q, and may be [N] for a batch of one row. Samples of unequa
 (`--use-varlen-dataset`) come as a list of dicts, each one sequence.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Logging, refusals, the session, and errors as one line: for both training entries."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

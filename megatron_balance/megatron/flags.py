@@ -2,8 +2,6 @@
 out, told, or unknown. A flag's rule stands there and nowhere else. And our options beside them.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re

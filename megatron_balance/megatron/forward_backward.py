@@ -2,8 +2,6 @@
 self-check: one step forward with the plan and without, before training.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -2,8 +2,6 @@
 and how ours gets into its layers: core attention, router, rotary embedding by position.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools

@@ -2,8 +2,6 @@
 machine that it lies on.
 """
 
-from __future__ import annotations
-
 import datetime
 import logging
 import socket

@@ -2,8 +2,6 @@
 `balance` gives them another function in place of `get_forward_backward_func`'s.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

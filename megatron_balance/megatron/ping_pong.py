@@ -6,8 +6,6 @@ core attention: everything before and after is its own submodules, called as `Tr
 cannot be taken apart so is refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import logging

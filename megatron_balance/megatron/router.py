@@ -8,8 +8,6 @@ place of Megatron's. The gradient reaches the first nano-batch through the score
 before the backward has come to it.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections import deque

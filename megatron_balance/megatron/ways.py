@@ -3,8 +3,6 @@ that attend together, replicas that are pipelines of their own, strategies that 
 between, latents that travel.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from math import lcm

@@ -3,8 +3,6 @@
 A new pattern is a subclass of `base.CommPattern` in a file of its own and a line in `PATTERNS`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

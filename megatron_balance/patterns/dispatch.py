@@ -5,8 +5,6 @@ pattern (DistCA, section 4): one Exchange in, one Attend a rank, one Exchange ba
 a fragment's partials meet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Once per node: what ranks of a node share crosses to one of them, which passes it on inside."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Waves: all sequences that are cut over groups of ranks, attended in one schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial

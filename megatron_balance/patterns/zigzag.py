@@ -1,7 +1,5 @@
 """Zigzag placement: rank i of G holds chunks i and 2G-1-i (Zeppelin, section 3.2; TE CP)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

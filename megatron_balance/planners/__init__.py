@@ -3,8 +3,6 @@ line in `PLANNERS` (docs/planners.md); `planners.base` says what an entry can ha
 another.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_balance.analysis.estimate import Bounds

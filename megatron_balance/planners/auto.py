@@ -8,8 +8,6 @@ Parts of a microbatch by different planners are left out: a zone's ranks follow 
 the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

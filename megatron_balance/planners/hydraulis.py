@@ -14,8 +14,6 @@ the others where gradients are summed. Without a strategy there is one pipeline,
 as dealt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain

@@ -3,8 +3,6 @@ one plan for the attention of all stages of each: their microbatches side by sid
 0014).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 

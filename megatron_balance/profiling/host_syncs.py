@@ -8,8 +8,6 @@ name says, until CUDA has staged it. A trace without them, of a CPU, has the ope
 those are named that would wait if their tensors were on a GPU.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Attention by a plan: one differentiable call, or its three segments with other work between."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

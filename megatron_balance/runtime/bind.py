@@ -4,8 +4,6 @@ The executor then serves every layer and every recomputation without planning, a
 work per token. Only the phases that will run are looked up.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

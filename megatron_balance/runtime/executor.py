@@ -3,8 +3,6 @@
 Shapes and types as in `runtime.phase_run`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

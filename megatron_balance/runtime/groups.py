@@ -1,7 +1,5 @@
 """Things that a rank's calls share: process groups, made once by all ranks; threads; a queue."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future

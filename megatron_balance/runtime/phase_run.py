@@ -8,8 +8,6 @@ where V is not D, two tensors. Partial outputs, their LSE and all gradients are 
 input's.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -11,8 +11,6 @@ has not waited for that, it is used again as late as can be, behind a fence: who
 first waits for that other use, on the device.
 """
 
-from __future__ import annotations
-
 import weakref
 from bisect import insort
 from collections import deque

@@ -7,8 +7,6 @@ LSE, go in a single call. Those of an all-to-all are written into one block, pee
 where they arrive (`is_block`): nothing is copied for the call.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The simulator: the same programs on clocks instead of tensors (docs/simulator.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """One attention call of a plan, forward and backward, on the clocks of either engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias

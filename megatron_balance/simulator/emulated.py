@@ -5,8 +5,6 @@ against measurements there (docs/simulator.md, "How near it is"). `simulate --tr
 runs it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple

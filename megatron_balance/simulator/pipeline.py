@@ -5,8 +5,6 @@ One forward, one backward (1F1B) and its interleaved form, several model chunks 
 et al., 2021, section 2.2), as in Megatron-core's schedules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 microbatches and layers of a step, or through one layer.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Eq. 2 charges a pipeline for all its sequences, and PP - 1 times for its longest
 T(l) = a l^2 + b l + c belongs to a microbatch, not to each of its sequences as printed.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

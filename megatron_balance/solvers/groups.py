@@ -2,8 +2,6 @@
 and the plan in which sequences share them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil

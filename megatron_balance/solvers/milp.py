@@ -3,8 +3,6 @@ itself, so an answer depends on nothing but the program: one thread, fixed seeds
 never in seconds.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 integer program (Eq. 1 of WLB-LLM, and of Hydraulis for a number of microbatches), and in two halves.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The rows that this rank computes of a microbatch, with all that a training loop asks of them."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence

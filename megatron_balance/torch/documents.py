@@ -3,8 +3,6 @@
 A row is a token: its id, its label, and the bytes of whatever else the document has for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

@@ -4,8 +4,6 @@ model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=hf.regist
 logits = model(**hf.inputs(batch)).logits[0]
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator, KeysView, Mapping

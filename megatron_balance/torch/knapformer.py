@@ -11,8 +11,6 @@ The plan is that of planner `knapformer`. Whoever wants another planner, labels 
 `megatron_balance.torch.SequenceBalancer`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The ranks of a mesh or a process group as a pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar, cast

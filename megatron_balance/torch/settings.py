@@ -1,7 +1,5 @@
 """Settings of a balancer, beside its planner, its model and its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path

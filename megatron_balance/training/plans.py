@@ -2,8 +2,6 @@
 otherwise; and how ranks compare them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import logging

@@ -16,8 +16,6 @@ Judged from figures of all ranks that each step's record gathers anyway, so all 
 Both must hold in `STEPS` steps in a row before anything is measured or named.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -2,8 +2,6 @@
 histograms of them.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

@@ -1,7 +1,5 @@
 """Check the structure of a plan, before it is a program, in about the time of sorting it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

@@ -2,8 +2,6 @@
 tables (`base.PaperTable`).
 """
 
-from __future__ import annotations
-
 from megatron_balance.lab.papers import distca, hydraulis, knapformer, wlb_llm, zeppelin
 from megatron_balance.lab.papers.base import Paper
 

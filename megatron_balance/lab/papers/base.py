@@ -4,8 +4,6 @@ What a paper prints stands in its YAML beside this file, with titles, sources, u
 `PRINTED`. A table's code gives names and our values alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

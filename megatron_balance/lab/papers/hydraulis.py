@@ -14,8 +14,6 @@ Not printed and assumed:
 - K is 1,000 for tokens of a step and 1,024 for lengths.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

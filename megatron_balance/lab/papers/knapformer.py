@@ -11,8 +11,6 @@ Not printed and assumed:
 - `g1n32` and the rest are planned with gamma 0.49, as there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache

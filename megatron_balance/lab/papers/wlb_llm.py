@@ -23,8 +23,6 @@ Not printed and assumed (section 7.1, Table 1):
   adds is left out, alike for all systems.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@ and carries their gradients, both in bf16 (section 5.4.1: 4.41 ms a round, twice
 gradients travel in fp32, so holding the keys and values moves the same bytes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 Colours are told apart by the colour-blind too (Okabe and Ito).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 from itertools import cycle

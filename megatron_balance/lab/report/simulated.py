@@ -2,8 +2,6 @@
 around the figures of `study`.
 """
 
-from __future__ import annotations
-
 from megatron_balance.lab.bench import Figures, named, standing
 from megatron_balance.lab.report import page as html
 from megatron_balance.lab.report import plots

@@ -1,7 +1,5 @@
 """A simulated comparison of planners as one JSON document: everything that its page says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

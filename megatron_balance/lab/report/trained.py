@@ -1,7 +1,5 @@
 """The page of a training run, or of two side by side: words and plots around the figures of `run`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

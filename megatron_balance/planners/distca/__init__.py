@@ -23,8 +23,6 @@ Where we differ and why:
 * Head-tail pairs mirror each other within what a rank holds of a sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain

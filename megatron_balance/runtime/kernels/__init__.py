@@ -1,7 +1,5 @@
 """Attention kernels: a protocol (`base`), implementations, and the choice."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

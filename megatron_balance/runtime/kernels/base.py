@@ -7,8 +7,6 @@ Shape legend: T rows of an operand, N packed query rows of all entries in order,
 H query heads, G key-value heads, D width of queries and keys, V of values and outputs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias

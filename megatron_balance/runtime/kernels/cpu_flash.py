@@ -1,7 +1,5 @@
 """torch's flash attention for CPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

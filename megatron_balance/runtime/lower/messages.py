@@ -2,8 +2,6 @@
 its part in routed exchanges: its own pieces, and those that it relays for others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -8,8 +8,6 @@ move that is missing here is no error: its table is made, and copied by itself, 
 runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 

@@ -8,8 +8,6 @@ buffer 0, each received message in a buffer of its own). `RegionIndex.resolve` t
 Tables here are transposed, a column of the table a row of the array: [columns, n].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ every received message of inputs is a buffer of its own. Outputs, output gradien
 gradients have one tensor beside each query buffer, key gradients one beside each key buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -1,7 +1,5 @@
 """Movers of rows: a protocol (`base`), implementations, and the choice."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from importlib.util import find_spec
 

@@ -7,8 +7,6 @@ row is written by one thread block, in an order that depends on the plan alone.
 Shape legend: T rows of a buffer, N packed rows, H heads, D elements of a head, V those of an output's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

@@ -15,8 +15,6 @@ multiple of 16 bytes, so the compiler can use accesses of 16 bytes. Integers in 
 multiples of 16, also where it is told not to.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
