@@ -5,8 +5,6 @@ keys and values that its forward received (policy keep) or receives them again (
 costs memory in every layer and microbatch in flight, replaying costs traffic in the backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import ceil
@@ -118,8 +116,7 @@ class StepBytes:
 
     `state`: parameters, gradients, optimizer; `activations`: saved for the backward; `working`: of
     the layer or the logits at work; `kept`: added by each layer that keeps; `replayed`: added if
-    any layer replays; `layers`: the most whose kept rows are held at once (`_HeldLayers.most`), all
-    of them unless layers are computed again in runs.
+    any layer replays; `numbers`: of the stage's layers (`_HeldLayers.numbers`).
     """
 
     state: float
@@ -127,8 +124,13 @@ class StepBytes:
     working: Floats
     kept: Floats
     replayed: Floats
-    layers: int
+    numbers: tuple[int, ...]
     stage: int = 0
+
+    @property
+    def layers(self) -> int:
+        """The most whose kept rows are held at once: all, unless layers are computed again in runs."""
+        return max(self.numbers, default=0)
 
     def peak(self, keeping: int) -> Floats:
         """Bytes of each rank if so many layers at once keep."""
@@ -152,7 +154,7 @@ def step_bytes(microbatches: Sequence[MicrobatchBytes], model: Model, stage: Sta
 
     Activations of one rank of `model` as it stands (`layer_activation_bytes`).
     """
-    layers = held_layers(stage.recompute, stage.num_layers // stage.chunks)
+    layers = held_layers(stage.recompute, ceil(stage.num_layers / stage.chunks))
     saved = layers.saved * layer_activation_bytes(model) + layers.inputs * layer_activation_bytes(model, "full")
     tokens, kept, replayed, working = (
         np.array([getattr(each, name) for each in microbatches], dtype=np.float64)
@@ -172,7 +174,7 @@ def step_bytes(microbatches: Sequence[MicrobatchBytes], model: Model, stage: Sta
         at_work,
         held,
         replayed.max(axis=0),
-        layers.most,
+        layers.numbers * stage.chunks,
         stage.sharding.stage,
     )
 
@@ -195,16 +197,16 @@ def _in_flight(each: Floats, passes: float, chunks: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The layers that keep: those whose number (`_HeldLayers.numbers`) is at most `keeping`, of
-    at most `layers`. Without recomputation these are counts of layers; with it, of layers held
-    at once.
+    """The layers that keep: those whose number (`_HeldLayers.numbers`) is at most `keeping`.
+    Without recomputation that is a count of layers; with it, of layers held at once.
 
-    `peak_bytes`: predicted, of the fullest `rank` of pipeline `stage`. `memory_bytes`: of a rank;
-    None: not known. `keep_bytes`, `replay_bytes`: the peak if all layers kept or replayed.
+    `numbers`: of the layers of the stage that has most of them. `peak_bytes`: predicted, of the
+    fullest `rank` of pipeline `stage`. `memory_bytes`: of a rank; None: not known. `keep_bytes`,
+    `replay_bytes`: the peak if all layers kept or replayed.
     """
 
     keeping: int
-    layers: int
+    numbers: tuple[int, ...]
     peak_bytes: float
     keep_bytes: float
     replay_bytes: float
@@ -219,20 +221,34 @@ class Decision:
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
 
     @property
+    def tight(self) -> bool:
+        """Whether it leaves less of the memory than the reserve for what is not predicted."""
+        return self.memory_bytes is not None and USABLE * self.memory_bytes < self.peak_bytes <= self.memory_bytes
+
+    @property
+    def kept_layers(self) -> int:
+        """Layers that keep, of the stage that has most."""
+        return sum(number <= self.keeping for number in self.numbers)
+
+    @property
+    def kept_share(self) -> float:
+        """Layers that keep over all of the stage that has most."""
+        return self.kept_layers / max(1, len(self.numbers))
+
+    @property
     def in_words(self) -> str:
         """The policy in a word or two."""
-        if self.keeping == self.layers:
-            return "keep"
-        if not self.keeping:
-            return "replay"
-        return f"keep in {self.keeping} of {self.layers} layers, replay in {self.layers - self.keeping}"
+        kept, layers = self.kept_layers, len(self.numbers)
+        if kept in (0, layers):
+            return "keep" if kept else "replay"
+        return f"keep in {kept} of {layers} layers, replay in {layers - kept}"
 
     def described(self) -> dict[str, Any]:
         """The decision for JSON, with its sentence."""
         return {
             "asked": self.asked,
-            "keeping_layers": self.keeping,
-            "layers": self.layers,
+            "keeping_layers": self.kept_layers,
+            "layers": len(self.numbers),
             "peak_bytes": self.peak_bytes,
             "keep_bytes": self.keep_bytes,
             "replay_bytes": self.replay_bytes,
@@ -245,9 +261,10 @@ class Decision:
         """The decision and the predicted peak in one sentence."""
         of = "" if self.memory_bytes is None else f" of {self.memory_bytes / GB:.1f}"
         where = f"rank {self.rank} of stage {self.stage}" if self.stage else f"rank {self.rank}"
+        but = f", which leaves less than {1 - USABLE:.0%} for what is not predicted" if self.tight else ""
         return (
             f"backward: {self.in_words}{'' if self.asked == 'auto' else ' as configured'}; predicted peak "
-            f"{self.peak_bytes / GB:.1f}{of} GB on {where}{'' if self.fits else ', which does not fit'} "
+            f"{self.peak_bytes / GB:.1f}{of} GB on {where}{but if self.fits else ', which does not fit'} "
             f"(all keep: {self.keep_bytes / GB:.1f} GB, all replay: {self.replay_bytes / GB:.1f} GB)"
         )
 
@@ -268,7 +285,7 @@ def decide(stages: Sequence[StepBytes], asked: Backward, memory_bytes: float | N
     fullest = max(range(len(stages)), key=lambda at: float(peaks[at].max()))
     return Decision(
         keeping,
-        most,
+        max((stage.numbers for stage in stages), key=lambda numbers: (max(numbers, default=0), len(numbers))),
         float(peaks[fullest].max()),
         max(float(stage.peak(stage.layers).max()) for stage in stages),
         max(float(stage.peak(0).max()) for stage in stages),
@@ -308,17 +325,24 @@ def _ways(
     usable = USABLE * decision.memory_bytes
     ways: list[tuple[str, float]] = []
 
+    def needed(stage: Stage, spared: float) -> float:
+        # `spared`: of weights and gradients, the part that goes; counted state is divided as
+        # predicted.
+        own = rank_memory(model, 0, 0, stage.sharding)
+        part = (own.weights + own.gradients) / (own.weights + own.gradients + own.optimizer)
+        peak = float(step_bytes(microbatches, model, stage).peak(0).max())
+        return peak - spared * part * state_bytes(model, stage)
+
     def try_(what: str, stages: Sequence[Stage], spared: float = 0.0) -> bool:
-        needs = max(float(step_bytes(microbatches, model, each).peak(0).max()) for each in stages) - spared
+        needs = max(needed(each, spared) for each in stages)
         if needs <= usable:
             ways.append((what, needs))
         return needs <= usable
 
     full = [replace(each, recompute=Recomputed("uniform", 1)) for each in stages]
     try_("full activation recomputation (--recompute-granularity full)", full)
-    replicated = min(each.weights + each.gradients for each in (rank_memory(model, 0, 0, s.sharding) for s in stages))
     for size in (2, 4, 8):
-        if try_(f"tensor parallelism {size} times as wide", stages, replicated * (1 - 1 / size)):
+        if try_(f"tensor parallelism {size} times as wide", stages, 1 - 1 / size):
             break
     found = [step_bytes(microbatches, model, each) for each in stages]
     share = min((usable - each.state) / max(1.0, float(each.peak(0).max()) - each.state) for each in found)
@@ -361,13 +385,11 @@ class _HeldLayers(NamedTuple):
     """Layers of a model chunk as memory sees them.
 
     `numbers` [layers]: a layer keeps what it received if its number is at most the number of layers
-    that shall keep at once. `most`: the largest of the numbers; the layers held at once if all
-    keep. `saved`: layers that save all activations; `inputs`: runs that save their input; `again`:
-    layers of the longest run that is computed again.
+    that shall keep at once. `saved`: layers that save all activations; `inputs`: runs that save their
+    input; `again`: layers of the longest run that is computed again.
     """
 
     numbers: tuple[int, ...]
-    most: int
     saved: int
     inputs: int
     again: int
@@ -394,7 +416,6 @@ def held_layers(recompute: Recomputed, num_layers: int) -> _HeldLayers:
     whole = layer_runs(recompute, num_layers, training=True)
     return _HeldLayers(
         tuple(numbers),
-        max(numbers, default=0),
         sum(run.num_layers for run in whole if not run.again),
         sum(run.again for run in whole),
         max((run.num_layers for run in whole if run.again), default=0),

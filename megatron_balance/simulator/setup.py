@@ -1,7 +1,5 @@
 """Surroundings of a step's attention calls: options, synchronisation, optimizer, experts, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -176,7 +174,7 @@ def settled(plans: Sequence[Microbatch], stage: StageSetup) -> Setup:
     if stage.setup.policy != "auto":
         return stage.setup
     decision = decide(stage.step_bytes(plans), "auto", stage.machine.cluster.memory_bytes)
-    return replace(stage.setup, policy="keep" if 2 * decision.keeping >= decision.layers else "replay")
+    return replace(stage.setup, policy="keep" if decision.kept_share >= 0.5 else "replay")
 
 
 def added_s(plan: MicrobatchPlan, stage: StageSetup, pool: int | None = None) -> tuple[Floats, Floats]:

@@ -8,8 +8,6 @@ the gradients are synchronised. A microbatch given as two plans runs as two nano
 (`simulator.ping_pong`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -139,7 +137,7 @@ class _StepRun:
             machine.check(plan)
         self.stages = stage.step_bytes(plans)
         self.decision = decide(self.stages, setup.policy, machine.cluster.memory_bytes)
-        keeping = self.decision.keeping / max(1, self.decision.layers)
+        keeping = self.decision.kept_share
         shares: list[tuple[Policy, float]] = [("keep", keeping), ("replay", 1 - keeping)]
         self.shares: list[tuple[Policy, float]] = [each for each in shares if each[1]]
         known: dict[tuple[str, ...], _LayerSeconds] = {}

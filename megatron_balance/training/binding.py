@@ -1,7 +1,5 @@
 """Plans bound for this rank with what is the same for all of a job's plans."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -173,7 +171,7 @@ def policies_of(decision: Decision | None) -> tuple[Policy, ...]:
     """The policies by which a plan is bound; without a decision nothing is kept (evaluation)."""
     if decision is None or not decision.keeping:
         return ("replay",)
-    return ("keep",) if decision.keeping == decision.layers else ("keep", "replay")
+    return ("keep",) if decision.kept_share == 1 else ("keep", "replay")
 
 
 def bind_layers(

@@ -94,7 +94,9 @@ class Keeping:
         decision = backward.decide(found, self.memory.asked, self.agreed.memory_bytes)
         if decision.in_words != self._told:
             self._told = decision.in_words
-            log.log(logging.INFO if decision.fits else logging.WARNING, "%s", decision.sentence())
+            log.log(
+                logging.INFO if decision.fits and not decision.tight else logging.WARNING, "%s", decision.sentence()
+            )
         fullest = max(
             each, key=lambda one: max(float(backward.step_bytes(*one[:2], at).peak(0).max()) for at in one[2])
         )

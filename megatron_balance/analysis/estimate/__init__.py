@@ -108,7 +108,7 @@ def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
     memory = machine.memory or StepMemory.one_stage(machine.model, machine.cluster.num_ranks)
     microbatch = loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes)
     decision = memory.decide(microbatch, machine.cluster.memory_bytes)
-    keeping = decision.keeping / max(1, decision.layers)
+    keeping = decision.kept_share
 
     group = coupled(plan)
 

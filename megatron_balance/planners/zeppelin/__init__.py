@@ -28,8 +28,6 @@ does not fit, all do.
 Capacity: a plan may pass it by what `with_rounding` allows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
@@ -444,7 +442,7 @@ def _decide(microbatch: MicrobatchBytes, machine: Machine) -> Decision:
 
 
 def _mostly_replays(decision: Decision) -> bool:
-    return 2 * decision.keeping < decision.layers
+    return decision.kept_share < 0.5
 
 
 # Rule `paper`: Algorithms 1 and 2 as printed.

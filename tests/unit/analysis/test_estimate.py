@@ -185,7 +185,7 @@ def test_what_the_bound_of_sequences_whole_on_groups_counts() -> None:
 
 def test_of_plans_that_do_not_fit_the_fastest_of_those_that_need_about_the_least_comes_first() -> None:
     def needs(seconds: float, gigabytes: float) -> Estimate:
-        return Estimate(seconds, 0.0, Decision(0, 1, gigabytes * GB, 0.0, 0.0, 0, 0, 80 * GB))
+        return Estimate(seconds, 0.0, Decision(0, (1,), gigabytes * GB, 0.0, 0.0, 0, 0, 80 * GB))
 
     least, alike, more, fits = needs(0.1, 100.0), needs(0.065, 101.6), needs(0.05, 101.7), needs(0.2, 80.0)
     assert best_first([least, alike, more]) == [1, 0, 2]

@@ -179,7 +179,9 @@ def microbatch(
 
 def of(other: float, kept: list[float], replayed: float = 0.0, layers: int = 4) -> backward.StepBytes:
     each = np.zeros(len(kept))
-    return backward.StepBytes(other, each, each, np.array(kept), np.full(len(kept), replayed), layers)
+    return backward.StepBytes(
+        other, each, each, np.array(kept), np.full(len(kept), replayed), tuple(range(layers, 0, -1))
+    )
 
 
 def test_a_ring_of_64_ranks_keeps_the_keys_of_all_others():
@@ -202,17 +204,20 @@ def test_a_head_exchange_keeps_its_heads_only():
 
 
 @pytest.mark.parametrize(
-    ("recompute", "numbers", "most"),
+    ("recompute", "numbers", "words"),
     [
-        (backward.Recomputed(), (5, 4, 3, 2, 1), 5),
-        (backward.Recomputed("core_attention"), (1, 1, 1, 1, 1), 1),
-        (backward.Recomputed("uniform", 1), (1, 1, 1, 1, 1), 1),
-        (backward.Recomputed("uniform", 2), (2, 1, 2, 1, 1), 2),
-        (backward.Recomputed("block", 2), (1, 1, 4, 3, 2), 4),
+        (backward.Recomputed(), (5, 4, 3, 2, 1), "keep in 1 of 5 layers, replay in 4"),
+        (backward.Recomputed("core_attention"), (1, 1, 1, 1, 1), "keep"),
+        (backward.Recomputed("uniform", 1), (1, 1, 1, 1, 1), "keep"),
+        (backward.Recomputed("uniform", 2), (2, 1, 2, 1, 1), "keep in 3 of 5 layers, replay in 2"),
+        (backward.Recomputed("block", 2), (1, 1, 4, 3, 2), "keep in 2 of 5 layers, replay in 3"),
     ],
 )
-def test_layers_are_numbered_by_what_keeping_costs(recompute, numbers, most):
-    assert backward.held_layers(recompute, 5)[:2] == (numbers, most)
+def test_layers_are_numbered_by_what_keeping_costs(recompute, numbers, words):
+    step = backward.step_bytes([microbatch()], MODEL, backward.Stage(5, recompute=recompute))
+    assert step.numbers == numbers
+    one = backward.decide([step], "auto", float(step.peak(1).max() + 1) / backward.USABLE)
+    assert (one.keeping, one.in_words) == (1, words), "of layers held at once, told in layers"
 
 
 def test_auto_keeps_in_as_many_layers_as_fit():
@@ -233,7 +238,9 @@ def test_auto_keeps_in_as_many_layers_as_fit():
 )
 def test_a_mix_fits_and_one_layer_more_would_not(ranks, replayed, layers, memory):
     other, kept = (np.array(column, dtype=float) for column in zip(*ranks, strict=True))
-    step = backward.StepBytes(1.0, other, np.zeros(len(ranks)), kept, np.minimum(replayed, kept), layers)
+    step = backward.StepBytes(
+        1.0, other, np.zeros(len(ranks)), kept, np.minimum(replayed, kept), tuple(range(layers, 0, -1))
+    )
     keeping = backward.decide([step], "auto", memory / backward.USABLE).keeping
     fits = [float(step.peak(k).max()) <= memory + 1e-9 for k in range(layers + 1)]
     assert fits[keeping] or not any(fits)
@@ -273,6 +280,10 @@ def test_the_sentence_says_the_decision_the_peak_and_the_alternatives():
     assert mixed.sentence() == (
         "backward: keep in 2 of 4 layers, replay in 2; predicted peak 17.0 of 20.0 GB on rank 1 "
         "(all keep: 22.0 GB, all replay: 11.0 GB)"
+    )
+    assert (
+        "17.0 of 17.5 GB on rank 1, which leaves less than 10% for what"
+        in replace(mixed, memory_bytes=17.5 * GB).sentence()
     )
     told = backward.decide([replace(of(10 * GB, [3 * GB]), stage=1)], "keep", 20 * GB)
     assert told.sentence().startswith(

@@ -266,7 +266,7 @@ def test_a_mix_by_layer_takes_between_keep_and_replay():
     memory = (keep.peak_bytes.max() + replay.peak_bytes.max()) / 2
     tight = replace(machine, cluster=replace(machine.cluster, memory_bytes=memory / 0.9))
     mixed = simulate_step(plans, tight, Setup(policy="auto"))
-    assert 0 < mixed.backward.keeping < mixed.backward.layers
+    assert 0 < mixed.backward.kept_share < 1
     assert keep.step_s < mixed.step_s < replay.step_s
     assert mixed.peak_bytes.max() <= memory < keep.peak_bytes.max()
     assert simulate_step(plans, machine, Setup(policy="auto")).step_s == keep.step_s

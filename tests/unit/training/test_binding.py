@@ -108,8 +108,7 @@ def test_a_job_that_fails_is_said_in_the_log_and_stops_nothing(ahead, caplog):
 
 
 def test_a_plan_is_bound_by_the_policies_that_the_decision_needs(ahead):
-    stage = {"keeping": 1, "layers": 2}
-    some, all_, none = (SimpleNamespace(**stage | {"keeping": n}) for n in (1, 2, 0))
+    some, all_, none = (SimpleNamespace(keeping=n, kept_share=n / 2) for n in (1, 2, 0))
     found: Any = (some, all_, none, None)
     assert [policies_of(each) for each in found] == [("keep", "replay"), ("keep",), ("replay",), ("replay",)]
     for decision in found:
@@ -134,7 +133,7 @@ def test_a_plan_of_both_policies_is_looked_up_once_where_they_agree(monkeypatch)
     counted(Lowering, "look_up_forward")
     counted(Lowering, "backward")
     counted(binding, "ship")
-    bounds = bind_layers(binder(None), PLAN, cast("Any", SimpleNamespace(keeping=1, layers=2)))
+    bounds = bind_layers(binder(None), PLAN, cast("Any", SimpleNamespace(keeping=1, kept_share=0.5)))
     assert counts == {"attention": 1, "look_up_forward": 1, "backward": 2, "ship": 1}
     kept, replayed = bounds.of_layer(1, CAUSAL), bounds.of_layer(2, CAUSAL)
     alone = binder(None).bind(PLAN, ("replay",))[0]

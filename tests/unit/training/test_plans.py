@@ -395,6 +395,6 @@ def test_layers_of_a_strategy_are_its_pipelines_own():
         of_strategy=lambda given: own if given == strategy else (),
     )
     decision = job.decide(planned)
-    assert decision.layers == 4, "of the pipeline without stages"
+    assert len(decision.numbers) == 4, "of the pipeline without stages"
     assert decision.peak_bytes == pytest.approx(predicted(4000, 4) + STATE)
-    assert job.decide(step(4000)).layers == 2, "another strategy is decided for itself"
+    assert len(job.decide(step(4000)).numbers) == 2, "another strategy is decided for itself"
