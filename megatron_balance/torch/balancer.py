@@ -74,8 +74,8 @@ class SequenceBalancer:
     the ranks agree on its plan, and tokens travel to the ranks that compute them.
 
     Every method that plans is collective over the balancer's ranks, and over those of `averaged_over`
-    where these are more: all of them make the same number of steps. The constructor is collective
-    over the world.
+    where these are more: all of them make the same number of steps, which `steps` and `flush` see to.
+    The constructor is collective over the world.
     """
 
     def __init__(
@@ -174,11 +174,7 @@ class SequenceBalancer:
 
         Errors as for one. `microbatches`: as many on every rank.
         """
-        if self._pending:
-            raise ConfigError(
-                "expected steps(loader), since documents were read ahead, by it or before a checkpoint; got a step of "
-                "documents"
-            )
+        self._check_none_pending("a step of documents")
         failure = None
         if not isinstance(microbatches, Sequence):  # told to all ranks
             got = type(microbatches).__name__
@@ -192,16 +188,17 @@ class SequenceBalancer:
         """The steps of a loader, which gives the documents of one microbatch after the other, each
         step but the first planned in a background process while the one before computes.
 
-        Ends when the loaders of all ranks have ended; a rank whose loader ended before takes part
-        without documents. Then come steps of the documents that still wait (`flush`).
+        Ends when the loaders of all ranks have ended, those of `averaged_over` included; a rank whose
+        loader ended before takes part without documents. Then come steps of the documents that still
+        wait (`flush`).
         `microbatches`: of a step. DataError: a loader that failed, on every rank.
         """
         microbatches = at_least(1, "microbatches", microbatches)
         ledger = self._plans.end_step()
         self._plans.close()
         proving = replace(self._spec, prove_every=self.settings.prove_every, prove_as=self.pool.rank)
-        self._plans = self._make_plans(PlanAhead(proving))
-        self._plans.restore(ledger)
+        self._plans = plans = self._make_plans(PlanAhead(proving))
+        plans.restore(ledger)
         feed = _each(loader)
         try:
             coming = self._share_again() if self._pending else self._draw(feed, microbatches)
@@ -212,12 +209,13 @@ class SequenceBalancer:
                 yield self._run(now)
             yield from self.flush(microbatches)
         finally:
-            self._plans.close()
+            plans.close()
 
     def flush(self, microbatches: int = 1) -> Iterator[list[BalancedBatch]]:
         """Steps of the documents that still wait, until none does; `microbatches` of a step."""
         microbatches = at_least(1, "microbatches", microbatches)
-        while self._plans.end_step().held:
+        self._check_none_pending("flush")
+        while self._most(len(self._plans.end_step().held)):
             yield self._run(self._share([[] for _ in range(microbatches)]), may_delay=False)
 
     @_collective
@@ -303,11 +301,25 @@ class SequenceBalancer:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, Exception) and self.pool.size > 1:
+        if isinstance(error, Exception | KeyboardInterrupt) and self.pool.size > 1:
             roll_call().left(error)  # the others may be waiting for this rank
         self.close()
 
     # The steps of a step
+
+    def _check_none_pending(self, got: str) -> None:
+        if self._pending:
+            raise ConfigError(
+                f"expected steps(loader), since documents were read ahead, by it or before a checkpoint; got {got}"
+            )
+
+    def _most(self, number: int) -> int:
+        """The largest number that any rank has, of those that make the same number of steps."""
+        most = torch.tensor([number], device=self.device)
+        for group in dict.fromkeys((self.pool.groups.pool, self._group)):  # in this order on all ranks
+            if group is not None:
+                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        return int(most)
 
     def _make_plans(self, ahead: PlanAhead | None, *, evaluation: bool = False) -> StepPlans:
         samples = _Known(
@@ -333,10 +345,7 @@ class SequenceBalancer:
             drawn = list(islice(feed, microbatches))
         except Exception as error:  # raised below, on all ranks
             failure = error
-        most = torch.tensor([len(drawn) + (failure is not None)], device=self.device)
-        if self.pool.size > 1:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.pool.groups.pool)
-        if not int(most):
+        if not self._most(len(drawn) + (failure is not None)):
             return None
         return self._share([*drawn, *([] for _ in range(microbatches - len(drawn)))], failure)
 
@@ -390,9 +399,9 @@ class SequenceBalancer:
         self.planned = planned = self._plans.plan(dealing.shared.lengths, may_delay=may_delay)
         self._tracer.planned(self._spec.name)
         batches = self._deal(dealing, planned, training=True)
-        for number in range(self._at, self._at + self._num_microbatches):
-            del self._known[number]
         self._at += self._num_microbatches
+        for number in [each for each in self._known if each < self._at]:  # also of steps that could not be planned
+            del self._known[number]
         return batches
 
     @_collective
@@ -599,16 +608,12 @@ class _LoopTracer(StepTracer):
 
     def end(self) -> None:
         """Give up the trace of a step whose optimizer made no step; the log says so."""
-        self._unhook()
+        for each in self._hooks:  # not by a hook itself: torch may be going through them
+            each.remove()
+        self._hooks = []
         if self.recorder is not None:
             log.warning("step %d is not traced: no optimizer of torch.optim made a step in it", self._number)
             self.finish()
 
     def _stepped(self, *_: Any) -> None:
-        self._unhook()
         self.finish()
-
-    def _unhook(self) -> None:
-        for each in self._hooks:
-            each.remove()
-        self._hooks = []

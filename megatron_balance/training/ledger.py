@@ -145,6 +145,9 @@ class DataIdentity:
         # Samples that the checkpoint has not trained may be others: another --train-iters orders
         # them anew.
         both = sorted(number for number in self.samples.keys() & here.samples.keys() if number < trained)
+        both = [
+            number for number in both if len(self.samples[number]) == len(here.samples[number])
+        ]  # one kind of digest
         other = [number for number in both if self.samples[number] != here.samples[number]]
         if other and not found:
             found.append(

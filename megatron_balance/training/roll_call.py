@@ -18,8 +18,6 @@ made, since it went on to the next step. (All ranks of a pool make the same call
 | waits/P | of pool P, a rank that waits long, the one with the fewest calls | others that wait long |
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
@@ -88,7 +86,7 @@ class RollCall:
         self._closing = Event()
         self._since: float | None = None  # when the collective call began in which this rank is
         self._calls = _PoolCalls(())  # of the pool of that call, or of the last one
-        self._left: Exception | None = None  # the error by which this rank left one
+        self._left: BaseException | None = None  # the error by which this rank left one
         self._num_left = 0
         self.found = ""  # the ranks that failed, in words, once they told this one
         if self._size > 1:
@@ -119,7 +117,7 @@ class RollCall:
             self._closing.set()
             thread.join(_POLL_S)
 
-    def left(self, error: Exception) -> None:
+    def left(self, error: BaseException) -> None:
         """Tell the others that this rank left what they are in by an error, which may be caught."""
         if self._thread is None or not self._watches or error is self._left or isinstance(error, RankFailedError):
             return
@@ -186,7 +184,7 @@ class RollCall:
             self.failed(error)
         self._hooked(kind, error, trace)
 
-    def _tell(self, error: Exception, what: str) -> None:
+    def _tell(self, error: BaseException, what: str) -> None:
         text = " ".join(str(error).split())
         self._store.set(_key("reason", self._rank), f"{type(error).__name__}: {text[:MOST_CHARACTERS]}")
         if self._watches:

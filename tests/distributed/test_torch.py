@@ -121,6 +121,13 @@ def test_balancers_of_the_same_ranks_share_process_groups(world: Pool) -> None:
         assert apart == 2, "of a balancer of all ranks, and one of pairs"
 
 
+def test_pools_whose_gradients_are_averaged_make_the_same_number_of_steps(world: Pool) -> None:
+    ranks = world.run(torch_jobs.step_together, RANKS)
+    assert ranks[0] == ranks[1] != ranks[2] == ranks[3]
+    assert len({len(steps) for steps in ranks}) == 1
+    assert [sum(map(sum, steps)) for steps in ranks[1:3]] == [360, 120], "all that each pair was given"
+
+
 def test_every_rank_refuses_what_did_not_reach_the_plan(world: Pool) -> None:
     pytest.importorskip("transformers")
     for said in world.run(torch_jobs.refuse, RANKS):

@@ -439,6 +439,21 @@ def share_groups(world: World) -> tuple[int, int]:
     return len(set(groups)), len({*groups, of_pair.pool.groups.pool})
 
 
+def step_together(world: World) -> list[tuple[int, ...]]:
+    """Lengths of each step of this rank's pair, where pairs have other numbers of batches, and the
+    first pair a document that waits.
+    """
+    pairs = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("dp", "cp"))["cp"]
+    everyone = init_device_mesh("cpu", (world.size,))
+    settings = Settings(ranks_per_node=2)
+    first = world.rank < 2
+    with SequenceBalancer(
+        "wlb_llm", MODEL, pairs, averaged_over=everyone, settings=settings, thresholds=(50 if first else 100,)
+    ) as made:
+        feed = [[torch.arange(60)]] * (3 if first else 1)
+        return [batch.plan.lengths for (batch,) in made.steps(feed)]
+
+
 def tell(world: World, given: Sequence[Any]) -> str:
     """The error on this rank when rank r gives documents `given[r]`; then that all can still talk."""
     balancer = SequenceBalancer("zeppelin", MODEL, settings=Settings(ranks_per_node=2))
