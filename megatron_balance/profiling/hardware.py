@@ -6,14 +6,13 @@ port) and, for machines without InfiniBand or RoCE, /sys/class/net. Where `topo 
 a NIC, its place on the PCI bus decides (/sys/bus/pci).
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from megatron_balance.errors import ConfigError
@@ -26,8 +25,10 @@ NVLINK_BYTES_PER_S = 25e9
 # Rate of one link in one direction: 25 GB/s in NVLink 3 and 4 (A100, H100), 50 GB/s in NVLink 5
 # (B200). NVIDIA's architecture whitepapers.
 NVLINK_5_BYTES_PER_S = 50e9
-# The preset with a GPU's compute rates, by a word of its name; an A100 computes as an A800.
+# The preset with a GPU's compute rates, by a word of its name; an A100 computes as an A800. Cards of
+# the same chip with another rate have none: the PCIe and NVL forms of an H100.
 PRESETS = {"H200": "h200", "H100": "h100", "H800": "h800", "A800": "a800", "A100": "a800"}
+OTHER_FORMS = re.compile(r"H[12]00\b.*\b(PCIe|NVL)\b|\bGH200")
 Run = Callable[[Sequence[str]], "str | None"]  # runs a program; its output, or None if it is not there or fails
 
 
@@ -89,7 +90,9 @@ def _parse_gpus(text: str) -> tuple[_Gpu, ...]:
     gpus: list[_Gpu] = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 3 and cells[1].isdigit():
+        if len(cells) == 3:
+            if not cells[1].isdigit():
+                raise ConfigError(f"nvidia-smi does not say the memory of {cells[0]} (got {cells[1]!r})")
             gpus.append(_Gpu(cells[0], int(cells[1]) << 20, _pci(cells[2])))
     return tuple(gpus)
 
@@ -229,7 +232,8 @@ def cluster_yaml(node: Node, name: str, today: datetime.date) -> str:
         )
     gpu = node.gpus[0]
     count = len(node.gpus)
-    preset = next((preset for word, preset in PRESETS.items() if word in gpu.name), None)
+    known = next((preset for word, preset in PRESETS.items() if word in gpu.name), None)
+    preset = None if OTHER_FORMS.search(gpu.name) else known
     lines = [
         f"# {count} x {gpu.name}, as 'megatron-balance doctor --write-cluster' read them on {today}. num_ranks is "
         "this node's."
@@ -279,7 +283,7 @@ def _nic_lines(node: Node) -> list[str]:
             "one node only."
         ]
     slow = min(nics, key=lambda nic: nic.bytes_per_s)
-    shares, several = max(1, round(count / len(nics))), max(1, len(nics) // count)
+    shares, several = ceil(count / len(nics)), max(1, len(nics) // count)
     unlike = len({nic.bytes_per_s for nic in nics}) > 1
     note = f"{slow.source}: {slow.rate}, {slow.layer}"
     note += (f", of {several} a GPU" if several > 1 else "") + (", the slowest" if unlike else "")

@@ -328,6 +328,19 @@ def test_where_the_topology_says_nothing_the_pci_bus_decides(tmp_path):
     assert loaded(node, tmp_path)[0].ranks_per_nic == 2
 
 
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB"])
+def test_another_form_of_a_known_chip_has_no_rates_of_it_and_fewer_nics_than_gpus_are_shared(name, tmp_path):
+    nics = {f"mlx5_{n}": {n: "PIX"} for n in range(6)}
+    for nic in nics:
+        infiniband(tmp_path, nic, "400 Gb/sec (4X NDR)")
+    cluster, text = loaded(read(tmp_path, gpus(name, 8, 81559), topology(8, "NV18", nics)), tmp_path)
+    assert "base:" not in text
+    assert f"No preset has the compute rates of {name}" in text
+    assert cluster.ranks_per_nic == 2, "two GPUs share a NIC where six serve eight"
+    with pytest.raises(ConfigError, match="does not say the memory"):
+        read(tmp_path, gpus(name, 1, 81559).replace("81559", "[N/A]"), None)
+
+
 @pytest.mark.parametrize("text", ["", "Failed to initialize NVML: Unknown Error", "\tGPU0\nGPU0\t X "])
 def test_what_is_no_matrix_has_no_links(text):
     assert hardware._parse_topology(text)[1] == 0
