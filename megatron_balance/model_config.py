@@ -2,8 +2,6 @@
 torchtitan's, GPT-2's, Megatron's flags.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +27,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "ffn_size": ("intermediate_size", "ffn_size", "n_inner", "ffn_hidden_size"),
     "vocab_size": ("vocab_size", "padded_vocab_size"),
     "num_experts": ("num_local_experts", "n_routed_experts", "num_experts"),
-    "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_router_topk"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_router_topk"),
 }
 
 # Names of an expert's width, where it is not that of a dense layer.

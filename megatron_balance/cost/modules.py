@@ -137,7 +137,9 @@ def model_flops(model: Model, lengths: Iterable[int]) -> float:
     lengths = list(lengths)
     tokens = sum(lengths)
     pairs = sum(share * sum(int(mask.num_pairs(length)) for length in lengths) for mask, share in model.mask_shares)
-    products = model.num_layers * layer_flops(model) + head_module(model).flops
+    # Launches make keys and values of latents that travel: products of the model all the same.
+    of_layer = layer_flops(model) + (model.latent_flops if model.latent_travels else 0.0)
+    products = model.num_layers * of_layer + head_module(model).flops
     attention = model.num_layers * model.attention_flops_per_pair
     return (1 + BACKWARD_PRODUCTS) * (tokens * products + pairs * attention)
 
@@ -212,7 +214,10 @@ class ExpertLoad:
                 f"token it is below {limit:.3g}"
             )
         concentration = (num_experts - 1) / self.spread**2 - 1
-        drawn = np.random.default_rng(self.seed).gamma(concentration * mean, size=(count, num_experts))
+        random = np.random.default_rng(self.seed)
+        drawn = random.gamma(concentration * mean, size=(count, num_experts))
+        none = drawn.sum(axis=1) == 0  # near the limit all of a document's draws may be below the least number
+        drawn[none] = random.multinomial(1, mean, size=int(none.sum()))
         return _capped(drawn / drawn.sum(axis=1, keepdims=True), most)
 
     def busiest(self, tokens: Floats, model: Model, ranks: int) -> Floats:

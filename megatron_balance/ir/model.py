@@ -97,6 +97,10 @@ class Model:
                 raise ConfigError(f"model {self.name}: {what} {getattr(self, what)} of {self.num_layers} layers")
         if self.other_layers and not self.other_attention:
             raise ConfigError(f"model {self.name}: other_layers {self.other_layers} goes with other_attention")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"model {self.name}: experts_per_token {self.experts_per_token} of {self.num_experts} experts"
+            )
         for what in ("shared_ffn_size", "dense_layers"):
             if getattr(self, what) and not self.num_experts:
                 raise ConfigError(f"model {self.name}: {what} {getattr(self, what)} goes with num_experts")

@@ -5,18 +5,17 @@ Which sample comes when, a data set decides by itself; so the tokens of a few sa
 number, and digested. The one rank that reads them tells all others.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -188,7 +187,7 @@ def _of_samples(dataset: Any, args: argparse.Namespace, config: Any) -> dict[int
 
 
 class _Digest:
-    """Digest a sample's first tokens; of one without tokens, all that it holds."""
+    """Digest a sample's first tokens; of one without tokens, all that it holds, by 12 digits."""
 
     def __init__(self, pad: Any) -> None:
         self._pad = pad
@@ -196,7 +195,25 @@ class _Digest:
     def __call__(self, sample: Any) -> str:
         tokens = sample.get("tokens") if isinstance(sample, Mapping) else None
         if tokens is None:
-            return hashlib.sha256(repr(sample).encode()).hexdigest()[:8]
+            digest = hashlib.sha256()
+            for each in _leaves(sample):
+                digest.update(each)
+            return digest.hexdigest()[:12]
         flat = torch.as_tensor(cast("Tensor", tokens)).reshape(-1).long()
         kept = flat if self._pad is None else flat[flat != self._pad]
         return hashlib.sha256(kept[:FIRST_TOKENS].numpy().astype("<i8").tobytes()).hexdigest()[:8]
+
+
+def _leaves(sample: Any) -> Iterator[bytes]:
+    # Whole tensors and arrays, of which `repr` shows no more than a few.
+    match sample:
+        case Mapping():
+            for key, value in cast("Mapping[Any, Any]", sample).items():
+                yield from (repr(key).encode(), *_leaves(value))
+        case list() | tuple():
+            for value in cast("Sequence[Any]", sample):
+                yield from _leaves(value)
+        case torch.Tensor() | np.ndarray():
+            yield f"{sample.dtype} {tuple(sample.shape)} {sample.tolist()}".encode()
+        case _:
+            yield repr(sample).encode()

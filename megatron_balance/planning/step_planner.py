@@ -304,7 +304,12 @@ class PlanAhead:
             log.warning("the planning process %s, once more; planning on the spot from here on", why)
             return
         log.warning("the planning process %s; planning this step on the spot, and starting another process", why)
-        self._process = _Process(self._spec)
+        self._longest_s = None  # the new one also takes its time to start
+        try:
+            self._process = _Process(self._spec)
+        except OSError as error:
+            self._process = None
+            log.warning("no other process can be started (%s); planning on the spot from here on", error.strerror)
 
 
 def write_frame(stream: IO[bytes], number: int, body: bytes) -> None:

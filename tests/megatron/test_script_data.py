@@ -186,6 +186,12 @@ def test_of_another_data_set_its_samples_are_known(caplog: pytest.LogCaptureFixt
     assert one.changes(identity(Own(rows[:4])), 4) == []
     assert "sample 0 has other tokens (3 of 3" in one.changes(identity(Own(rows[1:])), 3)[0]
     assert identity(Own([(1, 2), (3, 4)])).samples != identity(Own([(1, 2), (3, 5)])).samples
+    long = torch.arange(5000)
+    changed = long.clone()
+    changed[2500] = 0
+    assert identity(Own([{"input_ids": long}])).samples != identity(Own([{"input_ids": changed}])).samples
+    old = DataIdentity.of_script(one.facts, {}, {0: "0" * 8})
+    assert old.changes(DataIdentity.of_script(one.facts, {}, {0: "0" * 12}), 1) == [], "two kinds of digest"
     assert not caplog.records
     for dataset, args, reason in (
         (Own(rows, draws=True), {}, "it gives other tokens each time"),

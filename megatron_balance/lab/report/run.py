@@ -4,8 +4,6 @@ the plans predicted.
 Its `steps.jsonl` is read with care: a run may have been killed, restarted, or made by older code.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -236,6 +234,7 @@ def real_batches(path: Path) -> RealBatches:
         )
     usual = Counter(len(step["lengths"]) for step in known).most_common(1)[0][0]
     known = [step for step in known if len(step["lengths"]) == usual]
+    known = known[WARM_UP:] if len(known) >= 3 * WARM_UP else known
     count = min(MOST_STEPS, len(known))
     chosen = [known[at * (len(known) - 1) // max(1, count - 1)] for at in range(count)]
     return RealBatches(
@@ -385,12 +384,15 @@ def _compared(runs: Sequence[_LoggedRun]) -> Figures:
     both = [(first[step]["loss"], second[step]["loss"]) for step in common]
     losses = [pair for pair in both if None not in pair]
     apart = max((abs(x - y) / max(abs(x), abs(y), 1e-30) for x, y in losses), default=None)
-    same = all(first[s].get(key) == second[s].get(key) for s in common for key in ("num_tokens", "num_sequences"))
+    seen = [
+        [tuple(run[s].get(key) for key in ("num_tokens", "num_sequences")) for s in common] for run in (first, second)
+    ]
+    same = seen[0] == seen[1] and not any(None in each for each in seen[0])
     said = _versus(a, b, times, ratio)
     if apart is not None:
         said += f" The losses of a step differ by at most {apart:.1e} of themselves."
     if not same:
-        said += " The two runs did not see the same sequences step by step, so their times compare only on average."
+        said += " The two runs are not known to have seen the same sequences, so their times compare only on average."
     return {
         "kind": "measured",
         "common_steps": len(common),
@@ -468,10 +470,9 @@ def _sentence(run: Figures, parts: dict[str, float], closest: str | None) -> str
         case "plan_wait":
             return f"{what}, and waiting for plans limits it: {share} of it."
         case "computing" | "imbalance":
-            return (
-                f"{what}. Computing limits it: by the plans' predictions (simulated) "
-                f"{page.percent((parts['computing'] + parts['imbalance']) / step_ms)} of it."
-            )
+            computing = page.percent((parts["computing"] + parts["imbalance"]) / step_ms)
+            but = f", most of that ({share}) waiting for the fullest rank" if largest == "imbalance" else ""
+            return f"{what}. Computing limits it: by the plans' predictions (simulated) {computing} of it{but}."
         case _:
             if run["means"]["predicted_ms"] is None:
                 return f"{what}; the log holds no prediction to hold it against." + _followed(run, closest)

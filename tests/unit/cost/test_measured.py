@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_balance.config import CONFIGS, load_cluster, load_model, names
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Host
 from megatron_balance.cost.measured import MeasuredCost, PairGrid, split_masks
-from megatron_balance.cost.modules import layer_modules
+from megatron_balance.cost.modules import layer_modules, model_flops
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.cost.table import BesideTable, HostTable, LinkTable, load_table, save_table
@@ -337,6 +338,8 @@ def test_the_modules_flops_are_those_that_the_model_states(name: str) -> None:
     model = load_model(name)
     router = 2 * model.hidden_size * model.num_experts
     assert sum(module.flops for module in layer_modules(model)) == pytest.approx(model.linear_flops_per_token + router)
+    travels = replace(model, latent_travels=model.latent_rank > 0)
+    assert model_flops(travels, [512]) == pytest.approx(model_flops(model, [512])), "launches make keys of latents"
 
 
 def test_the_models_of_the_five_papers_are_there() -> None:

@@ -126,6 +126,11 @@ def test_documents_deviate_by_the_spread_and_visit_no_expert_twice():
         shares = ExpertLoad(spread=spread).of_documents(5000, MOE)
         assert shares.sum(axis=1) == pytest.approx(np.ones(5000))
         assert 8 * shares.std(axis=0).mean() == pytest.approx(found, rel=0.03)
+    assert np.isfinite(
+        ExpertLoad(spread=np.sqrt(7) * (1 - 1e-5)).of_documents(100, replace(MOE, experts_per_token=1))
+    ).all()
+    with pytest.raises(ConfigError, match="experts_per_token 0 of 8 experts"):
+        replace(MOE, experts_per_token=0)
     apart = ExpertLoad(spread=1.7).of_documents(5000, MOE)
     assert apart.sum(axis=1) == pytest.approx(np.ones(5000))
     assert apart.max() == pytest.approx(0.5)

@@ -158,6 +158,7 @@ def test_a_process_that_is_gone_is_started_once_more_and_then_never(
             ahead.submit(key, FITS, EMPTY)
             assert ahead.take(key, timeout_s=1.0) is None
             if key == 1:
+                assert ahead._patience_s == step_planner.PATIENCE_S, "a process that starts once more takes as long"
                 ahead.submit("unchained", FITS)
                 assert ahead.take("unchained") is None, "it follows a step that nobody planned"
                 ahead.submit("again", FITS, EMPTY)

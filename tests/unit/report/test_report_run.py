@@ -260,7 +260,10 @@ def test_runs_of_other_data_or_other_steps_are_said_to_be(tmp_path):
     one = write(tmp_path / "one", [record(1), record(2)])
     other = write(tmp_path / "other", [record(1), record(2, num_tokens=5000)])
     later = write(tmp_path / "later", [record(7)])
-    assert "did not see the same sequences" in run.document([one, other])["compared"]["sentence"]
+    assert "not known to have seen the same sequences" in run.document([one, other])["compared"]["sentence"]
+    bare = [{key: value for key, value in record(1).items() if key != "num_tokens"}]
+    unknown = [write(tmp_path / name, bare) for name in ("a", "b")]
+    assert not run.document(unknown)["compared"]["same_data"], "nobody counted"
     assert "no step in common" in run.document([one, later])["compared"]["sentence"]
     assert main(["report", "--steps", str(one), "--steps", str(later), "--out", str(tmp_path / "r.html")]) == 0
 
