@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,8 @@ TORCH = (2, 8)
 MEGATRON_CORE = "0.19.2"
 # The advice about training on a Python that Megatron does not run on.
 TRAIN_ELSEWHERE = (
-    "python3.12 -m venv .venv && .venv/bin/pip install 'megatron-balance[train]' (before 3.12 pip leaves torch and "
-    "megatron-core out of [train] without a word)"
+    "python3.12 -m venv .venv && .venv/bin/pip install 'megatron-balance[train]'  # before 3.12 pip leaves torch and "
+    "megatron-core out of [train] without a word"
 )
 # Versions, or their beginnings, whose sources the patches were reviewed against.
 MEGATRON_REVIEWED = ("0.18.2", "0.19.")
@@ -102,6 +103,10 @@ def run(args: argparse.Namespace) -> int:
     """Look at every part of the stack; 0 also when parts are missing: not everybody needs all."""
     if args.reviewed is not None and not args.patches:
         raise ConfigError("--reviewed DIR: belongs to --patches; give both")
+    given = {"--patches": args.patches, "--write-cluster": args.write_cluster, "--config": args.config}
+    alone = [option for option, value in given.items() if value]
+    if len(alone) > 1 or (args.patches and args.json):
+        raise ConfigError(f"{' and '.join(alone)}: each goes alone{', --patches without --json' * args.json}")
     if args.patches:
         return _patches(args.reviewed)
     if args.write_cluster is not None:
@@ -137,7 +142,7 @@ def _memory_lines(config: Path) -> list[str]:
 
 
 def _patches(reviewed: Path | None) -> int:
-    if _version("megatron-core") is None and importlib.util.find_spec("megatron") is None:
+    if _core_version() is None:
         raise ConfigError(f"--patches: no Megatron here; pip install --no-deps megatron-core=={MEGATRON_CORE}")
     if reviewed is not None and not (reviewed / "megatron" / "core").is_dir():
         raise ConfigError(f"--reviewed {reviewed}: expected a folder with megatron/core in it")
@@ -184,7 +189,7 @@ def _training() -> list[Check]:
     mend_torch = "pip install 'megatron-balance[train]'" if new_enough else TRAIN_ELSEWHERE
     mend_core = f"pip install --no-deps megatron-core=={MEGATRON_CORE}" if new_enough else TRAIN_ELSEWHERE
     torch = _probe_torch()
-    core = _version("megatron-core")
+    core = _core_version()
     core_status: Status = "missing" if core is None else "ok" if core.startswith(MEGATRON_REVIEWED) else "wrong"
     core_mend = "" if core_status == "ok" else mend_core
     broken = str(torch.get("error", "")) if torch else ""
@@ -225,7 +230,7 @@ def _kernels(torch: dict[str, Any]) -> list[Check]:
 
 
 def _optional() -> list[Check]:
-    engine = "--no-build-isolation 'megatron-balance[te]' (with CUDA 12: [te_cu12])"
+    engine = "--no-build-isolation 'megatron-balance[te]'  # with CUDA 12: [te_cu12]"
     parts = {
         "transformer-engine": ("transformer-engine", engine),
         "apex": ("apex", "--no-build-isolation git+https://github.com/NVIDIA/apex@25.09"),
@@ -249,7 +254,8 @@ def _namespaces() -> Check:
         return Check(name, "optional", "missing", sys.platform, wanted, "emulated clusters need Linux")
     try:
         probe = _probe(NAMESPACE_PROBE)
-        refused = probe.stderr.strip().splitlines()[-1:] if probe.returncode else []
+        said = probe.stderr.strip().splitlines()[-1:] or [f"ended with code {probe.returncode}"]
+        refused = said if probe.returncode else []
     except (OSError, subprocess.TimeoutExpired) as error:
         refused = [str(error)]
     if refused:
@@ -297,6 +303,17 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _core_version() -> str | None:
+    """Of Megatron-core, also where it is on the path without metadata, as in images."""
+    found = _version("megatron-core")
+    if found is not None or importlib.util.find_spec("megatron") is None:
+        return found
+    core = importlib.util.find_spec("megatron.core")
+    info = None if core is None or core.origin is None else Path(core.origin).with_name("package_info.py")
+    text = info.read_text(encoding="utf-8") if info is not None and info.is_file() else ""
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)) or None
 
 
 def _show(checks: list[Check], ready: dict[str, bool]) -> None:

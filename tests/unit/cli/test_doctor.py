@@ -24,6 +24,7 @@ def stack(monkeypatch):
 
         monkeypatch.setattr(importlib.metadata, "version", version)
         monkeypatch.setattr(doctor, "_probe_torch", lambda: torch or {})
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: None)
         return {check.name: check for check in doctor.examine()}
 
     return have
@@ -106,6 +107,14 @@ def test_namespaces_are_probed_in_another_process(stack, monkeypatch):
     monkeypatch.setattr(doctor, "NAMESPACE_PROBE", "raise SystemExit('Operation not permitted')")
     check = stack()["network namespaces"]
     assert (check.status, check.found) == ("wrong", "refused: Operation not permitted")
+    monkeypatch.setattr(doctor, "NAMESPACE_PROBE", "import os; os.kill(os.getpid(), 9)")
+    assert stack()["network namespaces"].found == "refused: ended with code -9"
+
+
+def test_a_megatron_on_the_path_without_metadata_is_there(monkeypatch):
+    pytest.importorskip("megatron.core")
+    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    assert doctor._core_version() == importlib.metadata.version("megatron-core")
 
 
 def test_the_attention_kernels_are_listed_with_their_devices(stack):
@@ -154,6 +163,7 @@ def test_what_differs_is_asked_of_a_folder_with_a_reviewed_megatron(run, tmp_pat
     assert (code, "expected a folder with megatron/core in it" in err) == (2, True)
     code, _, err = run("doctor", "--reviewed", str(tmp_path))
     assert (code, "belongs to --patches" in err) == (2, True)
+    assert "--patches and --config: each goes alone" in run.error("doctor", "--patches", "--config", "x.yaml")
 
 
 # `doctor --write-cluster`: what nvidia-smi and /sys say of a node, as a cluster file that loads; on
