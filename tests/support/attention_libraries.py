@@ -1,10 +1,8 @@
-"""Stand-ins for flash-attn 2 and 3 and Transformer Engine: their functions by name and signature,
-with the plain formula behind.
+"""Flash-attn 2 and 3 and Transformer Engine by names and signatures, with the plain formula behind."""
 
-Signatures: flash-attn v2.8.3, `flash_attn/flash_attn_interface.py`; flash-attn 3,
-`hopper/flash_attn_interface.py` of the same tag and of main (August 2026, commit 0251105a);
-Transformer Engine v2.9 and v2.18, `transformer_engine/pytorch/cpp_extensions/fused_attn.py`.
-"""
+# Signatures: flash-attn v2.8.3, `flash_attn/flash_attn_interface.py`; flash-attn 3,
+# `hopper/flash_attn_interface.py` of the same tag and of main (August 2026, commit 0251105a);
+# Transformer Engine v2.9 and v2.18, `transformer_engine/pytorch/cpp_extensions/fused_attn.py`.
 
 from types import ModuleType
 from typing import Any
@@ -20,9 +18,8 @@ padded_statistics = False
 
 
 def entries_of(at: CuSeqlens) -> Entries:
-    """The entries of one launch. They are what a kernel can be given: int32, and the largest are
-    the largest.
-    """
+    # The entries of one launch. They are what a kernel can be given: int32, and the largest are the
+    # largest.
     assert at.cu_q.dtype == at.cu_k.dtype == torch.int32
     q, k = at.cu_q.tolist(), at.cu_k.tolist()
     assert at.max_q == max(b - a for a, b in zip(q, q[1:], strict=False))
@@ -33,8 +30,7 @@ def entries_of(at: CuSeqlens) -> Entries:
 
 
 class ByFormula:
-    """Calls of `runtime.kernels`' libraries, counted. LSE strided as FlashAttention leaves it."""
-
+    # Calls of `runtime.kernels`' libraries, counted. LSE strided as FlashAttention leaves it.
     def __init__(self) -> None:
         self.forwards = self.backwards = 0
 
@@ -83,7 +79,7 @@ def _flash_backward(
 
 
 def _module(name: str, **content: Any) -> dict[str, ModuleType]:
-    """A module and those above it, by name."""
+    # A module and those above it, by name.
     made: dict[str, ModuleType] = {}
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):

@@ -22,7 +22,6 @@ EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "dit.py"
 
 
 def example() -> ModuleType:
-    """The example as a module."""
     if "dit_example" not in sys.modules:
         spec = importlib.util.spec_from_file_location("dit_example", EXAMPLE)
         assert spec is not None
@@ -33,13 +32,13 @@ def example() -> ModuleType:
 
 
 def arguments(topology: str = "g2n1+g1n2", planner: str = "", **others: Any) -> argparse.Namespace:
-    """Of the example; fewer samples than two a rank."""
+    # Of the example; fewer samples than two a rank.
     given: dict[str, Any] = {"checkpoint": False, "ddp": False, "compile": "", "accumulate": 1, "steps": 20, **others}
     return argparse.Namespace(**{"samples": 7, "ranks": 4, "topology": topology, "planner": planner, **given})
 
 
 def of(way: Way) -> argparse.Namespace:
-    """The arguments for a way, whose planner is one's name or a topology."""
+    # The arguments for a way, whose planner is one's name or a topology.
     placed = {"planner": way.planner} if way.planner in PLANNERS else {"topology": way.planner}
     return arguments(
         **placed,
@@ -52,7 +51,7 @@ def of(way: Way) -> argparse.Namespace:
 
 
 def reference(given: argparse.Namespace) -> Trained:
-    """Every sample by itself on one rank, no torch.distributed."""
+    # Every sample by itself on one rank, no torch.distributed.
     dit = example()
     torch.manual_seed(0)
     model = dit.Dit()
@@ -72,7 +71,7 @@ def reference(given: argparse.Namespace) -> Trained:
 
 
 def train(world: World, ways: Sequence[argparse.Namespace]) -> list[Trained]:
-    """Train in each of `ways` on all ranks of the world."""
+    # Train in each of `ways` on all ranks of the world.
     dit = example()
     found: list[Trained] = []
     for way in ways:
@@ -101,14 +100,13 @@ def _note(done: Trained, model: nn.Module) -> None:
 
 
 def run_example(world: World, arguments: Sequence[str]) -> str:
-    """As `torch_jobs.run_example`; the pictures that were read stay read."""
+    # As `torch_jobs.run_example`; the pictures that were read stay read.
     return printed_by(example().main, [str(EXAMPLE), *arguments])
 
 
 def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]]]) -> list[list[Tensor]]:
-    """Route and its inverse, and head exchange and its inverse, with gradients, for each topology
-    and lengths by rank; tensors that are to be zero.
-    """
+    # Route and its inverse, and head exchange and its inverse, with gradients, for each topology
+    # and lengths by rank; tensors that are to be zero.
     from megatron_balance.torch.knapformer import GroupBalancer
 
     balancers: dict[str, GroupBalancer] = {}
@@ -141,9 +139,8 @@ def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]
 
 
 def mistakes(world: World) -> list[str]:
-    """Errors: of calls that are wrong on all ranks, before anything is sent, and of lengths that are
-    wrong on rank 2 alone.
-    """
+    # Errors: of calls that are wrong on all ranks, before anything is sent, and of lengths that are
+    # wrong on rank 2 alone.
     from megatron_balance.torch.knapformer import GroupBalancer
 
     balancer, x = GroupBalancer("g2n1+g1n2", ranks_per_node=2), torch.zeros(5, 3, 4)
@@ -172,7 +169,7 @@ def mistakes(world: World) -> list[str]:
 
 
 def attention(world: World, topology: str, by_rank: Sequence[Sequence[int]]) -> float:
-    """The largest difference of outputs and gradients from attention of every sequence alone."""
+    # The largest difference of outputs and gradients from attention of every sequence alone.
     dit = example()
     from megatron_balance.torch.knapformer import GroupBalancer
 

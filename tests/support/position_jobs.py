@@ -127,8 +127,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model under a planner. `lengths`: of the documents of all ranks."""
-
+    # A model under a planner. `lengths`: of the documents of all ranks.
     model: str
     lengths: tuple[int, ...] = (40, 7, ORIGINAL, ORIGINAL + 1, 25)
     planner: str = "te_ring"
@@ -147,7 +146,7 @@ class Case:
 
 
 def make(case: Case) -> Any:
-    """The model, with eager attention."""
+    # The model, with eager attention.
     import transformers
 
     name, given = CONFIGS[case.model]
@@ -163,7 +162,7 @@ def make(case: Case) -> Any:
 
 
 def documents(case: Case) -> list[tuple[Tensor, Tensor]]:
-    """Tokens, among them the padding token, and labels."""
+    # Tokens, among them the padding token, and labels.
     g = torch.Generator().manual_seed(3)
     tokens = [torch.randint(0, VOCABULARY, (n,), generator=g) for n in case.lengths]
     for each in tokens:
@@ -172,9 +171,8 @@ def documents(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 
 def alone(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Logits of each document, alone in a model that has seen no other, and gradients of the sum of
-    losses.
-    """
+    # Logits of each document, alone in a model that has seen no other, and gradients of the sum of
+    # losses.
     logits: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
     fresh = make(case)
@@ -190,9 +188,8 @@ def alone(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 def differences(world: World, cases: Sequence[Case]) -> list[tuple[float, float] | str]:
-    """Of each case, the largest difference of logits, and of gradients over a parameter's largest one;
-    or the error. The same on all ranks.
-    """
+    # Of each case, the largest difference of logits, and of gradients over a parameter's largest
+    # one; or the error. The same on all ranks.
     return [_differences(world, case) for case in cases]
 
 
@@ -217,7 +214,7 @@ def balancer_of(case: Case) -> SequenceBalancer:
 
 
 def balanced(case: Case) -> Any:
-    """The model as a user of balanced attention makes it."""
+    # The model as a user of balanced attention makes it.
     import transformers
 
     before = make(case)
@@ -270,9 +267,8 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def stay_as_they_were(world: World, model: str) -> list[float]:
-    """Largest differences, after two balanced batches, of what the model computes without a batch: a
-    long document and a short one behind it, against a model that never saw a batch.
-    """
+    # Largest differences, after two balanced batches, of what the model computes without a batch: a
+    # long document and a short one behind it, against a model that never saw a batch.
     case = Case(model)
     with balancer_of(case) as balancer:
         used = balanced(case)
@@ -289,7 +285,7 @@ def stay_as_they_were(world: World, model: str) -> list[float]:
 
 
 def on_one_batch(world: World, model: str) -> list[str]:
-    """Errors of two models on one batch, the second untreated; "": none."""
+    # Errors of two models on one batch, the second untreated; "": none.
     case = Case(model)
     with balancer_of(case) as balancer:
         batch = balancer.evaluate(documents(case)[world.rank :: world.size])

@@ -1,7 +1,6 @@
-"""A GPU where only calls are looked at: streams that carry nothing, a kernel that computes nothing,
-and one rank's attention call on them with its copies of tables counted (`count`): all else is
-training's, and since stand-ins do nothing no other rank is needed.
-"""
+"""A GPU where only calls are looked at: streams that carry nothing, a kernel that computes nothing."""
+
+# Since stand-ins do nothing, one rank's attention call needs no other rank (`count`).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +25,7 @@ from megatron_balance.runtime.pool import BufferPool
 
 
 class SilentStream:
-    """See `runtime.cuda.Stream`."""
-
+    # See `runtime.cuda.Stream`.
     def wait(self, event: Any) -> None: ...
 
     def batch(self, transfers: Sequence[StreamMessage]) -> None: ...
@@ -43,8 +41,7 @@ class SilentStream:
 
 
 class SilentStreams:
-    """See `runtime.cuda.Streams`."""
-
+    # See `runtime.cuda.Streams`.
     def of(self, name: str) -> SilentStream:
         del name
         return SilentStream()
@@ -55,8 +52,7 @@ class SilentStreams:
 
 
 class ShapeKernel(PlainKernel):
-    """Results of the right shapes, in the type of the queries; LSE in fp32."""
-
+    # Results of the right shapes, in the type of the queries; LSE in fp32.
     def forward(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         del k, v, scale
         return q.new_empty(entries.num_q, *q.shape[1:]), torch.empty(entries.num_q, q.shape[1])
@@ -78,8 +74,7 @@ HEAD_DIM = 8
 
 @dataclass
 class Copies:
-    """Copies of tables from host to device, and launches of the mover."""
-
+    # Copies of tables from host to device, and launches of the mover.
     at_bind: int = 0
     in_layers: int = 0
     bound: bool = False
@@ -87,8 +82,7 @@ class Copies:
 
 
 class _Calls:
-    """An attention library whose kernels write nothing."""
-
+    # An attention library whose kernels write nothing.
     def forward(self, _at: CuSeqlens, q: Tensor, _k: Tensor, _v: Tensor, _scale: float) -> tuple[Tensor, Tensor]:
         return torch.empty_like(q), torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32).T
 
@@ -99,8 +93,7 @@ class _Calls:
 
 
 class _Kernel:
-    """A Triton kernel that is not compiled."""
-
+    # A Triton kernel that is not compiled.
     def __init__(self, name: str, copies: Copies) -> None:
         self.name, self.copies = name, copies
 
@@ -156,10 +149,9 @@ def _layer(bound: Bound, *, strided: bool) -> None:
 
 
 def count(plan: MicrobatchPlan, rank: int, policy: Policy, wire: GradientWire, *, strided: bool) -> Copies:
-    """Bind the plan for `rank` and run a layer, forward and backward.
-
-    `strided`: queries, keys and values have gaps between rows.
-    """
+    # Bind the plan for `rank` and run a layer, forward and backward.
+    #
+    # `strided`: queries, keys and values have gaps between rows.
     copies = Copies()
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, HEAD_DIM)
     with _stand_ins(copies):

@@ -1,9 +1,7 @@
-"""The Triton mover's launches compiled for a Hopper GPU, with no GPU here: what their PTX holds, as
-JSON. Run as a module.
+"""The Triton mover's launches compiled for a Hopper GPU, with no GPU here: their PTX, as JSON."""
 
-Only the driver is stood in for; the arguments go through Triton's own specialisation, as they would
-for a launch.
-"""
+# Only the driver is stood in for; the arguments go through Triton's own specialisation, as they
+# would for a launch.
 
 import json
 import re
@@ -22,8 +20,7 @@ MERGED_DIMS = (16, 32, 64, 80, 128, 192, 256)
 
 
 class Hopper:
-    """As much of a driver as compiling takes."""
-
+    # As much of a driver as compiling takes.
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
@@ -35,8 +32,7 @@ class Hopper:
 
 
 class Compiled:
-    """A kernel that is compiled instead of launched."""
-
+    # A kernel that is compiled instead of launched.
     def __init__(self, kernel: Any, found: dict[str, str]) -> None:
         self.kernel, self.found = kernel, found
 
@@ -80,7 +76,7 @@ def main() -> None:
 
 
 def merged(moved: mover.TritonMover, dim: int, found: dict[str, str]) -> dict[str, int] | str:
-    """Counts of a merge of heads of `dim` elements, or why it does not compile."""
+    # Counts of a merge of heads of `dim` elements, or why it does not compile.
     part = mover.partial_of(torch.zeros((1, 1, dim), dtype=torch.bfloat16), torch.zeros((1, 1)))
     try:
         mover._merge_parts(moved, [part] * 2, torch.empty((1, 1, dim), dtype=torch.bfloat16), torch.empty((1, 1)))
@@ -90,7 +86,7 @@ def merged(moved: mover.TritonMover, dim: int, found: dict[str, str]) -> dict[st
 
 
 def counted(ptx: str) -> dict[str, int]:
-    """`narrow_data`: accesses of single bf16 values; `wide_offsets`: multiplications into 64 bits."""
+    # `narrow_data`: accesses of single bf16 values; `wide_offsets`: multiplications into 64 bits.
     patterns = {
         "wide_loads": r"ld\.global[.\w]*\.v4\.b32",
         "wide_stores": r"st\.global[.\w]*\.v4\.b32",

@@ -1,6 +1,6 @@
-"""Variants of the Triton kernels that attention calls would have compiled for a Hopper GPU, and those
-built at the start, as JSON. Run as a module; nothing is compiled.
-"""
+"""Variants of the Triton kernels that calls launch, and those built at the start, as JSON."""
+
+# For a Hopper GPU; nothing is compiled.
 
 import json
 from collections.abc import Callable
@@ -46,8 +46,7 @@ def main() -> None:
         return True  # do not compile
 
     class Looked(stand_ins.TritonLaunch):
-        """A launch that is recorded, and looked up among the compiled ones."""
-
+        # A launch that is recorded, and looked up among the compiled ones.
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             noted, kernel = super().__getitem__(grid), getattr(kernels, self.name)
 

@@ -1,7 +1,6 @@
-"""Other projects' files that `scripts/setup_env.sh` unpacked, and signatures read from them.
+"""Other projects' files that `scripts/setup_env.sh` unpacked, and signatures read from them."""
 
-Signatures are read, not imported: their packages need a GPU, and libraries of their own.
-"""
+# Signatures are read, not imported: their packages need a GPU, and libraries of their own.
 
 import ast
 import sys
@@ -16,8 +15,7 @@ TRANSFORMER_ENGINE, FLASH_ATTN_4 = "transformer_engine-2.17.1", "flash_attn_4-4.
 
 
 class NotLiteral:
-    """A default that is an expression."""
-
+    # A default that is an expression.
     def __repr__(self) -> str:
         return "..."
 
@@ -26,23 +24,21 @@ NOT_LITERAL = NotLiteral()
 
 
 def folder(wheel: str) -> Path:
-    """The folder of a wheel; the test skips where the wheel could not be had."""
+    # The folder of a wheel; the test skips where the wheel could not be had.
     if not (FOLDER / wheel).is_dir():
         pytest.skip(f"{wheel} is not unpacked in {FOLDER}: scripts/setup_env.sh fetches it from the package index")
     return FOLDER / wheel
 
 
 def parsed(wheel: str, path: str) -> ast.Module:
-    """A file of a wheel; the test skips where the wheel could not be had."""
+    # A file of a wheel; the test skips where the wheel could not be had.
     return ast.parse((folder(wheel) / path).read_text(encoding="utf-8"))
 
 
 def found(module: ast.Module, name: str) -> ast.AST:
-    """A function or class by name, `Class.method` too, or the value of a top-level name.
-
-    Raises:
-        AssertionError: it is not there.
-    """
+    # A function or class by name, `Class.method` too, or the value of a top-level name.
+    #
+    # Raises: AssertionError: it is not there.
     body: list[ast.stmt] = module.body
     node: ast.AST | None = None
     for part in name.split("."):
@@ -58,7 +54,7 @@ def _assigned(node: ast.stmt) -> str | None:
 
 
 def signature(module: ast.Module, name: str) -> Signature:
-    """A function's parameters, defaults that are literals with their values."""
+    # A function's parameters, defaults that are literals with their values.
     function = found(module, name)
     assert isinstance(function, ast.FunctionDef), name
     given = function.args
@@ -89,7 +85,7 @@ def _parameter(arg: ast.arg, default: ast.expr | None, kind: Any) -> Parameter:
 
 
 def keys(module: ast.Module, name: str) -> set[str]:
-    """String keys of a top-level dictionary, and the attributes among its keys by their last name."""
+    # String keys of a top-level dictionary, and the attributes among its keys by their last name.
     value = found(module, name)
     assert isinstance(value, ast.Dict), name
     return {ast.unparse(key).strip("'\"") for key in value.keys if key is not None}
