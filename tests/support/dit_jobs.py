@@ -3,7 +3,7 @@
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_balance.errors import BalanceError
 from megatron_balance.planners import PLANNERS
-from tests.support.pool import World
+from tests.support.pool import World, said
 from tests.support.torch_jobs import CountGraphs, Trained, Way, compiling, printed_by
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "dit.py"
@@ -144,28 +143,16 @@ def mistakes(world: World) -> list[str]:
     from megatron_balance.torch.knapformer import GroupBalancer
 
     balancer, x = GroupBalancer("g2n1+g1n2", ranks_per_node=2), torch.zeros(5, 3, 4)
-    told: list[str] = []
-
-    def tell(call: Callable[..., object], *given: Any) -> None:
-        try:
-            call(*given)
-        except BalanceError as error:
-            told.append(str(error))
-
-    tell(balancer.route, x)
+    told = [said(balancer.route, x)]
     balancer.plan_routing([5], 12)
-    tell(balancer.plan_routing, [5], 1.5)
-    tell(balancer.route, x, x)
-    tell(balancer.route, x[:4])
-    tell(balancer.route, x, [torch.tensor(3)])
+    told += [said(balancer.plan_routing, [5], 1.5), said(balancer.route, x, x), said(balancer.route, x[:4])]
+    told += [said(balancer.route, x, [torch.tensor(3)])]
     _, chunks, _ = balancer.route(x)
-    tell(balancer.reverse_route, chunks[1:])
-    tell(balancer.pre_attn, chunks, chunks.flatten(1), chunks)
-    tell(balancer.post_attn, x.new_zeros(99, 1, 4))
+    told += [said(balancer.reverse_route, chunks[1:]), said(balancer.pre_attn, chunks, chunks.flatten(1), chunks)]
+    told += [said(balancer.post_attn, x.new_zeros(99, 1, 4))]
     if world.rank < 2:  # a group of two ranks, three heads
-        tell(balancer.pre_attn, chunks, chunks, chunks)
-    tell(balancer.plan_routing, [1.5] if world.rank == 2 else [5], 12)
-    return told
+        told += [said(balancer.pre_attn, chunks, chunks, chunks)]
+    return [*told, said(balancer.plan_routing, [1.5] if world.rank == 2 else [5], 12)]
 
 
 def attention(world: World, topology: str, by_rank: Sequence[Sequence[int]]) -> float:

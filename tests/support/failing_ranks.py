@@ -6,6 +6,7 @@
 # by their hooks, with their exit code.
 
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -215,7 +216,9 @@ def fork(job: Callable[[SequenceBalancer], None], rank: int, port: int, said: Pa
 
 def main() -> None:
     torch.set_num_threads(1)
-    SequenceBalancer("te_ring", MODEL)([torch.arange(4)])  # imports what a step does, for all ranks
+    # What a step and a first backward import, for all ranks
+    SequenceBalancer("te_ring", MODEL)([torch.arange(4)])
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
     folder = Path(tempfile.mkdtemp(prefix="failing-"))  # not a block: ranks leave through it
     processes: dict[tuple[str, int], int] = {}
     gc.collect()

@@ -3,10 +3,10 @@
 # Signatures are read, not imported: their packages need a GPU, and libraries of their own.
 
 import ast
+import copy
+import inspect
 import sys
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,13 +14,8 @@ FOLDER = Path(sys.prefix) / "upstream"
 TRANSFORMER_ENGINE, FLASH_ATTN_4 = "transformer_engine-2.17.1", "flash_attn_4-4.0.0b11"
 
 
-class NotLiteral:
-    # A default that is an expression.
-    def __repr__(self) -> str:
-        return "..."
-
-
-NOT_LITERAL = NotLiteral()
+# Stands for a default that is an expression.
+NOT_LITERAL = "..."
 
 
 def folder(wheel: str) -> Path:
@@ -53,35 +48,25 @@ def _assigned(node: ast.stmt) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def signature(module: ast.Module, name: str) -> Signature:
+def signature(module: ast.Module, name: str) -> inspect.Signature:
     # A function's parameters, defaults that are literals with their values.
     function = found(module, name)
     assert isinstance(function, ast.FunctionDef), name
-    given = function.args
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
-    parameters = [
-        _parameter(arg, default, Parameter.POSITIONAL_OR_KEYWORD)
-        for arg, default in zip(positional, defaults, strict=True)
-    ]
-    if given.vararg is not None:
-        parameters.append(Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL))
-    parameters += [
-        _parameter(arg, default, Parameter.KEYWORD_ONLY)
-        for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    ]
-    if given.kwarg is not None:
-        parameters.append(Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD))
-    return Signature(parameters)
+    given = copy.deepcopy(function.args)
+    for each in ast.walk(given):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    given.defaults = [_literal(each) for each in given.defaults]
+    given.kw_defaults = [each and _literal(each) for each in given.kw_defaults]
+    return inspect.signature(eval(ast.unparse(ast.Lambda(given, ast.Constant(None)))))
 
 
-def _parameter(arg: ast.arg, default: ast.expr | None, kind: Any) -> Parameter:
-    if default is None:
-        return Parameter(arg.arg, kind)
+def _literal(default: ast.expr) -> ast.expr:
     try:
-        return Parameter(arg.arg, kind, default=ast.literal_eval(default))
+        ast.literal_eval(default)
     except ValueError:
-        return Parameter(arg.arg, kind, default=NOT_LITERAL)
+        return ast.Constant(NOT_LITERAL)
+    return default
 
 
 def keys(module: ast.Module, name: str) -> set[str]:
