@@ -1,5 +1,4 @@
-"""The executor on real gloo ranks against the reference, for every planner: outputs, gradients, and
-what it counted."""
+"""The executor on real gloo ranks against the reference: values, gradients, and what it counted."""
 
 import functools
 import time
@@ -80,15 +79,15 @@ def assert_equals_reference(planned: MicrobatchPlan, head_dim: Widths, run: Run,
 
 @functools.lru_cache(maxsize=2)  # the runs of a test differ also in their types
 def truth_of(planned: MicrobatchPlan, head_dim: Widths, policy: Policy) -> tuple[reference.Result, list[Rows]]:
-    """Results of the reference for the plan, and the rows that each rank owns."""
+    # Results of the reference for the plan, and the rows that each rank owns.
     x = jobs.inputs(planned, head_dim)
     truth = reference.run(expand(planned, policy), x.q, x.k, x.v, x.scale, x.dout)
     return truth, [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
 
 
 def figures_are_what_ran(planned: MicrobatchPlan, head_dim: Widths, counters: list[dict[str, int]]) -> None:
-    """The fp32 run of one call: what `plan --json` predicts is what arrived, and each rank ran the
-    ops of its projection; between nodes ranks sent and received what the program says."""
+    # The fp32 run of one call: what `plan --json` predicts is what arrived, and each rank ran the
+    # ops of its projection; between nodes ranks sent and received what the program says.
     keys, values = jobs.split(head_dim)
     model = Model(planned.num_heads, planned.num_kv_heads, keys, bytes_per_element=4, value_dim=values)
     predicted = plan_statistics(planned, model)
@@ -114,8 +113,8 @@ def figures_are_what_ran(planned: MicrobatchPlan, head_dim: Widths, counters: li
 def bytes_between_nodes_are_the_programs(
     program: Program, model: Model, planned: MicrobatchPlan, counters: list[dict[str, int]]
 ) -> bool:
-    """Whether that can be said: who sends how much in a collective is the backend's business, and the
-    emulated cluster's counters show it."""
+    # Whether that can be said: who sends how much in a collective is the backend's business, and
+    # the emulated cluster's counters show it.
     if any(isinstance(op, Exchange) and op.collective != "p2p" for op in (*program.forward, *program.backward)):
         return False
     moved = traffic(program, Payload.of(model), ranks_per_node=planned.ranks_per_node)
@@ -127,7 +126,7 @@ def bytes_between_nodes_are_the_programs(
 
 @pytest.mark.parametrize("planner", EACH)
 def test_gradients_that_travel_in_bf16_differ_by_its_rounding(pool: Pool, planner: str) -> None:
-    """Half the bytes between nodes, as the wire format says; the output and LSE are not touched."""
+    # Half the bytes between nodes, as the wire format says; the output and LSE are not touched.
     planned = plan(planner, SOME)
     runs = [Run(policy, gradient_wire=wire) for policy in POLICIES for wire in ("fp32", "bf16")]
     per_rank = pool.run(jobs.attend, 4, planned, 8, runs)
@@ -148,8 +147,8 @@ def test_gradients_that_travel_in_bf16_differ_by_its_rounding(pool: Pool, planne
 
 @pytest.mark.parametrize("planner", EACH)
 def test_one_bound_plan_serves_many_calls_at_once(pool: Pool, planner: str) -> None:
-    """Layers share a bound plan: their forwards come before their backwards, nothing is mixed up,
-    and each is counted; their tensors need not be contiguous."""
+    # Layers share a bound plan: their forwards come before their backwards, nothing is mixed up,
+    # and each is counted; their tensors need not be contiguous.
     planned = plan(planner, SOME)
     ways = [Run(policy, "float64", calls, strided=calls > 1) for policy in POLICIES for calls in (1, 3)]
     per_rank = pool.run(jobs.attend, 4, planned, 8, ways)
@@ -166,7 +165,7 @@ def test_one_bound_plan_serves_many_calls_at_once(pool: Pool, planner: str) -> N
 def test_a_second_backward_adds_its_gradients_though_another_batch_ran_between(
     pool: Pool, planner: str, segments: bool
 ) -> None:
-    """`retain_graph=True` keeps what was received, and the backward without it lets that go."""
+    # `retain_graph=True` keeps what was received, and the backward without it lets that go.
     planned = plan(planner, SOME)
     other = plan(planner, replace(SOME, batch=Batch((21, 50, 42))))
     per_rank = pool.run(jobs.attend_again, 4, planned, other, segments)
@@ -187,7 +186,7 @@ def test_a_second_backward_adds_its_gradients_though_another_batch_ran_between(
     "planner", ["te_ring", "distca", "zeppelin, rule groups", "random_shares", "random_once_per_node"]
 )
 def test_sources_that_come_late_at_random_change_no_bit(pool: Pool, planner: str) -> None:
-    """Head rings, waves, dispatches: sums are made in the program's order, not as their parts come."""
+    # Head rings, waves, dispatches: sums are made in the program's order, not as their parts come.
     planned = plan(planner, replace(SOME, routing=(1, 1)))
     for run in EITHER_WAY:
         for ran in pool.run(jobs.attend_late, 4, planned, 8, run, range(4)):
@@ -197,8 +196,8 @@ def test_sources_that_come_late_at_random_change_no_bit(pool: Pool, planner: str
 
 
 def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
-    """Collectives in the pool and in a node, point-to-point in a ring, and a zone on one rank:
-    counted where they run."""
+    # Collectives in the pool and in a node, point-to-point in a ring, and a zone on one rank:
+    # counted where they run.
     zones = (
         by_hand.ring(range(8), 0, name="inter_node"),
         by_hand.zone("inter_node", "head_exchange_once", range(8), [1]),
@@ -220,7 +219,7 @@ def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
 
 
 def test_half_precision_comes_close(pool: Pool) -> None:
-    """bf16 keeps 8 bits: a hundredth of the largest value, with partials merged in fp32."""
+    # bf16 keeps 8 bits: a hundredth of the largest value, with partials merged in fp32.
     planned = strategies.random_task_table(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
     per_rank = pool.run(jobs.attend, 4, planned, 8, (Run("keep", "bfloat16"), Run("keep", "float64")))
     for name in ("out", "q_grad", "k_grad", "v_grad"):
@@ -230,7 +229,7 @@ def test_half_precision_comes_close(pool: Pool) -> None:
 
 
 def test_a_rank_without_tokens_still_serves_the_others(pool: Pool) -> None:
-    """Ranks 1 and 2 hold nothing, yet rank 2 attends a tile for rank 0."""
+    # Ranks 1 and 2 hold nothing, yet rank 2 attends a tile for rank 0.
     whole = strategies.random_task_table(Batch((40,)), Cluster(3, 3), Model(2, 1, 8), seed=0)
     task_table = replace(
         whole.zones[0],
@@ -248,8 +247,8 @@ def test_a_rank_without_tokens_still_serves_the_others(pool: Pool) -> None:
 @pytest.mark.parametrize("planner", ["te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin"])
 @pytest.mark.parametrize("mask", ["causal", "window_12"])
 def test_a_sink_is_one_more_key_of_every_query(pool: Pool, planner: str, mask: str) -> None:
-    """By the formula, with a key whose score is the sink and whose value is zero; its gradient is
-    summed over the ranks."""
+    # By the formula, with a key whose score is the sink and whose value is zero; its gradient is
+    # summed over the ranks.
     planned = plan(planner, replace(SOME, model=replace(SOME.model, attention=mask), tokens_per_rank=None))
     per_rank = pool.run(jobs.attend_with_sink, 4, planned, 8)
     exact = dense.attention(jobs.inputs(planned, 8), visible(planned.mask), jobs.sinks(planned.num_heads))
@@ -352,8 +351,8 @@ def test_routing_changes_the_links_and_not_a_bit(pool: Pool, planner: str, remap
 
 
 def test_streams_joined_by_events_alone_give_the_same_bits(pool: Pool) -> None:
-    """Order as NCCL needs it, with threads for streams: messages match by their order, and nothing
-    waits in a circle."""
+    # Order as NCCL needs it, with threads for streams: messages match by their order, and nothing
+    # waits in a circle.
     ways = [Run("replay", "float32")]
     plans = [everything_routed(plan(name, replace(CASE, remapped=True))) for name in PLANNERS]
     plans += [plan(name, replace(CASE, remapped=True)) for name in ("te_ring", "llama_all_gather")]
@@ -390,8 +389,8 @@ def test_the_safe_order_gives_the_same_bits(pool: Pool) -> None:
 
 
 def test_a_rendezvous_that_hangs_is_seen_on_every_rank(pool: Pool) -> None:
-    """Odd ranks bind two plans the other way round: both ends of a pair stand in calls on
-    different communicators."""
+    # Odd ranks bind two plans the other way round: both ends of a pair stand in calls on different
+    # communicators.
     zones = [((0, 1), (4, 5)), (range(4), range(4, 8))]
     plans = [
         by_hand.plan((64, 64), 8, *(by_hand.ring(ring, seq) for seq, ring in enumerate(rings)), ranks_per_node=2)
@@ -427,8 +426,8 @@ def test_ranks_that_share_a_nic_are_one_proxy(pool: Pool) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("planner", [*PLANNERS, "remapped zeppelin", "remapped te_ring"])
 def test_streams_do_in_order_what_was_foreseen(pool: Pool, planner: str, policy: Policy) -> None:
-    """The recorded order of each stream is that of `tests.support.foreseen`, which the simulator
-    prices."""
+    # The recorded order of each stream is that of `tests.support.foreseen`, which the simulator
+    # prices.
     name = planner.removeprefix("remapped ")
     for planned in (plan(name, CASE), everything_routed(plan(name, replace(CASE, remapped=planner != name)))):
         for rank, phases in enumerate(pool.run(routed.traced, 8, planned, policy)):
@@ -467,7 +466,7 @@ def test_a_proxy_passes_on_while_it_computes(pool: Pool) -> None:
 
 
 def test_a_rank_that_dies_ends_the_call_everywhere(pool: Pool) -> None:
-    """Also where a rank only waits for a proxy, and where it only passes on."""
+    # Also where a rank only waits for a proxy, and where it only passes on.
     ring = by_hand.pool("ring", (512,), 8, ranks_per_node=4, heads=(4, 2), routing=Routing(1, (0,)))
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -498,7 +497,7 @@ def test_a_profiler_sees_every_exchange_and_launch_by_name(pool: Pool) -> None:
 
 
 def test_ranges_are_named_for_nsight_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's --profile asks torch for NVTX so, which then needs a GPU."""
+    # Megatron's --profile asks torch for NVTX so, which then needs a GPU.
     for owner, name in ((profiler, "_enable_profiler"), (profiler, "_disable_profiler"), (torch.cuda, "synchronize")):
         monkeypatch.setattr(owner, name, lambda *_: None)
     assert not phase_run.recorded()

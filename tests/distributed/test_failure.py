@@ -38,7 +38,7 @@ def test_a_failing_step_is_logged_with_its_place_in_the_plan(caplog, monkeypatch
 
 @pytest.fixture(scope="module")
 def ended() -> dict[str, list[tuple[int, str]]]:
-    """By job of `failing_ranks`: exit code and output of each rank."""
+    # By job of `failing_ranks`: exit code and output of each rank.
     ran = processes.ended(
         [sys.executable, "-m", "tests.support.failing_ranks"],
         cwd=Path(__file__).resolve().parents[2],
@@ -74,7 +74,7 @@ def seconds(said: str) -> float:
 def test_ranks_that_wait_for_one_that_failed_end_soon_and_name_it(
     ended: dict[str, list[tuple[int, str]]], job: str, reason: str
 ) -> None:
-    """gloo's own timeout is 200 s there."""
+    # gloo's own timeout is 200 s there.
     if job == "masked":
         pytest.importorskip("transformers")
     ranks = ended[job]
@@ -156,7 +156,7 @@ A, B = "00000000fffffffe", "0123456789abcdef"
     ],
 )
 def test_a_plan_made_before_reading_is_compared_with_the_lengths(pool: Pool, announced: list[str], heard: str) -> None:
-    """In two pools of every other rank; neighbours are tensor-parallel peers."""
+    # In two pools of every other rank; neighbours are tensor-parallel peers.
     answers = pool.run(jobs.announce, NUM_RANKS, announced, 2)
     (answer,) = set(map(_of_first_pool, answers))
     assert heard in answer
@@ -164,7 +164,7 @@ def test_a_plan_made_before_reading_is_compared_with_the_lengths(pool: Pool, ann
 
 
 def _of_first_pool(answer: str) -> str:
-    """An answer of the pool of odd ranks, with the ranks of the other one."""
+    # An answer of the pool of odd ranks, with the ranks of the other one.
     return answer.replace("rank 5", "rank 4").replace("rank 3", "rank 2")
 
 

@@ -1,6 +1,4 @@
-"""Pipeline stages that attend together on gloo ranks: each microbatch's attention is its own,
-wherever, with whom and interleaved with what it ran, and all ranks make the same calls in the same
-order."""
+"""Attention of pipeline stages and nano-batches on gloo ranks: each microbatch's is its own."""
 
 import functools
 import json
@@ -45,7 +43,7 @@ SECOND = ((41,), (), (25, 9), (7, 1, 5))
 
 
 def dealt(lengths: tuple[int, ...], owned: Rows, pattern: str = "dispatch") -> MicrobatchPlan:
-    """Shards of 8 queries dealt to all ranks, with or without tokens of their own."""
+    # Shards of 8 queries dealt to all ranks, with or without tokens of their own.
     shards = [(seq, a, min(a + 8, stop)) for _, seq, start, stop in owned for a in range(start, stop, 8)]
     tasks = sorted((at % RANKS, seq, a, b, 0, b) for at, (seq, a, b) in enumerate(shards))
     zones = (replace(by_hand.task_table(owned, tasks), pattern=pattern),) if lengths else ()
@@ -53,7 +51,7 @@ def dealt(lengths: tuple[int, ...], owned: Rows, pattern: str = "dispatch") -> M
 
 
 def spread(lengths: tuple[int, ...], num_ranks: int) -> MicrobatchPlan:
-    """Each sequence in as many parts as a stage has ranks."""
+    # Each sequence in as many parts as a stage has ranks.
     parts = [
         (r, s, n * r // num_ranks, n * (r + 1) // num_ranks) for r in range(num_ranks) for s, n in enumerate(lengths)
     ]
@@ -176,7 +174,7 @@ PLANNERS = ["random_task_table", "llama_all_gather", "ulysses", "zeppelin"]
 
 
 def nano_batches_of(planner: str, *, layered: bool) -> tuple[MicrobatchPlan, ...]:
-    """A plan for each nano-batch; `layered`: remapped, and routed wherever that can be."""
+    # A plan for each nano-batch; `layered`: remapped, and routed wherever that can be.
     plans = [bare_plan(planner, case) for case in CASES]
     if layered:
         plans = [replace(p, moves=random_moves(p, seed)) for seed, p in enumerate(plans)]
@@ -223,9 +221,8 @@ def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(
 def test_streams_joined_by_events_alone_carry_two_nano_batches(
     pool: Pool, planner: str, layered: bool, policy: Policy
 ) -> None:
-    """Order as NCCL needs it: both nano-batches on the same communicators, whose messages match by
-    their order.
-    """
+    # Order as NCCL needs it: both nano-batches on the same communicators, whose messages match by
+    # their order.
     plans = nano_batches_of(planner, layered=layered)
     ours, theirs = (
         pool.run(nano_batches.layers, 8, plans, ping_pong.forward(NANO_LAYERS), policy, streams)
@@ -238,9 +235,8 @@ def test_streams_joined_by_events_alone_carry_two_nano_batches(
     "segments", [ping_pong.forward(NANO_LAYERS), ping_pong.one_by_one(NANO_LAYERS)], ids=["interleaved", "one by one"]
 )
 def test_segments_run_in_the_order_that_the_simulator_prices(pool: Pool, segments: tuple[Segment, ...]) -> None:
-    """Also in the backward, which autograd orders: a rank issues an exchange of one nano-batch
-    under the computation of the other.
-    """
+    # Also in the backward, which autograd orders: a rank issues an exchange of one nano-batch under
+    # the computation of the other.
     plans = nano_batches_of("random_task_table", layered=False)
     for ran in pool.run(nano_batches.layers, 8, plans, segments, "replay"):
         expected = [
@@ -332,7 +328,7 @@ GATHER = by_hand.pool("all_gather", (100, 64), 8, ranks_per_node=4, heads=(4, 2)
 
 
 def moved(spans: Sequence[TrackSpan]) -> Counter[tuple[object, ...]]:
-    """All that travels in a layer, without times."""
+    # All that travels in a layer, without times.
     return Counter(
         (s.rank, s.track, s.name, s.phase, s.zone, tuple(sorted(s.sent.items())), tuple(sorted(s.received.items())))
         for s in spans

@@ -1,5 +1,4 @@
-"""The executor with Triton's mover, by the interpreter, against the reference; and the memory that
-calls share."""
+"""The executor with Triton's mover, by the interpreter; and the memory that calls share."""
 
 from dataclasses import replace
 
@@ -55,7 +54,7 @@ TILED = random_task_table(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=
 
 
 def test_tritons_mover_equals_the_reference(pool: Pool) -> None:
-    """Zeppelin's rings; every other kind of exchange is below."""
+    # Zeppelin's rings; every other kind of exchange is below.
     planned = plan("zeppelin", SMALL)
     run = Run("replay", "float32", mover="triton", strided=True)
     assert_equals_reference(planned, 8, run, [results[0] for results in pool.run(jobs.attend, 4, planned, 8, [run])])
@@ -78,7 +77,7 @@ RESULTS = {"aten.empty.memory_format": 5}
 
 
 def test_the_second_step_allocates_nothing_but_its_results(pool: Pool) -> None:
-    """Operators that make memory in a step, but for the attention kernel's: one for each result."""
+    # Operators that make memory in a step, but for the attention kernel's: one for each result.
     for (seen,) in pool.run(routed.steps, 4, (replace(ROUTED, lengths=(24, 12)),), 1, "keep", "triton", "bfloat16"):
         first, second, third = seen.steps
         assert second.allocations == third.allocations
@@ -93,7 +92,7 @@ def test_the_second_step_allocates_nothing_but_its_results(pool: Pool) -> None:
 
 @pytest.mark.parametrize("policy", ["keep", "replay"])
 def test_memory_is_what_the_plan_said_it_would_be(pool: Pool, policy: str) -> None:
-    """One call at a time takes no more than its demand, and what it takes is no small part of that."""
+    # One call at a time takes no more than its demand, and what it takes is no small part of that.
     for planned in (ROUTED, COLLECTIVE, TILED):
         for (seen,) in pool.run(routed.steps, planned.num_ranks, (planned,), 1, policy, "plain", "bfloat16"):
             most = max(step.peak_bytes for step in seen.steps)
@@ -103,7 +102,7 @@ def test_memory_is_what_the_plan_said_it_would_be(pool: Pool, policy: str) -> No
 
 
 def test_plans_of_other_shapes_share_the_slabs(pool: Pool) -> None:
-    """Six plans in turn: from the second time round not one slab more."""
+    # Six plans in turn: from the second time round not one slab more.
     plans = tuple(
         random_task_table(Batch((90 + 7 * i, 31 + 3 * i)), Cluster(4, 4), Model(4, 2, 16), seed=i) for i in range(6)
     )

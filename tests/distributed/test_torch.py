@@ -57,7 +57,7 @@ WAVES = [
 
 @pytest.mark.parametrize("way", WAVES, ids=lambda way: way.backward)
 def test_waves_train_like_one_rank_with_every_gradient(world: Pool, way: Way) -> None:
-    """zeppelin's default rule: heads exchanged in groups of two, keys between them in waves."""
+    # zeppelin's default rule: heads exchanged in groups of two, keys between them in waves.
     expected = torch_jobs.reference(way)
     ranks = [trained for (trained,) in world.run(torch_jobs.train, RANKS, [way])]
     for trained in ranks:

@@ -25,13 +25,11 @@ CALLS = 2
 
 @dataclass(frozen=True)
 class Carried:
-    """Calls of a plan: bytes of every NIC in one forward and in one backward (on rank 0), and what
-    this rank counted in all calls.
-
-    A segment that is sent again, because the cores were taken, only adds: of several calls, a NIC's
-    lowest counts are these.
-    """
-
+    # Calls of a plan: bytes of every NIC in one forward and in one backward (on rank 0), and what
+    # this rank counted in all calls.
+    #
+    # A segment that is sent again, because the cores were taken, only adds: of several calls, a
+    # NIC's lowest counts are these.
     forward: tuple[NicBytes, ...]
     backward: tuple[NicBytes, ...]
     counters: dict[str, int]
@@ -40,7 +38,7 @@ class Carried:
 def nic_bytes(
     rank: int, controller: Controller, plans: Sequence[MicrobatchPlan], head_dim: int, policy: Policy
 ) -> list[Carried]:
-    """Forward and backward calls of every plan."""
+    # Forward and backward calls of every plan.
     groups = _join(plans[0])
     found: list[Carried] = []
     for plan in plans:
@@ -64,7 +62,7 @@ def nic_bytes(
 def killed(
     rank: int, _controller: Controller, plan: MicrobatchPlan, head_dim: int, victim: int, after_s: float
 ) -> None:
-    """One call, in the middle of which a rank dies."""
+    # One call, in the middle of which a rank dies.
     groups = _join(plan)
     bound, inputs = _bound(plan, rank, groups, head_dim, "keep")
     dist.barrier()
@@ -88,7 +86,7 @@ def _bound(
 
 
 def _counted(rank: int, controller: Controller) -> tuple[NicBytes, ...]:
-    """The counters while no rank sends."""
+    # The counters while no rank sends.
     dist.barrier()
     counted = controller.nic_bytes() if rank == 0 else ()
     dist.barrier()

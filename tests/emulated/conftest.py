@@ -1,6 +1,4 @@
-"""The emulated cluster's tests run where namespaces are permitted, and skip with the reason where
-not.
-"""
+"""The emulated cluster's tests skip with the reason where namespaces are not permitted."""
 
 import functools
 import multiprocessing
@@ -34,10 +32,8 @@ def permitted() -> None:
 
 @pytest.fixture
 def emulate(permitted: None, tmp_path: Path) -> Emulate:
-    """`emulate(topology, job, *args, **options)`: `run` of `job(rank, controller, *args)` from a
-    process with torch and no threads.
-    """
-
+    # `emulate(topology, job, *args, **options)`: `run` of `job(rank, controller, *args)` from a
+    # process with torch and no threads.
     def call(topology: Topology, job: Job, *args: Any, **options: Any) -> Result:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed"])

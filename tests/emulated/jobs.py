@@ -16,12 +16,10 @@ MIN_REPEATS, MAX_REPEATS = 2, 12
 
 @dataclass(frozen=True)
 class Transfers:
-    """Transfers that start together, each of as many bytes; repeated until they took no more than
-    `wanted_s`, but only so often.
-
-    `rates`: what the links are set to first (NIC, intra), in bit/s.
-    """
-
+    # Transfers that start together, each of as many bytes; repeated until they took no more than
+    # `wanted_s`, but only so often.
+    #
+    # `rates`: what the links are set to first (NIC, intra), in bit/s.
     pairs: tuple[tuple[int, int], ...]
     wanted_s: float
     rates: tuple[int, int | None] | None = None
@@ -29,21 +27,18 @@ class Transfers:
 
 @dataclass(frozen=True)
 class Measured:
-    """One repetition: seconds from the common start to the last transfer's end, this rank's
-    payload, and on rank 0 all NICs' bytes.
-    """
-
+    # One repetition: seconds from the common start to the last transfer's end, this rank's payload,
+    # and on rank 0 all NICs' bytes.
     seconds: float
     equal: bool
     nics: tuple[NicBytes, ...]
 
 
 def transfers(rank: int, controller: Controller, cases: tuple[Transfers, ...], num_bytes: int) -> list[list[Measured]]:
-    """The repetitions of every case; payloads are compared with what was sent.
-
-    What else runs on the cores can only lengthen a transfer, so the shortest repetition is the
-    link's.
-    """
+    # The repetitions of every case; payloads are compared with what was sent.
+    #
+    # What else runs on the cores can only lengthen a transfer, so the shortest repetition is the
+    # link's.
     import torch
     import torch.distributed as dist
 
@@ -93,10 +88,9 @@ def _transfer(rank: int, controller: Controller, case: Transfers, num_bytes: int
 
 
 def describe(_rank: int, _controller: Controller) -> dict[str, Any]:
-    """The environment that torchrun would give, the host's name, what the rank and a program that
-    it starts may do (the lines about privileges of their status), and whether the rank could raise its
-    priority.
-    """
+    # The environment that torchrun would give, the host's name, what the rank and a program that it
+    # starts may do (the lines about privileges of their status), and whether the rank could raise
+    # its priority.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     child = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True).stdout
     may = {"own": privileges(Path("/proc/self/status").read_text()), "program": privileges(child)}
@@ -110,13 +104,13 @@ def describe(_rank: int, _controller: Controller) -> dict[str, Any]:
 
 
 def privileges(status: str) -> dict[str, int]:
-    """The capability sets and NoNewPrivs of a process's status."""
+    # The capability sets and NoNewPrivs of a process's status.
     lines = (line.split() for line in status.splitlines() if line.startswith(("Cap", "NoNewPrivs")))
     return {name.rstrip(":"): int(word, 16) for name, word in lines}
 
 
 def fail_on(rank: int, _controller: Controller, failing: int, code: int | None) -> None:
-    """One rank fails, with a traceback or an exit code; the others would go on for ever."""
+    # One rank fails, with a traceback or an exit code; the others would go on for ever.
     if rank == failing:
         if code is not None:
             sys.exit(code)
@@ -125,13 +119,13 @@ def fail_on(rank: int, _controller: Controller, failing: int, code: int | None) 
 
 
 def hang_on(rank: int, _controller: Controller, hanging: int) -> None:
-    """One rank never ends."""
+    # One rank never ends.
     if rank == hanging:
         time.sleep(3600)
 
 
 def ask_for_no_rate(_rank: int, controller: Controller) -> str:
-    """The launcher's answer to a rate of 0."""
+    # The launcher's answer to a rate of 0.
     try:
         controller.reshape(0, None)
     except Exception as error:
@@ -140,6 +134,6 @@ def ask_for_no_rate(_rank: int, controller: Controller) -> str:
 
 
 def leave_a_process_behind(_rank: int, _controller: Controller) -> None:
-    """A child that outlives its rank."""
+    # A child that outlives its rank.
     if os.fork() == 0:
         time.sleep(3600)

@@ -1,9 +1,10 @@
-"""One transfer and one ring between two emulated nodes, routed and direct in turns, beside Eq. 1.
+"""One transfer and one ring between two emulated nodes, routed and direct in turns, beside Eq."""
 
-In the transfer, the first rank of one node has the keys and values that the first rank of the other
-attends to; in the ring, all ranks do. Heads are many and tokens few, so that attention takes next to
-no time.
-"""
+# 1.
+#
+# In the transfer, the first rank of one node has the keys and values that the first rank of the
+# other attends to; in the ring, all ranks do. Heads are many and tokens few, so that attention
+# takes next to no time.
 
 import contextlib
 import importlib
@@ -39,15 +40,13 @@ CLOSE = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One comparison.
-
-    Attributes: what: "transfer": one, from the first rank of node 0 to the first of node 1
-        (backward: its gradient, back); "ring": all ranks. num_bytes: Payload of the transfer, or of
-        what a rank of the ring passes on in one round. nics: NICs of a node. pieces: What a
-        transfer between nodes is cut into when it is routed. nic_bits_per_s: Rate of a NIC, in
-        either direction. intra_bits_per_s: Rate of a rank's link inside its node; None: unshaped.
-    """
-
+    # One comparison.
+    #
+    # Attributes: what: "transfer": one, from the first rank of node 0 to the first of node 1
+    # (backward: its gradient, back); "ring": all ranks. num_bytes: Payload of the transfer, or of
+    # what a rank of the ring passes on in one round. nics: NICs of a node. pieces: What a transfer
+    # between nodes is cut into when it is routed. nic_bits_per_s: Rate of a NIC, in either
+    # direction. intra_bits_per_s: Rate of a rank's link inside its node; None: unshaped.
     what: Literal["transfer", "ring"]
     num_bytes: int
     nics: int
@@ -57,18 +56,15 @@ class Case:
 
 
 class Seconds(NamedTuple):
-    """Of one call."""
-
+    # Of one call.
     forward: float
     backward: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All repetitions; `equal`: on this rank, the last direct and the last routed call computed the
-    same outputs and gradients.
-    """
-
+    # All repetitions; `equal`: on this rank, the last direct and the last routed call computed the
+    # same outputs and gradients.
     case: Case
     direct: tuple[Seconds, ...]
     routed: tuple[Seconds, ...]
@@ -76,25 +72,21 @@ class Measured:
 
 
 class Repeats(NamedTuple):
-    """Number of repetitions: `most`, or fewer, but `least`, as soon as the shortest calls are as
-    fast as the links (`CLOSE`).
-    """
-
+    # Number of repetitions: `most`, or fewer, but `least`, as soon as the shortest calls are as
+    # fast as the links (`CLOSE`).
     least: int
     most: int
 
 
 class Expected(NamedTuple):
-    """Seconds by Eq. 1."""
-
+    # Seconds by Eq. 1.
     direct_s: float
     routed_s: float
 
 
 def eq1(case: Case) -> Expected:
-    """Zeppelin's Eq. 1 for a case, a ring taken as so many transfers. More pieces than NICs cross
-    no faster.
-    """
+    # Zeppelin's Eq. 1 for a case, a ring taken as so many transfers. More pieces than NICs cross no
+    # faster.
     hops = 1 if case.what == "transfer" else NUM_RANKS - 1
     bits = hops * case.num_bytes * 8 / GOODPUT
     inter_s = bits / case.nic_bits_per_s
@@ -103,9 +95,8 @@ def eq1(case: Case) -> Expected:
 
 
 def plan_of(case: Case, *, routed: bool) -> MicrobatchPlan:
-    """The transfer: a sequence on rank 0 but for its last token, which lies on the next node. The
-    ring: one sequence, zigzag.
-    """
+    # The transfer: a sequence on rank 0 but for its last token, which lies on the next node. The
+    # ring: one sequence, zigzag.
     ring = case.what == "ring"
     tokens = RING_TOKENS_PER_RANK if ring else TRANSFER_TOKENS
     heads = case.num_bytes // (tokens * 2 * HEAD_DIM * ELEMENT_BYTES)
@@ -129,7 +120,7 @@ def _one_transfer(tokens: int) -> TaskTable:
 
 
 def measure(rank: int, controller: Controller, cases: Sequence[Case], repeats: Repeats) -> list[Measured]:
-    """On a rank: all cases, one after the other."""
+    # On a rank: all cases, one after the other.
     with contextlib.suppress(PermissionError):
         os.nice(-20)  # a hop takes a thread's waking, which waits for whatever else is on the cores
     torch.set_num_threads(1)
@@ -160,10 +151,8 @@ def _measure(case: Case, groups: Groups, repeats: Repeats) -> Measured:
 
 
 class _Call:
-    """A plan, its inputs, how long its calls took, and what the last one computed: the output and
-    the gradients of the inputs.
-    """
-
+    # A plan, its inputs, how long its calls took, and what the last one computed: the output and
+    # the gradients of the inputs.
     def __init__(self, plan: MicrobatchPlan, groups: Groups) -> None:
         self.bound = bind(plan, groups.rank, AttentionShape(plan.num_heads, plan.num_kv_heads, HEAD_DIM), groups=groups)
         generator = torch.Generator().manual_seed(groups.rank)
@@ -181,7 +170,6 @@ class _Call:
         self.seconds.append(Seconds(forward_s, backward_s))
 
     def is_close_to(self, expected_s: float) -> bool:
-        """Whether the shortest forward and the shortest backward are; what else runs on the cores
-        only lengthens them.
-        """
+        # Whether the shortest forward and the shortest backward are; what else runs on the cores
+        # only lengthens them.
         return all(min(times) <= CLOSE * expected_s for times in zip(*self.seconds, strict=True))

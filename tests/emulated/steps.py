@@ -1,6 +1,6 @@
-"""A script for `run`: all-reduces for ever, one step after another. Arguments: which rank kills
-itself, and in which step (-1: never).
-"""
+"""A script for `run`: all-reduces for ever, one step after another."""
+
+# Arguments: which rank kills itself, and in which step (-1: never).
 
 import os
 import signal

@@ -1,6 +1,6 @@
-"""Routed exchanges of the executor over real, shaped NICs: their times beside Eq. 1, and the bytes
-of every NIC beside the plan's.
-"""
+"""Routed exchanges of the executor over real, shaped NICs: their times beside Eq."""
+
+# 1, and the bytes of every NIC beside the plan's.
 
 import time
 from collections.abc import Sequence
@@ -40,9 +40,8 @@ def topology(nics: int, rate: int = RATE) -> Topology:
 
 
 def shortest(measured: Measured) -> list[tuple[float, float]]:
-    """(direct, routed) seconds, forward and backward. What else runs on the cores can only lengthen
-    a call.
-    """
+    # (direct, routed) seconds, forward and backward. What else runs on the cores can only lengthen
+    # a call.
     direct, routed = (list(map(min, zip(*times, strict=True))) for times in (measured.direct, measured.routed))
     return list(zip(direct, routed, strict=True))
 
@@ -133,7 +132,7 @@ def planned(name: str, cluster: Cluster, *, remapped: bool, routed: bool) -> Mic
 
 
 def assert_carried(counted: Sequence[NicBytes], program: Program, ranks_per_nic: int) -> None:
-    """In each direction."""
+    # In each direction.
     plan = traffic(program, Payload.of(MODEL), ranks_per_node=RANKS_PER_NODE, ranks_per_nic=ranks_per_nic)
     assert plan.nic_sent.sum() > MEGABYTE
     for nic in counted:

@@ -37,7 +37,7 @@ def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def processes_with(word: str) -> list[int]:
-    """Processes whose command line has this word; forked ranks have the launcher's."""
+    # Processes whose command line has this word; forked ranks have the launcher's.
     found: list[int] = []
     for folder in Path("/proc").iterdir():
         try:
@@ -49,7 +49,7 @@ def processes_with(word: str) -> list[int]:
 
 
 def network_namespaces() -> set[str]:
-    """Network namespaces that some process is in, and the named ones."""
+    # Network namespaces that some process is in, and the named ones.
     found = set(os.listdir("/run/netns")) if Path("/run/netns").is_dir() else set[str]()
     for folder in Path("/proc").iterdir():
         try:
@@ -62,7 +62,7 @@ def network_namespaces() -> set[str]:
 
 @pytest.fixture
 def nothing_left(permitted: None, tmp_path: Path) -> Iterator[Path]:
-    """A folder for logs that names the job; afterwards no process and no namespace is left."""
+    # A folder for logs that names the job; afterwards no process and no namespace is left.
     before = network_namespaces()
     logs = tmp_path / "logs"
     yield logs
@@ -71,7 +71,7 @@ def nothing_left(permitted: None, tmp_path: Path) -> Iterator[Path]:
 
 
 def assert_no_namespace_but(before: set[str]) -> None:
-    """A process that has ended is in its namespace for a moment more."""
+    # A process that has ended is in its namespace for a moment more.
     wait_until(lambda: not network_namespaces() - before, 5.0, "network namespaces are left")
 
 
@@ -144,7 +144,7 @@ def test_a_launcher_that_is_stopped_leaves_nothing(number: signal.Signals, nothi
 
 
 def heed_interrupts() -> None:
-    """Take SIGINT again, which a shell's background jobs ignore, and their children with them."""
+    # Take SIGINT again, which a shell's background jobs ignore, and their children with them.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

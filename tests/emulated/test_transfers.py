@@ -23,7 +23,7 @@ TOLERANCE = 0.10
 
 
 def seconds(num_bytes: int, bits_per_s: int) -> float:
-    """Seconds that a link of that rate needs."""
+    # Seconds that a link of that rate needs.
     return num_bytes * 8 * FRAME / PAYLOAD / bits_per_s
 
 
@@ -35,9 +35,8 @@ def case(*pairs: tuple[int, int], takes_s: float, rates: tuple[int, int | None] 
 
 
 def assert_took(result: Result, expected_s: list[float]) -> None:
-    """The shortest repetition of each of the first cases; and every payload of all cases arrived as
-    it was sent.
-    """
+    # The shortest repetition of each of the first cases; and every payload of all cases arrived as
+    # it was sent.
     assert all(measured.equal for rank in result.values for repetitions in rank for measured in repetitions)
     times = [min(measured.seconds for measured in repetitions) for repetitions in result.values[0][: len(expected_s)]]
     assert times == [pytest.approx(expected, rel=TOLERANCE) for expected in expected_s]
@@ -85,9 +84,8 @@ def test_ranks_that_share_a_nic_share_its_rate(emulate: Emulate) -> None:
 
 
 def assert_carried(measured: Measured, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
-    """Every NIC's counters are the payload and at most 3 % more; acknowledgements and barriers are
-    less than that on the others.
-    """
+    # Every NIC's counters are the payload and at most 3 % more; acknowledgements and barriers are
+    # less than that on the others.
     assert measured.nics
     for nic in measured.nics:
         for name, count, payload in (
@@ -109,7 +107,7 @@ DISTURBED = ((SLOW_NIC, 16 << 20), (SLOW_NIC // 8, 16 << 20), (SLOW_NIC, 20_500)
 
 
 def measured(rank: int, controller: Controller) -> list[tuple[list[tuple[int, int]], int]]:
-    """By disturbance, the slow links, and on rank 0 the packets that were lost."""
+    # By disturbance, the slow links, and on rank 0 the packets that were lost.
     import torch
     import torch.distributed as dist
 

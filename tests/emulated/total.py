@@ -1,6 +1,4 @@
-"""A module or script for `run`: the sum of all ranks' numbers, printed by every rank with its
-arguments.
-"""
+"""A module or script for `run`: every rank prints the sum of all ranks' numbers."""
 
 import os
 import sys

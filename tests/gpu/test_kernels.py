@@ -1,7 +1,7 @@
-"""Kernels against the plain one. How the varlen kernel groups and indexes entries, and what it
-hands to the libraries, is tested on the CPU, with the plain formula behind stand-ins of their
-signatures.
-"""
+"""Kernels against the plain one."""
+
+# How the varlen kernel groups and indexes entries, and what it hands to the libraries, is tested on
+# the CPU, with the plain formula behind stand-ins of their signatures.
 
 import sys
 from dataclasses import replace
@@ -57,7 +57,7 @@ def _inputs(dtype, device="cpu"):
 
 
 def _both(kernel, entries, inputs):
-    """Packed out, LSE and gradients of a kernel, whose own packed output is the final one here."""
+    # Packed out, LSE and gradients of a kernel, whose own packed output is the final one here.
     q, k, v = inputs
     prepared = kernel.prepare(entries, q.device)
     out, lse = kernel.forward(prepared, q, k, v, SCALE)
@@ -86,7 +86,7 @@ def test_cpu_flash_equals_plain(entries, monkeypatch):
 
 @pytest.mark.parametrize("entries", {**ENTRIES, **WINDOWS}.values(), ids={**ENTRIES, **WINDOWS})
 def test_plain_equals_autograd(entries):
-    """The plain kernel's backward, when its own output is final, is the gradient of its forward."""
+    # The plain kernel's backward, when its own output is final, is the gradient of its forward.
     inputs = [x.requires_grad_() for x in _inputs(torch.float64)]
     found = _both(PlainKernel(), entries, [x.detach() for x in inputs])
     dq, dk, dv = (torch.zeros_like(x) for x in inputs)
@@ -112,7 +112,7 @@ def test_plain_equals_autograd(entries):
 
 @pytest.mark.parametrize(("window", "keys"), [((4, 0), range(-4, 1)), ((0, 3), range(4)), ((2, 1), range(-2, 2))])
 def test_a_window_shows_the_keys_around_a_querys_own(window, keys):
-    """Eight queries, twelve keys: the first query's own key is the fifth, as in FlashAttention."""
+    # Eight queries, twelve keys: the first query's own key is the fifth, as in FlashAttention.
     entries = Entries(((0, 8),), ((0, 12),), (False,), ((0, 8),), (window,))
     masked = hidden(entries, 0, torch.device("cpu"))
     assert masked is not None
@@ -127,8 +127,7 @@ def test_varlen_groups_and_indexes_entries(entries):
 
 
 def test_an_op_takes_one_launch_or_two_whatever_the_number_of_its_entries():
-    """Two where some are full and some causal; a full entry of one query row is causal as well."""
-
+    # Two where some are full and some causal; a full entry of one query row is causal as well.
     def launches(*entries):
         calls = ByFormula()
         q, k, causal = zip(*entries, strict=True)
@@ -164,9 +163,8 @@ def test_a_kernel_that_does_not_serve_the_tensors_is_refused():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with a GPU of a capability, and libraries that are there, broken or missing; and
-    `trial`, the outcome of each kernel's first launch.
-    """
+    # A machine with a GPU of a capability, and libraries that are there, broken or missing; and
+    # `trial`, the outcome of each kernel's first launch.
     monkeypatch.setattr(kernels, "_told", set())
 
     def have(capability, *installed, broken=None, trial=None, cudnn=""):
@@ -230,7 +228,7 @@ def test_auto_on_a_cpu_takes_its_flash_kernel_else_the_formula():
 
 
 def test_auto_never_takes_the_formula_on_cuda(machine):
-    """Tensors that no kernel serves are an error that says why, and what to install."""
+    # Tensors that no kernel serves are an error that says why, and what to install.
     machine((9, 0), FA2)
     with pytest.raises(ConfigError, match=r"torch.float32 and head dim 64 on cuda.*flash_attn_3: build.*kernel: plain"):
         chosen(dtype=torch.float32, head_dim=64)
@@ -284,7 +282,7 @@ def test_a_cudnn_that_wants_multiples_of_64_is_skipped(machine, monkeypatch):
     "error", ["OSError('libcudart.so.12: cannot open')", "ImportError('undefined symbol: x')", "0 / 0"]
 )
 def test_an_import_that_raises_is_a_fault_and_no_end(tmp_path, monkeypatch, error):
-    """The error is raised by the package above the module that is asked for, as flash-attn's is."""
+    # The error is raised by the package above the module that is asked for, as flash-attn's is.
     name = f"broken_wheel_{abs(hash(error))}"
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(error if "/" in error else f"raise {error}")
@@ -304,8 +302,7 @@ def test_an_import_that_raises_is_a_fault_and_no_end(tmp_path, monkeypatch, erro
 
 
 class Misaligned(ByFormula):
-    """Causal at the top left, as in FlashAttention before 2.1."""
-
+    # Causal at the top left, as in FlashAttention before 2.1.
     def forward(self, at, q, k, v, scale):
         if not at.causal:
             return super().forward(at, q, k, v, scale)
@@ -315,8 +312,7 @@ class Misaligned(ByFormula):
 
 
 class WithoutWindows(ByFormula):
-    """Takes a window, and attends to all keys before a query."""
-
+    # Takes a window, and attends to all keys before a query.
     def forward(self, at, q, k, v, scale):
         return super().forward(replace(at, window=kernels.NO_WINDOW), q, k, v, scale)
 
@@ -338,8 +334,7 @@ def test_the_trial_tells_a_kernel_that_means_something_else():
 @pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
 @pytest.mark.parametrize("dim", [100, 20])
 def test_padded_head_dims_give_exact_results(entries, dim):
-    """llama-3b's heads of 100 on a kernel that takes multiples of 8."""
-
+    # llama-3b's heads of 100 on a kernel that takes multiples of 8.
     class Multiples(ByFormula):
         def forward(self, at, q, k, v, scale):
             assert {x.shape[-1] % 8 for x in (q, k, v)} == {0}
@@ -368,9 +363,8 @@ def test_head_dim_100_is_served_on_cuda(machine):
 @pytest.mark.parametrize("entries", {**ENTRIES, "halo": HALO}.values(), ids=[*ENTRIES, "halo"])
 @pytest.mark.parametrize("name", stand_ins.LIBRARIES)
 def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
-    """Modules of the libraries' names and signatures, that compute by the plain formula and refuse
-    what the real ones would.
-    """
+    # Modules of the libraries' names and signatures, that compute by the plain formula and refuse
+    # what the real ones would.
     if entries.windows and not KERNELS[name.split(" ")[0]].windows:
         pytest.skip(f"{name} is not called with windows")
     for module, stand_in in stand_ins.LIBRARIES[name].items():
@@ -386,7 +380,7 @@ def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
 
 @pytest.mark.parametrize("entries", [ENTRIES["bottom_right"], ENTRIES["mixed"], HALO], ids=["right", "mixed", "halo"])
 def test_torchs_own_operators_take_these_arguments(entries):
-    """On tensors without values: the operators' own shape rules are run, and tell a wrong argument."""
+    # On tensors without values: the operators' own shape rules are run, and tell a wrong argument.
     kernel = KERNELS["torch_varlen"].make(DIM)
     meta = torch.device("meta")
     q, k, v = (x.to(meta) for x in _inputs(torch.bfloat16))
@@ -406,7 +400,7 @@ def test_torchs_own_operators_take_these_arguments(entries):
 
 
 def test_flash_attention_4_lies_behind_torchs_operators_while_it_is_chosen(monkeypatch):
-    """torch's own registry, with a module that has what it looks for."""
+    # torch's own registry, with a module that has what it looks for.
     interface = ModuleType(FA4)
     vars(interface).update(_flash_attn_fwd=None, _flash_attn_bwd=None)
     for depth in range(1, 3):

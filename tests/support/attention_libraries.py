@@ -1,11 +1,11 @@
-"""Stand-ins for flash-attn 2 and 3 and Transformer Engine: their functions by name and signature,
-with the plain formula behind.
+"""Flash-attn 2 and 3 and Transformer Engine by names and signatures, with the plain formula behind."""
 
-Signatures: flash-attn v2.8.3, `flash_attn/flash_attn_interface.py`; flash-attn 3,
-`hopper/flash_attn_interface.py` of the same tag and of main (August 2026, commit 0251105a);
-Transformer Engine v2.9 and v2.18, `transformer_engine/pytorch/cpp_extensions/fused_attn.py`.
-"""
+# Signatures: flash-attn v2.8.3, `flash_attn/flash_attn_interface.py`; flash-attn 3,
+# `hopper/flash_attn_interface.py` of the same tag and of main (August 2026, commit 0251105a);
+# Transformer Engine v2.9 and v2.18, `transformer_engine/pytorch/cpp_extensions/fused_attn.py`.
 
+import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,9 +20,8 @@ padded_statistics = False
 
 
 def entries_of(at: CuSeqlens) -> Entries:
-    """The entries of one launch. They are what a kernel can be given: int32, and the largest are
-    the largest.
-    """
+    # The entries of one launch. They are what a kernel can be given: int32, and the largest are the
+    # largest.
     assert at.cu_q.dtype == at.cu_k.dtype == torch.int32
     q, k = at.cu_q.tolist(), at.cu_k.tolist()
     assert at.max_q == max(b - a for a, b in zip(q, q[1:], strict=False))
@@ -33,8 +32,7 @@ def entries_of(at: CuSeqlens) -> Entries:
 
 
 class ByFormula:
-    """Calls of `runtime.kernels`' libraries, counted. LSE strided as FlashAttention leaves it."""
-
+    # Calls of `runtime.kernels`' libraries, counted. LSE strided as FlashAttention leaves it.
     def __init__(self) -> None:
         self.forwards = self.backwards = 0
 
@@ -83,7 +81,7 @@ def _flash_backward(
 
 
 def _module(name: str, **content: Any) -> dict[str, ModuleType]:
-    """A module and those above it, by name."""
+    # A module and those above it, by name.
     made: dict[str, ModuleType] = {}
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
@@ -92,6 +90,12 @@ def _module(name: str, **content: Any) -> dict[str, ModuleType]:
     for key, value in content.items():
         setattr(made[name], key, value)
     return made
+
+
+def _passed(older: Callable[..., Any], given: dict[str, Any], **others: Any) -> Any:
+    # What a newer signature was given, passed on to an older one by name.
+    names = inspect.signature(older).parameters
+    return older(**{**{name: value for name, value in given.items() if name in names}, **others})
 
 
 def _fa2_forward(  # the names and order of the source
@@ -155,12 +159,8 @@ def _fa3_forward_main(
     window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
     num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
-    return _fa3_forward(
-        q, k, v, k_new, v_new, qv, out_, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
-        page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale,
-        causal, (window_size_left, window_size_right), attention_chunk, softcap, rotary_interleaved, scheduler_metadata, num_splits,
-        pack_gqa, sm_margin,
-    )  # fmt: skip
+    window = (window_size_left, window_size_right)
+    return _passed(_fa3_forward, locals(), out=out_, window_size=window)
 
 
 def _fa3_backward_main(
@@ -168,10 +168,8 @@ def _fa3_backward_main(
     max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
     softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    _fa3_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k, dq, dk, dv,
-        softmax_scale, is_causal, (window_size_left, window_size_right), softcap, deterministic, sm_margin,
-    )  # fmt: skip
+    window = (window_size_left, window_size_right)
+    _passed(_fa3_backward, locals(), causal=is_causal, window_size=window)
     return softmax_lse
 
 
@@ -234,11 +232,7 @@ def _te_forward_from_2_15(
     rng_gen=None, softmax_offset=None, return_max_logit=False, cuda_graph=False,
 ):  # fmt: skip
     assert o_format == "thd"
-    return _te_forward(
-        is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, fused_attention_backend,
-        cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded, attn_scale=attn_scale, dropout=dropout,
-        qkv_layout=qkv_layout, attn_bias_type=attn_bias_type, attn_mask_type=attn_mask_type, window_size=window_size,
-    )  # fmt: skip
+    return _passed(_te_forward, locals())
 
 
 def _te_backward_from_2_15(
@@ -249,12 +243,7 @@ def _te_backward_from_2_15(
     window_size=(-1, -1), bottom_right_diagonal=None, deterministic=False, cuda_graph=False,
 ):  # fmt: skip
     assert (o_format, do_format, dqkv_layout) == ("thd", "thd", "thd_thd_thd")
-    return _te_backward(
-        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, "kBFloat16", aux_ctx_tensors,
-        fused_attention_backend, cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-        attn_scale=attn_scale, dropout=dropout, qkv_layout=qkv_layout, attn_bias_type=attn_bias_type, attn_mask_type=attn_mask_type,
-        window_size=window_size, deterministic=deterministic,
-    )  # fmt: skip
+    return _passed(_te_backward, locals(), dqkv_dtype="kBFloat16")
 
 
 def _te(forward: Any, backward: Any) -> dict[str, ModuleType]:

@@ -1,6 +1,4 @@
-"""A real browser for tests: opens a file and says what it drew, what it complained about and what
-it asked the network for.
-"""
+"""A real browser for tests: opens a file and says what it drew, complained about and asked for."""
 
 import json
 import os
@@ -23,22 +21,20 @@ _NOT_A_PAGE = "not an origin"
 
 @dataclass(frozen=True)
 class Seen:
-    """`dom`: the document after its scripts; `console`: lines written there, errors among them;
-    `requests`: of the page, to any network.
-    """
-
+    # `dom`: the document after its scripts; `console`: lines written there, errors among them;
+    # `requests`: of the page, to any network.
     dom: str
     console: tuple[str, ...]
     requests: tuple[str, ...]
 
 
 def find() -> str | None:
-    """A browser that can be driven from the command line."""
+    # A browser that can be driven from the command line.
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def view(page: Path, scratch: Path, *flags: str) -> Seen:
-    """Open a file in a browser of its own, with no way to any network, and let its scripts run."""
+    # Open a file in a browser of its own, with no way to any network, and let its scripts run.
     browser = find()
     assert browser is not None, NOT_FOUND
     log = scratch / "net.json"
@@ -66,9 +62,8 @@ def view(page: Path, scratch: Path, *flags: str) -> Seen:
 
 
 def _requests(log: Path) -> tuple[str, ...]:
-    """Of the browser's own log of its network: what the page asked for, but for files and data that
-    it holds itself.
-    """
+    # Of the browser's own log of its network: what the page asked for, but for files and data that
+    # it holds itself.
     found: list[str] = []
     for event in json.loads(log.read_text(encoding="utf-8"))["events"]:
         params = event.get("params") or {}
@@ -88,7 +83,7 @@ PICTURE = "<img src=x onerror=document.title='pwned'>"
 
 
 def make(folder: Path) -> dict[str, Path]:
-    """The pages `simulated` and `trained`."""
+    # The pages `simulated` and `trained`.
     lengths = folder / f"{PICTURE}.json"
     lengths.write_text("[9000, 1200, 700, 64]", encoding="utf-8")
     (folder / "cluster.yaml").write_text(f'base: h200\nname: "{HOSTILE}"\n', encoding="utf-8")
@@ -139,7 +134,7 @@ def make(folder: Path) -> dict[str, Path]:
 
 
 def embedded(text: str) -> list[dict[str, Any]]:
-    """The figures of a page's plots."""
+    # The figures of a page's plots.
     found = re.search(r'<script type="application/json" id="plots">(.*?)</script>', text, re.DOTALL)
     assert found
     return json.loads(found[1])

@@ -1,6 +1,4 @@
-"""A cost table of round numbers: every time is a constant and something for each pair, size or
-token.
-"""
+"""A cost table of round numbers: a constant and something for each pair, size or token."""
 
 from megatron_balance.cost import table
 
@@ -17,7 +15,7 @@ def causal_s(q: float, before: float) -> float:
 
 
 def made(links: tuple[table.LinkTable, ...] = (), beside: table.BesideTable | None = None) -> table.CostTable:
-    """The table, for 8 heads of 16 and 2 of keys."""
+    # The table, for 8 heads of 16 and 2 of keys.
     full = tuple(tuple(full_s(q, k) for k in K) for q in Q)
     causal = tuple(tuple(causal_s(q, b) for b in BEFORE) for q in Q)
     twice = tuple(tuple(tuple(3 * s for s in row) for row in grid) for grid in (full, causal))

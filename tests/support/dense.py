@@ -1,6 +1,4 @@
-"""Attention of one sequence at a time, written out in NumPy fp64, that every program must equal; and
-the masks that tests draw from, as dense tables.
-"""
+"""Attention of a sequence written out in NumPy fp64, that every program must equal; drawn masks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +20,8 @@ NAMES = (*MASKS, "window_3", "window_40")
 
 @dataclass(frozen=True)
 class Tensors:
-    """Inputs of attention, one array per sequence: q [L, H, D], k [L, G, D], v [L, G, V] and dout
-    [L, H, V].
-    """
-
+    # Inputs of attention, one array per sequence: q [L, H, D], k [L, G, D], v [L, G, V] and dout
+    # [L, H, V].
     q: list[Floats]
     k: list[Floats]
     v: list[Floats]
@@ -41,10 +37,9 @@ def draw(
     seed: int = 0,
     value_dim: int | None = None,
 ) -> Tensors:
-    """Standard normal inputs, the same for the same arguments on every rank.
-
-    `value_dim`: of values and outputs, if not `head_dim`.
-    """
+    # Standard normal inputs, the same for the same arguments on every rank.
+    #
+    # `value_dim`: of values and outputs, if not `head_dim`.
     rng = np.random.default_rng(seed)
     values = head_dim if value_dim is None else value_dim
 
@@ -57,8 +52,7 @@ def draw(
 
 @dataclass(frozen=True)
 class Dense:
-    """One array per sequence; the names are those of `reference.Result`."""
-
+    # One array per sequence; the names are those of `reference.Result`.
     out: list[Floats]
     q_grad: list[Floats]
     k_grad: list[Floats]
@@ -68,8 +62,7 @@ class Dense:
 
 
 def visible(mask: Mask) -> Callable[[int], Bools]:
-    """By length, which query [row] sees which key [column]."""
-
+    # By length, which query [row] sees which key [column].
     def table(length: int) -> Bools:
         runs = [mask.keys(0, query) for query in range(length)]
         rows = [[first <= key < stop for key in range(length)] for first, stop in runs]
@@ -83,8 +76,8 @@ def causal(length: int) -> Bools:
 
 
 def attention(x: Tensors, visible: Callable[[int], Bools] = causal, sink: Floats | None = None) -> Dense:
-    """Outputs and gradients, sequence by sequence. `visible`: by length, which query [row] sees
-    which key [column]; `sink` [H]: the score of one more key, whose value is zero."""
+    # Outputs and gradients, sequence by sequence. `visible`: by length, which query [row] sees
+    # which key [column]; `sink` [H]: the score of one more key, whose value is zero.
     num_heads = x.q[0].shape[1] if x.q else 0
     sink = np.full(num_heads, -np.inf) if sink is None else sink
     columns = [_one(*parts, x.scale, visible(len(parts[0])), sink) for parts in zip(x.q, x.k, x.v, x.dout, strict=True)]
@@ -116,19 +109,19 @@ def _one(
 
 
 def worst(ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
-    """Largest difference over all sequences, relative to the largest magnitude in `theirs`, or to
-    1e-3 where there is nothing as large.
-
-    A query that sees one key only has no gradient, and what rounding leaves of it on either side is
-    not worth comparing: where `theirs` is nothing else, differences are relative to 1, as inputs are.
-    """
+    # Largest difference over all sequences, relative to the largest magnitude in `theirs`, or to
+    # 1e-3 where there is nothing as large.
+    #
+    # A query that sees one key only has no gradient, and what rounding leaves of it on either side
+    # is not worth comparing: where `theirs` is nothing else, differences are relative to 1, as
+    # inputs are.
     scale = max((float(np.abs(t).max(initial=0.0)) for t in theirs), default=0.0)
     difference = max((float(np.abs(o - t).max(initial=0.0)) for o, t in zip(ours, theirs, strict=True)), default=0.0)
     return difference / (max(scale, 1e-3) if scale > 1e-12 else 1.0)
 
 
 def worst_of(program: Program, head_dim: int = 4, value_dim: int | None = None) -> float:
-    """`worst` of outputs and gradients of a program by the reference, under its mask."""
+    # `worst` of outputs and gradients of a program by the reference, under its mask.
     x = draw(program.lengths, program.num_heads, program.num_kv_heads, head_dim, value_dim=value_dim)
     ours = reference.run(program, x.q, x.k, x.v, x.scale, x.dout)
     theirs = attention(x, visible(program.mask))

@@ -3,7 +3,7 @@
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_balance.errors import BalanceError
 from megatron_balance.planners import PLANNERS
-from tests.support.pool import World
+from tests.support.pool import World, said
 from tests.support.torch_jobs import CountGraphs, Trained, Way, compiling, printed_by
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "dit.py"
 
 
 def example() -> ModuleType:
-    """The example as a module."""
     if "dit_example" not in sys.modules:
         spec = importlib.util.spec_from_file_location("dit_example", EXAMPLE)
         assert spec is not None
@@ -33,13 +31,13 @@ def example() -> ModuleType:
 
 
 def arguments(topology: str = "g2n1+g1n2", planner: str = "", **others: Any) -> argparse.Namespace:
-    """Of the example; fewer samples than two a rank."""
+    # Of the example; fewer samples than two a rank.
     given: dict[str, Any] = {"checkpoint": False, "ddp": False, "compile": "", "accumulate": 1, "steps": 20, **others}
     return argparse.Namespace(**{"samples": 7, "ranks": 4, "topology": topology, "planner": planner, **given})
 
 
 def of(way: Way) -> argparse.Namespace:
-    """The arguments for a way, whose planner is one's name or a topology."""
+    # The arguments for a way, whose planner is one's name or a topology.
     placed = {"planner": way.planner} if way.planner in PLANNERS else {"topology": way.planner}
     return arguments(
         **placed,
@@ -52,7 +50,7 @@ def of(way: Way) -> argparse.Namespace:
 
 
 def reference(given: argparse.Namespace) -> Trained:
-    """Every sample by itself on one rank, no torch.distributed."""
+    # Every sample by itself on one rank, no torch.distributed.
     dit = example()
     torch.manual_seed(0)
     model = dit.Dit()
@@ -72,7 +70,7 @@ def reference(given: argparse.Namespace) -> Trained:
 
 
 def train(world: World, ways: Sequence[argparse.Namespace]) -> list[Trained]:
-    """Train in each of `ways` on all ranks of the world."""
+    # Train in each of `ways` on all ranks of the world.
     dit = example()
     found: list[Trained] = []
     for way in ways:
@@ -101,14 +99,13 @@ def _note(done: Trained, model: nn.Module) -> None:
 
 
 def run_example(world: World, arguments: Sequence[str]) -> str:
-    """As `torch_jobs.run_example`; the pictures that were read stay read."""
+    # As `torch_jobs.run_example`; the pictures that were read stay read.
     return printed_by(example().main, [str(EXAMPLE), *arguments])
 
 
 def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]]]) -> list[list[Tensor]]:
-    """Route and its inverse, and head exchange and its inverse, with gradients, for each topology
-    and lengths by rank; tensors that are to be zero.
-    """
+    # Route and its inverse, and head exchange and its inverse, with gradients, for each topology
+    # and lengths by rank; tensors that are to be zero.
     from megatron_balance.torch.knapformer import GroupBalancer
 
     balancers: dict[str, GroupBalancer] = {}
@@ -141,38 +138,25 @@ def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]
 
 
 def mistakes(world: World) -> list[str]:
-    """Errors: of calls that are wrong on all ranks, before anything is sent, and of lengths that are
-    wrong on rank 2 alone.
-    """
+    # Errors: of calls that are wrong on all ranks, before anything is sent, and of lengths that are
+    # wrong on rank 2 alone.
     from megatron_balance.torch.knapformer import GroupBalancer
 
     balancer, x = GroupBalancer("g2n1+g1n2", ranks_per_node=2), torch.zeros(5, 3, 4)
-    told: list[str] = []
-
-    def tell(call: Callable[..., object], *given: Any) -> None:
-        try:
-            call(*given)
-        except BalanceError as error:
-            told.append(str(error))
-
-    tell(balancer.route, x)
+    told = [said(balancer.route, x)]
     balancer.plan_routing([5], 12)
-    tell(balancer.plan_routing, [5], 1.5)
-    tell(balancer.route, x, x)
-    tell(balancer.route, x[:4])
-    tell(balancer.route, x, [torch.tensor(3)])
+    told += [said(balancer.plan_routing, [5], 1.5), said(balancer.route, x, x), said(balancer.route, x[:4])]
+    told += [said(balancer.route, x, [torch.tensor(3)])]
     _, chunks, _ = balancer.route(x)
-    tell(balancer.reverse_route, chunks[1:])
-    tell(balancer.pre_attn, chunks, chunks.flatten(1), chunks)
-    tell(balancer.post_attn, x.new_zeros(99, 1, 4))
+    told += [said(balancer.reverse_route, chunks[1:]), said(balancer.pre_attn, chunks, chunks.flatten(1), chunks)]
+    told += [said(balancer.post_attn, x.new_zeros(99, 1, 4))]
     if world.rank < 2:  # a group of two ranks, three heads
-        tell(balancer.pre_attn, chunks, chunks, chunks)
-    tell(balancer.plan_routing, [1.5] if world.rank == 2 else [5], 12)
-    return told
+        told += [said(balancer.pre_attn, chunks, chunks, chunks)]
+    return [*told, said(balancer.plan_routing, [1.5] if world.rank == 2 else [5], 12)]
 
 
 def attention(world: World, topology: str, by_rank: Sequence[Sequence[int]]) -> float:
-    """The largest difference of outputs and gradients from attention of every sequence alone."""
+    # The largest difference of outputs and gradients from attention of every sequence alone.
     dit = example()
     from megatron_balance.torch.knapformer import GroupBalancer
 

@@ -1,11 +1,12 @@
-"""Ranks of plain PyTorch of which one fails in a step. Run as a module; prints what became of each, as
-JSON.
+"""Ranks of plain PyTorch of which one fails in a step."""
 
-Each job's ranks are forked from this process, which has imported all, and end as interpreters do: by
-their hooks, with their exit code.
-"""
+# Run as a module; prints what became of each, as JSON.
+#
+# Each job's ranks are forked from this process, which has imported all, and end as interpreters do:
+# by their hooks, with their exit code.
 
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -39,7 +40,7 @@ STAYS_S = 12.0
 
 
 def step(balancer: SequenceBalancer, between: Callable[[Tensor], object] = lambda _: None) -> None:
-    """Two layers, and what comes between them on this rank."""
+    # Two layers, and what comes between them on this rank.
     batch = balancer([torch.arange(40)])
     x = torch.randn(batch.num_rows, 4, 8, requires_grad=True)
     first = balanced_attention(x, x[:, :2], x[:, :2], batch)
@@ -61,14 +62,14 @@ def in_the_backward(balancer: SequenceBalancer) -> None:
 
 
 def refused(balancer: SequenceBalancer) -> None:
-    """By attention, on one rank."""
+    # By attention, on one rank.
     batch = balancer([torch.arange(40)])
     x = torch.randn(batch.num_rows - (dist.get_rank() == FAILS), 4, 8)
     balanced_attention(x, x[:, :2], x[:, :2], batch)
 
 
 def llama() -> Any:
-    """A small model of Transformers."""
+    # A small model of Transformers.
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {
@@ -82,7 +83,7 @@ def llama() -> Any:
 
 
 def masked(balancer: SequenceBalancer) -> None:
-    """By attention, for an attention mask that one rank alone has."""
+    # By attention, for an attention mask that one rank alone has.
     model = llama()
     batch = balancer([torch.arange(40)])
     mask = torch.ones(1, batch.num_rows)
@@ -115,7 +116,7 @@ def in_knapformer(_balancer: SequenceBalancer) -> None:
 
 
 def leaves_the_balancer(balancer: SequenceBalancer) -> None:
-    """The error is caught outside, and the process stays."""
+    # The error is caught outside, and the process stays.
     try:
         with balancer:
             step(balancer, boom)
@@ -124,7 +125,7 @@ def leaves_the_balancer(balancer: SequenceBalancer) -> None:
 
 
 def leaves_an_evaluation(balancer: SequenceBalancer) -> None:
-    """Where it plans; the error is caught, and the process stays."""
+    # Where it plans; the error is caught, and the process stays.
     balancer.evaluate([torch.arange(40)])
     plans: Any = balancer._evaluation
     if dist.get_rank() == FAILS:
@@ -136,7 +137,7 @@ def leaves_an_evaluation(balancer: SequenceBalancer) -> None:
 
 
 def caught(balancer: SequenceBalancer) -> None:
-    """Training goes on, late."""
+    # Training goes on, late.
     try:
         boom(torch.empty(0))
     except ValueError:
@@ -145,7 +146,7 @@ def caught(balancer: SequenceBalancer) -> None:
 
 
 def goes_on_from_the_model(balancer: SequenceBalancer) -> None:
-    """To the next step, at once, while the others are in this one."""
+    # To the next step, at once, while the others are in this one.
     with suppress(ValueError):
         step(balancer, boom)
     step(balancer)
@@ -165,7 +166,7 @@ def goes_on_from_attention(balancer: SequenceBalancer) -> None:
 
 
 def caught_by_all(balancer: SequenceBalancer) -> None:
-    """An error of all ranks, of which one comes back late."""
+    # An error of all ranks, of which one comes back late.
     try:
         balancer([torch.zeros(2, 2)])
     except DataError:
@@ -174,7 +175,7 @@ def caught_by_all(balancer: SequenceBalancer) -> None:
 
 
 def ends_first(balancer: SequenceBalancer) -> None:
-    """Rank 0, which holds the store."""
+    # Rank 0, which holds the store.
     step(balancer)
     time.sleep(1.0 if dist.get_rank() else 0.0)
 
@@ -188,7 +189,7 @@ JOBS = (
 
 
 def run(job: Callable[[SequenceBalancer], None], rank: int, port: int) -> None:
-    """A rank; what it raises ends its process."""
+    # A rank; what it raises ends its process.
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=SIZE, timeout=timedelta(seconds=200))
     balancer = SequenceBalancer("te_ring", MODEL, settings=Settings(ranks_per_node=SIZE))
@@ -202,7 +203,7 @@ def run(job: Callable[[SequenceBalancer], None], rank: int, port: int) -> None:
 
 
 def fork(job: Callable[[SequenceBalancer], None], rank: int, port: int, said: Path) -> int:
-    """Start a rank that writes to `said`; its process."""
+    # Start a rank that writes to `said`; its process.
     process = os.fork()
     if process:
         return process
@@ -215,7 +216,9 @@ def fork(job: Callable[[SequenceBalancer], None], rank: int, port: int, said: Pa
 
 def main() -> None:
     torch.set_num_threads(1)
-    SequenceBalancer("te_ring", MODEL)([torch.arange(4)])  # imports what a step does, for all ranks
+    # What a step and a first backward import, for all ranks
+    SequenceBalancer("te_ring", MODEL)([torch.arange(4)])
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
     folder = Path(tempfile.mkdtemp(prefix="failing-"))  # not a block: ranks leave through it
     processes: dict[tuple[str, int], int] = {}
     gc.collect()

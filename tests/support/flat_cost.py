@@ -1,6 +1,4 @@
-"""A machine of round numbers, for times that can be worked out by hand: every launch takes as long,
-handling nothing at all.
-"""
+"""A machine of round numbers: every launch takes as long, handling nothing at all."""
 
 from dataclasses import dataclass
 from math import inf
@@ -17,10 +15,7 @@ INTRA, INTER, NONE = Link(0.001, 1e6), Link(0.002, 1e5), Contention(0, 0, 0)
 
 @dataclass(frozen=True)
 class FlatCost(MachineCost):
-    """`launch`: seconds of a launch, forward; twice that
-    backward. `pair`: of each causal pair.
-    """
-
+    # `launch`: seconds of a launch, forward; twice that backward. `pair`: of each causal pair.
     model: Model
     launch: float = 1.0
     pair: float = 0.0
@@ -89,6 +84,6 @@ MODEL = Model(num_heads=2, num_kv_heads=2, head_dim=16, num_layers=4, hidden_siz
 
 
 def flat_machine(num_ranks: int, ranks_per_node: int, ranks_per_nic: int = 1, **cost: object) -> Machine:
-    """A machine of `FlatCost(**cost)`."""
+    # A machine of `FlatCost(**cost)`.
     cluster = Cluster(num_ranks, ranks_per_node, ranks_per_nic=ranks_per_nic)
     return Machine(cluster, MODEL, FlatCost(MODEL, **cost))  # pyright: ignore[reportArgumentType]  the fields' types are the caller's to keep

@@ -1,6 +1,4 @@
-"""The order of what each stream of a rank does, as the issue order foresees it: for what runs and
-what is simulated to be held against.
-"""
+"""The order of what each stream of a rank does, as the issue order foresees it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +11,17 @@ from megatron_balance.ir.program import Exchange, Op
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """The launches of attention op `op` (leg "run"), or one leg of exchange `op`.
-
-    `roles`: those of this rank in the leg; proxies pass on bytes as they come, whatever the rank
-    itself is at.
-    """
-
+    # The launches of attention op `op` (leg "run"), or one leg of exchange `op`.
+    #
+    # `roles`: those of this rank in the leg; proxies pass on bytes as they come, whatever the rank
+    # itself is at.
     op: int
     leg: Leg | Literal["run"]
     roles: tuple[Role, ...] = ()
 
 
 def streams(ops: Sequence[Op], rank: int, ranks_per_node: int) -> dict[str, tuple[Issue, ...]]:
-    """Issues of "compute" and of each communication stream that the exchanges of a rank use."""
+    # Issues of "compute" and of each communication stream that the exchanges of a rank use.
     issues: dict[str, list[Issue]] = {"compute": []}
     for step in order(ops, rank):
         if isinstance(step, RunLaunches):
@@ -42,7 +38,7 @@ def streams(ops: Sequence[Op], rank: int, ranks_per_node: int) -> dict[str, tupl
 
 
 def _roles(route: Sequence[int], rank: int) -> list[tuple[Leg, Role]]:
-    """The roles of `rank` in each leg of a piece; `route`: src, send proxy, receive proxy, dst."""
+    # The roles of `rank` in each leg of a piece; `route`: src, send proxy, receive proxy, dst.
     path = hops(route)
     taken: list[tuple[Leg, Role]] = []
     for at, (leg, a, b) in enumerate(path):

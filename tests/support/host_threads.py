@@ -1,10 +1,7 @@
-"""The hosts of all ranks as threads of this process, on the real transport of CUDA
-(`runtime.transport`): streams that carry nothing, group calls that hold a host until its
-peers have come (`tests.support.rendezvous`).
+"""The hosts of all ranks as threads of this process, on the real transport of CUDA."""
 
-Nothing arrives, so the values are void. What hangs is seen at once: when every thread that has not
-ended stands in a group call.
-"""
+# Streams carry nothing, and group calls hold a host until its peers have come
+# (`tests.support.rendezvous`).
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -37,8 +34,7 @@ class HangError(AssertionError):
 
 
 class Hosts:
-    """Where the hosts of all ranks meet. `issued`: the group calls of each rank, in order."""
-
+    # Where the hosts of all ranks meet. `issued`: the group calls of each rank, in order.
     def __init__(self, num_ranks: int) -> None:
         self.meeting = Meeting()
         self.issued: list[list[GroupCall]] = [[] for _ in range(num_ranks)]
@@ -49,7 +45,7 @@ class Hosts:
         self._changed = Condition()
 
     def enter(self, rank: int, call: GroupCall) -> None:
-        """Stand in a group call until it lets the host go."""
+        # Stand in a group call until it lets the host go.
         with self._changed:
             self.issued[rank].append(call)
             left = self.meeting.enter(rank, call)
@@ -68,7 +64,7 @@ class Hosts:
             self.left.discard(rank)
 
     def end(self) -> None:
-        """A host has issued all that it had to."""
+        # A host has issued all that it had to.
         with self._changed:
             self.running -= 1
             self._check()
@@ -81,8 +77,7 @@ class Hosts:
 
 @dataclass
 class HostStream(SilentStream):
-    """A stream whose group calls hold the host."""
-
+    # A stream whose group calls hold the host.
     name: str
     rank: int
     hosts: Hosts
@@ -98,8 +93,7 @@ class HostStream(SilentStream):
 
 @dataclass
 class HostStreams(SilentStreams):
-    """Streams of one rank. No event is waited for."""
-
+    # Streams of one rank. No event is waited for.
     rank: int
     hosts: Hosts
     streams: dict[str, HostStream] = field(default_factory=dict)
@@ -110,8 +104,7 @@ class HostStreams(SilentStreams):
 
 @contextmanager
 def _collectives_meet():
-    """Collectives hold the host of their rank, too."""
-
+    # Collectives hold the host of their rank, too.
     def enter(*_: Any, group: tuple[int, ...], async_op: bool) -> None:
         assert async_op
         _here.hosts.enter(_here.rank, GroupCall(f"{_here.stream} {group}", group=group))
@@ -126,11 +119,10 @@ def _collectives_meet():
 def run(
     plans: Sequence[MicrobatchPlan], policy: Policy, *, safe: bool = False, connects: bool = True
 ) -> tuple[dict[int, GroupCall], list[list[GroupCall]]]:
-    """The ranks that hang, and the group calls of every rank, where all ranks bind plans and run a
-    forward and a backward of each, one after the other.
-
-    `connects`: binding connects what is new.
-    """
+    # The ranks that hang, and the group calls of every rank, where all ranks bind plans and run a
+    # forward and a backward of each, one after the other.
+    #
+    # `connects`: binding connects what is new.
     size = plans[0].num_ranks
     hosts = Hosts(size)
     errors: list[Exception] = []

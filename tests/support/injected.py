@@ -34,11 +34,10 @@ KINDS = ("kill", "stop", "exception", "memory", "exit")
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind` at call number `call` (from 1) of the place, on rank `rank`.
-
-    Wrong: every call gives half as much again; nan: the gradient of a call's parameter is no number.
-    """
-
+    # `kind` at call number `call` (from 1) of the place, on rank `rank`.
+    #
+    # Wrong: every call gives half as much again; nan: the gradient of a call's parameter is no
+    # number.
     place: str
     kind: str
     rank: int
@@ -46,7 +45,7 @@ class Fault:
 
 
 def install(fault: Fault, rank: int) -> None:
-    """Put the fault in, if it is this rank's."""
+    # Put the fault in, if it is this rank's.
     if rank != fault.rank:
         return
     places = {**PLACES, **OF_CHANGES}
@@ -78,7 +77,7 @@ def install(fault: Fault, rank: int) -> None:
 
 
 def happen(kind: str) -> None:
-    """End or fail this process in a way."""
+    # End or fail this process in a way.
     match kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

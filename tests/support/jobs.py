@@ -1,6 +1,4 @@
-"""Jobs for the ranks of the pool, apart from the tests, so that a rank imports neither pytest nor
-hypothesis.
-"""
+"""Jobs for the ranks of the pool, apart from the tests: a rank imports no pytest, no hypothesis."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from tests.support.pool import World, said
 
 
 def add_ranks(world: World) -> int:
-    """The sum of all ranks, by all_reduce."""
+    # The sum of all ranks, by all_reduce.
     total = torch.tensor([world.rank])
     if world.groups.pool is not None:
         dist.all_reduce(total, group=world.groups.pool)
@@ -47,31 +45,29 @@ def add_ranks(world: World) -> int:
 
 
 def new_group_of_two(world: World) -> None:
-    """Make a group, though the world has more ranks."""
+    # Make a group, though the world has more ranks.
     dist.new_group(list(world.groups.ranks))
 
 
 def fail_on(world: World, rank: int) -> None:
-    """Rank `rank` raises while the others wait for it."""
+    # Rank `rank` raises while the others wait for it.
     if world.rank == rank:
         raise RuntimeError("this rank was asked to fail")
     dist.barrier(group=world.groups.pool)
 
 
 def hang_on(world: World, rank: int) -> None:
-    """Rank `rank` sleeps where a stack should show it."""
+    # Rank `rank` sleeps where a stack should show it.
     if world.rank == rank:
         time.sleep(600)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One way to run a plan. `calls`: so many forwards, on inputs of different seeds, and only then
-    the backwards, as layers do. `strided`: q, k and v are views of one tensor and dout is
-    transposed, as projections and views leave them. `device`: of the tensors. `mover`: as `bind`
-    has it; triton runs in its interpreter.
-    """
-
+    # One way to run a plan. `calls`: so many forwards, on inputs of different seeds, and only then
+    # the backwards, as layers do. `strided`: q, k and v are views of one tensor and dout is
+    # transposed, as projections and views leave them. `device`: of the tensors. `mover`: as `bind`
+    # has it; triton runs in its interpreter.
     policy: Policy
     dtype: str = "float32"
     calls: int = 1
@@ -83,10 +79,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Ran:
-    """One rank's values: rows [tokens of the rank, heads, D] in fp64, what was counted (sums over all
-    calls), and which of the tensors had gaps.
-    """
-
+    # One rank's values: rows [tokens of the rank, heads, D] in fp64, what was counted (sums over
+    # all calls), and which of the tensors had gaps.
     out: Floats
     q_grad: Floats
     k_grad: Floats
@@ -100,14 +94,13 @@ Widths: TypeAlias = int | tuple[int, int]
 
 
 def split(widths: Widths) -> tuple[int, int | None]:
-    """Head dim, and the width of values and outputs where it is another."""
+    # Head dim, and the width of values and outputs where it is another.
     return widths if isinstance(widths, tuple) else (widths, None)
 
 
 def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[Run]) -> list[Ran]:
-    """Forward and backward of `plan` on the inputs that `inputs` draws, once per entry of `runs`;
-    values of the first call.
-    """
+    # Forward and backward of `plan` on the inputs that `inputs` draws, once per entry of `runs`;
+    # values of the first call.
     owned = Rows.of(3, layout(plan, world.rank).tolist())
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, *split(head_dim))
     results = []
@@ -138,9 +131,8 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[
 
 
 def attend_late(world: World, plan: MicrobatchPlan, head_dim: Widths, run: Run, seeds: Sequence[int]) -> list[Ran]:
-    """As `attend`, once per seed. What this rank sends in an exchange leaves late, by what the seed
-    draws for the rank.
-    """
+    # As `attend`, once per seed. What this rank sends in an exchange leaves late, by what the seed
+    # draws for the rank.
     start, found = Gloo.start, list[Ran]()
     for seed in seeds:
         late = random.Random(f"{seed} {world.rank}")
@@ -158,9 +150,8 @@ def attend_late(world: World, plan: MicrobatchPlan, head_dim: Widths, run: Run, 
 
 
 def attend_with_sink(world: World, plan: MicrobatchPlan, head_dim: int) -> list[list[Floats]]:
-    """Output and gradients (q, k, v, sink) of `plan` with the sinks of `sinks`, policy keep and then
-    replay, whose call is in segments.
-    """
+    # Output and gradients (q, k, v, sink) of `plan` with the sinks of `sinks`, policy keep and then
+    # replay, whose call is in segments.
     owned = Rows.of(3, layout(plan, world.rank).tolist())
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
     results: list[list[Floats]] = []
@@ -182,10 +173,10 @@ def attend_with_sink(world: World, plan: MicrobatchPlan, head_dim: int) -> list[
 
 
 def attend_again(world: World, plan: MicrobatchPlan, other: MicrobatchPlan, segments: bool) -> list[Again]:
-    """Two backwards of one forward, the second with twice the gradient, another batch between them.
-
-    By policy, and by whether autograd saves received rows (`hooked`; never of a call in `segments`).
-    """
+    # Two backwards of one forward, the second with twice the gradient, another batch between them.
+    #
+    # By policy, and by whether autograd saves received rows (`hooked`; never of a call in
+    # `segments`).
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, 8)
     owned, theirs = (Rows.of(3, layout(each, world.rank).tolist()) for each in (plan, other))
     groups = replace(world.groups, buffers=BufferPool(cpu=True))
@@ -226,10 +217,8 @@ def attend_again(world: World, plan: MicrobatchPlan, other: MicrobatchPlan, segm
 
 @dataclass(frozen=True)
 class Again:
-    """Of two backwards: the sum of their gradients (q, k, v); key tokens received; pooled bytes behind
-    the first, and those that the graph holds behind the second; the error of a third.
-    """
-
+    # Of two backwards: the sum of their gradients (q, k, v); key tokens received; pooled bytes
+    # behind the first, and those that the graph holds behind the second; the error of a third.
     grads: list[Floats]
     kv_tokens_received: int
     held: int
@@ -238,21 +227,20 @@ class Again:
 
 
 def _used(buffers: BufferPool) -> int:
-    """Pooled bytes that somebody holds."""
+    # Pooled bytes that somebody holds.
     buffers.empty((1,), torch.uint8, torch.device("cpu"))  # takes back what was let go
     buffers.empty((1,), torch.uint8, torch.device("cpu"))
     return buffers.used_bytes - ALIGN
 
 
 def sinks(num_heads: int) -> Floats:
-    """A logit of each head: some far below its scores, some above."""
+    # A logit of each head: some far below its scores, some above.
     return np.linspace(-3.0, 4.0, num_heads)
 
 
 def inputs(plan: MicrobatchPlan, head_dim: Widths, seed: int = 0) -> dense.Tensors:
-    """Values drawn alike on every rank and in the judging process; exact in fp32, so that both
-    types start from the same numbers.
-    """
+    # Values drawn alike on every rank and in the judging process; exact in fp32, so that both types
+    # start from the same numbers.
     keys, values = split(head_dim)
     x = dense.draw(plan.lengths, plan.num_heads, plan.num_kv_heads, keys, seed, values)
     rounded = ([t.astype(np.float32).astype(np.float64) for t in values] for values in (x.q, x.k, x.v, x.dout))
@@ -260,18 +248,16 @@ def inputs(plan: MicrobatchPlan, head_dim: Widths, seed: int = 0) -> dense.Tenso
 
 
 def compare_plans(world: World, plans: Sequence[MicrobatchPlan]) -> str:
-    """The error on this rank when every rank checks its own plan; then that the ranks can still
-    talk to one another.
-    """
+    # The error on this rank when every rank checks its own plan; then that the ranks can still talk
+    # to one another.
     heard = said(check_agreement, plans[world.rank].fingerprint(), world.groups, otherwise="agreed")
     assert add_ranks(world) == world.size * (world.size - 1) // 2
     return heard
 
 
 def compare_with_peers(world: World, plans: Sequence[MicrobatchPlan]) -> str:
-    """As `compare_plans` in two pools of neighbours, rank r and r + 2 being tensor-parallel peers; on
-    the first four ranks of all.
-    """
+    # As `compare_plans` in two pools of neighbours, rank r and r + 2 being tensor-parallel peers;
+    # on the first four ranks of all.
     # made by all ranks of the world together, which is all there are
     made = {ranks: cast("dist.ProcessGroup", dist.new_group(list(ranks))) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
     if world.rank >= len(plans):
@@ -283,7 +269,7 @@ def compare_with_peers(world: World, plans: Sequence[MicrobatchPlan]) -> str:
 
 
 def tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> list[torch.Tensor]:
-    """q, k, v and dout of this rank."""
+    # q, k, v and dout of this rank.
     heads, (keys, values) = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads), shape.widths
     rows = [
         owned_rows(owned, of) if of else np.empty((0, h, width))
@@ -311,11 +297,10 @@ Arrays = list[np.ndarray]
 def both(
     world: World, plan: MicrobatchPlan, of_heads: MicrobatchPlan, policy: Policy
 ) -> tuple[list[Arrays], list[int]]:
-    """Output and gradients (queries, latents, weight summed over the pool) of attention over latents
-    and over their keys and values; and the bytes that each received.
-
-    `of_heads`: the plan for keys and values of every head.
-    """
+    # Output and gradients (queries, latents, weight summed over the pool) of attention over latents
+    # and over their keys and values; and the bytes that each received.
+    #
+    # `of_heads`: the plan for keys and values of every head.
     rng = np.random.default_rng(3)
     num_weights = HEADS * (DIM - LATENT[1] + VALUES)
     values = {
@@ -356,12 +341,10 @@ Lengths = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Received:
-    """One rank's side of a step, by nano-batch.
-
-    `planned`, `rows`: (document, position) of its rows, as its plan has them and as they arrived.
-    `back`, `read`: documents of the rows that it read, as they came back and as it read them.
-    """
-
+    # One rank's side of a step, by nano-batch.
+    #
+    # `planned`, `rows`: (document, position) of its rows, as its plan has them and as they arrived.
+    # `back`, `read`: documents of the rows that it read, as they came back and as it read them.
     planned: list[list[tuple[int, int]]]
     rows: list[list[tuple[int, int]]]
     back: list[list[int]]
@@ -369,7 +352,7 @@ class Received:
 
 
 def documents(rank: int, microbatch: int, lengths: Sequence[int]) -> Sequences:
-    """Documents whose rows (document, position) tell them all apart."""
+    # Documents whose rows (document, position) tell them all apart.
     made = [
         torch.stack([torch.full((n,), 10000 * rank + 100 * microbatch + at), torch.arange(n)], dim=1)
         for at, n in enumerate(lengths)
@@ -378,7 +361,7 @@ def documents(rank: int, microbatch: int, lengths: Sequence[int]) -> Sequences:
 
 
 def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Received:
-    """Plan the documents of all ranks and move their rows there and back."""
+    # Plan the documents of all ranks and move their rows there and back.
     pool = Pool(world.groups, world.size, tuple(range(world.size)), tuple(range(world.size)))
     mine = [documents(world.rank, m, own) for m, own in enumerate(lengths[world.rank])]
     shared = share_lengths(mine, None, len(mine), pool, ALONE, CPU)
@@ -419,7 +402,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def read_with_failure(world: World, failing: int) -> str:
-    """The answer that this rank gets when rank `failing` cannot read."""
+    # The answer that this rank gets when rank `failing` cannot read.
     pool = Pool(world.groups, world.size, tuple(range(world.size)), tuple(range(world.size)))
     failure = DataError("this rank was asked to fail") if world.rank == failing else None
     mine = [] if failure else [documents(world.rank, 0, (3,))]
@@ -427,10 +410,9 @@ def read_with_failure(world: World, failing: int) -> str:
 
 
 def read_other_numbers(world: World, numbers: Sequence[int], tensor_parallel: int) -> str:
-    """The answer that this rank gets when rank r runs `numbers[r]` microbatches.
-
-    `tensor_parallel`: consecutive ranks that compute the same tokens.
-    """
+    # The answer that this rank gets when rank r runs `numbers[r]` microbatches.
+    #
+    # `tensor_parallel`: consecutive ranks that compute the same tokens.
     pool, parallel = _tensor_parallel(world, tensor_parallel)
     mine = [documents(world.rank, m, (3, 2)) for m in range(numbers[world.rank])] if parallel.is_source else []
     try:
@@ -441,7 +423,7 @@ def read_other_numbers(world: World, numbers: Sequence[int], tensor_parallel: in
 
 
 def announce(world: World, fingerprints: Sequence[str], tensor_parallel: int) -> str:
-    """The plan that all ranks agree on, or the error, when rank r announces `fingerprints[r]`."""
+    # The plan that all ranks agree on, or the error, when rank r announces `fingerprints[r]`.
     pool, parallel = _tensor_parallel(world, tensor_parallel)
     mine = [documents(world.rank, 0, (3, 2))] if parallel.is_source else []
     shared = share_lengths(mine, None, 1, pool, parallel, CPU, fingerprint=fingerprints[world.rank])
@@ -453,7 +435,7 @@ def announce(world: World, fingerprints: Sequence[str], tensor_parallel: int) ->
 
 
 def _tensor_parallel(world: World, size: int) -> tuple[Pool, TensorParallel]:
-    """The pool of this rank where `size` consecutive ranks compute the same tokens."""
+    # The pool of this rank where `size` consecutive ranks compute the same tokens.
     place, peer = divmod(world.rank, size)
     same = tuple(range(peer, world.size, size))
     peers = tuple(range(place * size, (place + 1) * size))
@@ -468,7 +450,7 @@ def _tensor_parallel(world: World, size: int) -> tuple[Pool, TensorParallel]:
 
 
 def timeouts_of_pools(world: World, seconds: int) -> list[float]:
-    """Seconds after which the groups of this rank give up: two stages of half the world each."""
+    # Seconds after which the groups of this rank give up: two stages of half the world each.
     half = world.size // 2
     stage, at = divmod(world.rank, half)
     mine = Membership(tuple(range(stage * half, (stage + 1) * half)), at, stage=stage, stages=(at, at + half))
@@ -478,7 +460,7 @@ def timeouts_of_pools(world: World, seconds: int) -> list[float]:
 
 
 def pool_of_group(world: World) -> tuple[int, int, int, tuple[int, ...]]:
-    """Rank, size, ranks per node and readers of the pool of a plain process group."""
+    # Rank, size, ranks per node and readers of the pool of a plain process group.
     assert world.groups.pool is not None
     pool = make_pool(Membership(tuple(range(world.size)), replica=world.rank), ranks_per_node=4)
     return pool.rank, pool.size, pool.ranks_per_node, pool.readers

@@ -1,6 +1,4 @@
-"""Models, base layouts and strategies for tests of the link, and what they mean element by element:
-written down with whole arrays of indices, as Megatron cuts tensors.
-"""
+"""Cases of the link of weights, and what they mean, with whole arrays of indices."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +16,7 @@ PAD = 4
 
 @dataclass(frozen=True)
 class Links:
-    """One case. `owned_by` is the answer to compare with."""
-
+    # One case. `owned_by` is the answer to compare with.
     listed: tuple[Parameter, ...]
     num_layers: int
     base: Base
@@ -30,7 +27,7 @@ class Links:
         return ParameterTable.of(self.listed, self.num_layers)
 
     def seats(self) -> Iterator[tuple[int, int, int, int, int, Scheme]]:
-        """Rank, pipeline, cp, stage, tp and scheme of all ranks of the strategy."""
+        # Rank, pipeline, cp, stage, tp and scheme of all ranks of the strategy.
         rank = 0
         for pipeline, scheme in enumerate(self.strategy.pipelines):
             for stage in range(scheme.pipeline):
@@ -41,7 +38,7 @@ class Links:
 
 
 def stages_of(parameter: Parameter, num_stages: int, num_layers: int) -> list[int]:
-    """The stages that have it, the tied copy last."""
+    # The stages that have it, the tied copy last.
     if parameter.tied:
         return sorted({0, num_stages - 1})
     if isinstance(parameter.layer, str):
@@ -51,7 +48,7 @@ def stages_of(parameter: Parameter, num_stages: int, num_layers: int) -> list[in
 
 
 def cut(parameter: Parameter, tensor: int, rank: int) -> Ints:
-    """Indices in the whole tensor of a TP rank's shard, in its own shape."""
+    # Indices in the whole tensor of a TP rank's shard, in its own shape.
     whole = np.arange(parameter.rows * parameter.columns).reshape(parameter.rows, parameter.columns)
     if parameter.cut is None:
         return whole
@@ -66,7 +63,7 @@ def cut(parameter: Parameter, tensor: int, rank: int) -> Ints:
 def buffers_of(
     listed: Sequence[Parameter], num_layers: int, scheme: Scheme, replicas: int, per_bucket: int
 ) -> tuple[Buffer, ...]:
-    """Flat buffers as Megatron fills them: parameters backwards, padded, buckets cut evenly."""
+    # Flat buffers as Megatron fills them: parameters backwards, padded, buckets cut evenly.
     shards = scheme.context * replicas
     buffers: list[Buffer] = []
     for stage in range(scheme.pipeline):
@@ -85,7 +82,7 @@ def buffers_of(
 
 
 def owned_by(case: Links) -> dict[int, list[tuple[int, int]]]:
-    """(parameter, element) that each rank's optimizer owns, in the order of its flat shard."""
+    # (parameter, element) that each rank's optimizer owns, in the order of its flat shard.
     base, answer = case.base, {}
     for buffer in base.buffers:
         for tp in range(base.scheme.tensor):
@@ -105,7 +102,7 @@ def owned_by(case: Links) -> dict[int, list[tuple[int, int]]]:
 
 @st.composite
 def model(draw: st.DrawFn, tensor: int) -> tuple[tuple[Parameter, ...], int]:
-    """Parameters whose cut dimension `tensor` divides; of every kind that Megatron has."""
+    # Parameters whose cut dimension `tensor` divides; of every kind that Megatron has.
     num_layers = draw(st.integers(1, 4))
     parts = draw(st.booleans())
     tied = draw(st.booleans())
@@ -135,7 +132,7 @@ def schemes(draw: st.DrawFn, most: int) -> Scheme:
 
 @st.composite
 def links(draw: st.DrawFn) -> Links:
-    """Any degrees beside one another, uneven shards, ranks left over."""
+    # Any degrees beside one another, uneven shards, ranks left over.
     scheme, replicas = draw(schemes(8)), draw(st.integers(1, 3))
     listed, num_layers = draw(model(scheme.tensor))
     base = Base(scheme, replicas, buffers_of(listed, num_layers, scheme, replicas, draw(st.integers(1, 9))))

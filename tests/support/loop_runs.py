@@ -1,16 +1,6 @@
-"""Training loops of libraries that import Megatron's schedules and never call its `pretrain`: their
-own model, groups, optimizer and data, no arguments of Megatron's.
+"""Training loops of libraries that import Megatron's schedules and never call its `pretrain`."""
 
-- `bridge`: as Megatron-Bridge's `train_step` and `evaluate` (067f987df, August 2026): the forward
-  step takes the loop's state first, bound once; the schedule is called inside the rerun loop, by
-  keywords, with a communicator and groups of the loop's own; losses are summed over microbatches,
-  then over `dp_cp`. `python -m tools.bridge_parity` runs Bridge itself.
-- `nemo`: as NeMo's `MegatronStep` and `MaskedTokenLossReduction` (8cfedd7203, September 2025): the
-  iterator gives a batch with its number and its loader's, the model is not in a list, and losses
-  are read by another name, without microbatches that have none.
-- `verl`: as verl's `forward_backward_batch` (b178a3cd5, January 2026): microbatches of as many
-  samples as fit, ragged, behind one another (nested tensors); the call says a length of 1.
-"""
+# Their own model, groups, optimizer and data, no arguments of Megatron's.
 
 import json
 import sys
@@ -33,13 +23,12 @@ SKIPPED_TO = 8
 
 @dataclass
 class State:
-    """The loop's own, which its forward step gets."""
-
+    # The loop's own, which its forward step gets.
     steps_run: int = 0
 
 
 def batches(step: int, replica: int, num_replicas: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The microbatches of one sample that a replica reads in a step."""
+    # The microbatches of one sample that a replica reads in a step.
     for at, length in list(enumerate(LENGTHS))[replica::num_replicas]:
         tokens = (torch.arange(SIZE) * (3 + at) + 7 * step) % VOCABULARY
         positions = torch.where(torch.arange(SIZE) < length, torch.arange(SIZE), -1)
@@ -49,7 +38,7 @@ def batches(step: int, replica: int, num_replicas: int) -> Iterator[dict[str, to
 
 
 def forward_step(state: State, iterator: Any, model: Any) -> Any:
-    """The loop's own forward step, with loss per token; plans replace it."""
+    # The loop's own forward step, with loss per token; plans replace it.
     state.steps_run += 1
     batch = next(iterator)
     future = torch.ones(SIZE, SIZE, dtype=torch.bool).triu(1)[None, None]
@@ -64,12 +53,12 @@ def forward_step(state: State, iterator: Any, model: Any) -> Any:
 
 
 def never(*_: Any, **__: Any) -> Any:
-    """A forward step that plans replace."""
+    # A forward step that plans replace.
     raise AssertionError("the loop's own forward step was called")
 
 
 def rows_of(found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A batch of verl's: ragged sequences [B, any] side by side, with labels and positions."""
+    # A batch of verl's: ragged sequences [B, any] side by side, with labels and positions.
     tokens = found["input_ids"].to_padded_tensor(0)
     lengths = found["input_ids"].offsets().diff()[:, None]
     at = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -82,7 +71,7 @@ def rows_of(found: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def ragged(given: Iterator[dict[str, torch.Tensor]], sizes: tuple[int, ...]) -> Iterator[dict[str, torch.Tensor]]:
-    """The samples as verl has them, `sizes` of them in a microbatch."""
+    # The samples as verl has them, `sizes` of them in a microbatch.
     for size in sizes:
         samples = [next(given) for _ in range(size)]
         held = [each["position_ids"][0] >= 0 for each in samples]
@@ -96,8 +85,7 @@ def ragged(given: Iterator[dict[str, torch.Tensor]], sizes: tuple[int, ...]) -> 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a library calls: keywords of its call and of `balance`, and what its iterator gives."""
-
+    # How a library calls: keywords of its call and of `balance`, and what its iterator gives.
     call: dict[str, Any]
     balance: dict[str, Any]
     iterator: Any
@@ -105,7 +93,7 @@ class Shape:
 
 
 def shape_of(library: str, config: Any, model: Any, per_replica: int) -> Shape:
-    """The shape of a library's calls; `per_replica`: samples of a step."""
+    # The shape of a library's calls; `per_replica`: samples of a step.
     if library == "nemo":
         call = {"model": model, "num_microbatches": per_replica, "seq_length": SIZE, "micro_batch_size": 1}
         call |= {"forward_step_func": never, "decoder_seq_length": None, "adjust_tensor_shapes_fn": None}
@@ -136,7 +124,7 @@ def shape_of(library: str, config: Any, model: Any, per_replica: int) -> Shape:
 
 
 def reduced(stored: list[dict[str, torch.Tensor]], name: str) -> float:
-    """The loss of a token over all microbatches and ranks."""
+    # The loss of a token over all microbatches and ranks.
     from megatron.core import mpu
 
     total = torch.vstack([each[name].view(-1) for each in stored if each[name][1] > 0]).sum(0)
@@ -145,7 +133,7 @@ def reduced(stored: list[dict[str, torch.Tensor]], name: str) -> float:
 
 
 def build() -> tuple[Any, Any, Any]:
-    """The model's config, the wrapped model and its optimizer; process groups before them."""
+    # The model's config, the wrapped model and its optimizer; process groups before them.
     from megatron.core import mpu
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -172,19 +160,17 @@ def build() -> tuple[Any, Any, Any]:
 
 
 def spiky(machine: Any, step: int) -> None:
-    """Let losses leap in step SPIKY alone, as after a hundred losses up to 1: a token's is 4 to 5
-    here, and their sums are ten times that.
-    """
+    # Let losses leap in step SPIKY alone, as after a hundred losses up to 1: a token's is 4 to 5
+    # here, and their sums are ten times that.
     machine.large_value_counts["loss"], machine.max_values["loss"] = 100, 1.0
     machine.spiky_loss_factor = 3.0 if step == SPIKY else 10.0
 
 
 def run(argv: list[str]) -> int:
-    """Train, and print losses, gradient norms and evaluated losses as JSON.
-
-    `argv`: the library whose shape the calls have; the balance configuration, or nothing; the
-    folder of records, or nothing.
-    """
+    # Train, and print losses, gradient norms and evaluated losses as JSON.
+    #
+    # `argv`: the library whose shape the calls have; the balance configuration, or nothing; the
+    # folder of records, or nothing.
     from megatron.core import mpu
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine

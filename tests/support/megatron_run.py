@@ -1,12 +1,11 @@
-"""Training jobs on this machine: import torch and Megatron once, then fork the ranks of every job.
+"""Training jobs on this machine: import torch and Megatron once, then fork the ranks of every job."""
 
-Most of a short run is its start, so whatever all ranks would import, read or compute alike is there
-before they are forked.
-
-`Trainer` (in the test process) starts this file as a server, which is the process that says "cuda"
-and means "cpu"; the test process stays as it is. One job is one line of JSON to the server and one
-line back.
-"""
+# Most of a short run is its start, so whatever all ranks would import, read or compute alike is
+# there before they are forked.
+#
+# `Trainer` (in the test process) starts this file as a server, which is the process that says
+# "cuda" and means "cpu"; the test process stays as it is. One job is one line of JSON to the server
+# and one line back.
 
 import argparse
 import dataclasses
@@ -75,10 +74,8 @@ Entry = Literal[
 
 @dataclass(frozen=True)
 class Job:
-    """One training run. `kill_after`: (file, lines): all ranks are killed once the file has so many
-    lines. `freeze`: the rank that is stopped (SIGSTOP) then, in place of a kill.
-    """
-
+    # One training run. `kill_after`: (file, lines): all ranks are killed once the file has so many
+    # lines. `freeze`: the rank that is stopped (SIGSTOP) then, in place of a kill.
     entry: Entry
     num_ranks: int
     argv: tuple[str, ...]
@@ -102,10 +99,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """Exit codes by rank (negative: killed by that signal), ranks in the order they ended, and
-    where the logs are.
-    """
-
+    # Exit codes by rank (negative: killed by that signal), ranks in the order they ended, and where
+    # the logs are.
     codes: tuple[int, ...]
     ended: tuple[int, ...]
     logs: Path
@@ -115,7 +110,7 @@ class Result:
 
     @property
     def failed(self) -> int | None:
-        """The rank that failed first, the others usually because of it; None if all is well."""
+        # The rank that failed first, the others usually because of it; None if all is well.
         return next((rank for rank in self.ended if self.codes[rank] != 0), None)
 
     def log(self, rank: int) -> str:
@@ -126,10 +121,8 @@ class Result:
 
 
 class Trainer:
-    """The server, seen from a test."""
-
+    # The server, seen from a test.
     def __init__(self, path: Sequence[str] = ()) -> None:
-        """Start the server; `path`: folders it imports from first."""
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
         self._server = subprocess.Popen(
@@ -142,7 +135,7 @@ class Trainer:
         )
 
     def run(self, job: Job) -> Result:
-        """Exit codes of a job, whatever they are."""
+        # Exit codes of a job, whatever they are.
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         Path(job.logs).mkdir(parents=True, exist_ok=True)
@@ -160,7 +153,7 @@ class Trainer:
 
 
 def serve() -> None:
-    """Answer jobs until stdin closes."""
+    # Answer jobs until stdin closes.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever Megatron prints while it is imported is no answer
     from megatron_balance.megatron import cpu
@@ -198,7 +191,7 @@ def serve() -> None:
 
 
 def prepare_ranks() -> None:
-    """Do once what every rank would do for itself, and keep the pages that they inherit shared."""
+    # Do once what every rank would do for itself, and keep the pages that they inherit shared.
     for name in IMPORTED_LATE:
         # other versions of Megatron do without some of them
         with suppress(ModuleNotFoundError) if name.startswith("megatron.") else nullcontext():
@@ -220,7 +213,7 @@ def prepare_ranks() -> None:
 
 
 def free_port() -> int:
-    """A port for rank 0's store that nobody else takes before rank 0 does."""
+    # A port for rank 0's store that nobody else takes before rank 0 does.
     while True:
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port := random.choice(PORTS)))
@@ -228,9 +221,8 @@ def free_port() -> int:
 
 
 def run_job(job: Job) -> tuple[dict[int, int], list[str]]:
-    """Exit codes by rank, in the order the ranks ended, and what they left running. Ranks that
-    outlive the deadline, or another's failure, are ended.
-    """
+    # Exit codes by rank, in the order the ranks ended, and what they left running. Ranks that
+    # outlive the deadline, or another's failure, are ended.
     port = free_port()
     ranks = {os.fork() or run_rank(job, rank, port): rank for rank in range(job.num_ranks)}
     codes: dict[int, int] = {}
@@ -272,7 +264,7 @@ def run_job(job: Job) -> tuple[dict[int, int], list[str]]:
 
 
 def _planning(groups: Collection[int], patience_s: float) -> list[str]:
-    """Command lines of the planning processes of these process groups, once they had time to end."""
+    # Command lines of the planning processes of these process groups, once they had time to end.
     end = time.monotonic() + patience_s
     while True:
         found: list[str] = []
@@ -291,7 +283,7 @@ def _lines(file: str) -> int:
 
 
 def run_rank(job: Job, rank: int, port: int) -> int:
-    """In the child: one rank. Never returns."""
+    # In the child: one rank. Never returns.
     code = 1
     try:
         os.setpgid(0, 0)
@@ -325,7 +317,7 @@ def run_rank(job: Job, rank: int, port: int) -> int:
 
 
 def _spawn_for_results() -> None:
-    """Save as Megatron saves, whatever `prepare_ranks` has set for quicker tests."""
+    # Save as Megatron saves, whatever `prepare_ranks` has set for quicker tests.
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     quick: Any = filesystem_async.get_write_results_queue

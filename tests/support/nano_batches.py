@@ -1,6 +1,4 @@
-"""Jobs of the pool's ranks that run two nano-batches through layers of attention, interleaved or
-one after the other.
-"""
+"""Jobs of the pool's ranks: two nano-batches through layers of attention."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,10 +32,8 @@ Done = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class NanoBatches:
-    """One rank's values of each nano-batch: output of the last layer and gradients of the first
-    one's inputs; counters; what ran in which order.
-    """
-
+    # One rank's values of each nano-batch: output of the last layer and gradients of the first
+    # one's inputs; counters; what ran in which order.
     out: list[Floats]
     grads: list[list[Floats]]
     counters: list[dict[str, int]]
@@ -51,9 +47,8 @@ def layers(
     policy: Policy,
     streams: bool = False,
 ) -> NanoBatches:
-    """Both nano-batches through all layers of `segments`, in fp64; without turns, through two
-    layers with one call each, one nano-batch after the other.
-    """
+    # Both nano-batches through all layers of `segments`, in fp64; without turns, through two layers
+    # with one call each, one nano-batch after the other.
     groups = with_streams(world.groups, plans[0].ranks_per_node) if streams else world.groups
     shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 8)
     bounds = [
@@ -78,8 +73,7 @@ def layers(
 
 
 class AttentionOf(NamedTuple):
-    """A nano-batch's plan, and where its backward finds another, if it does."""
-
+    # A nano-batch's plan, and where its backward finds another, if it does.
     bound: Bound
     backward: BackwardSlot | None = None
 
@@ -87,7 +81,7 @@ class AttentionOf(NamedTuple):
 def interleaved(
     nano_batches: Sequence[AttentionOf], inputs: Sequence[QKV], segments: Sequence[Segment]
 ) -> list[Tensor]:
-    """Outputs of the last layer, by nano-batch."""
+    # Outputs of the last layer, by nano-batch.
     num_layers = max(segment.layer for segment in segments)
     calls: dict[int, AttentionCall] = {}
     qkv: list[QKV] = list(inputs)
@@ -110,7 +104,7 @@ def interleaved(
 
 
 def one_call_a_layer(bound: Bound, qkv: QKV, num_layers: int) -> Tensor:
-    """Output of the last layer."""
+    # Output of the last layer.
     out = balanced_attention(*qkv, bound)
     for _ in range(num_layers - 1):
         qkv = _linear(out, qkv)
@@ -119,7 +113,7 @@ def one_call_a_layer(bound: Bound, qkv: QKV, num_layers: int) -> Tensor:
 
 
 def _linear(out: Tensor, qkv: QKV) -> QKV:
-    """The next layer's inputs, token by token."""
+    # The next layer's inputs, token by token.
     q, k, v = qkv
     shared = out[:, : k.shape[1]]
     return q * 0.5 + out, k * 0.9 + shared * 0.3, torch.tanh(v) + shared
@@ -127,7 +121,7 @@ def _linear(out: Tensor, qkv: QKV) -> QKV:
 
 @contextmanager
 def recorded(nano_batch_of: Callable[[Bound], int]) -> Iterator[list[Done]]:
-    """Notes every part that runs."""
+    # Notes every part that runs.
     done: list[Done] = []
     originals = {name: getattr(PhaseRun, name) for name in ("start", "attend", "end")}
 
@@ -148,7 +142,7 @@ def recorded(nano_batch_of: Callable[[Bound], int]) -> Iterator[list[Done]]:
 
 
 def leaves(plan: MicrobatchPlan, rank: int, shape: AttentionShape, seed: int = 0) -> tuple[QKV, Tensor]:
-    """A rank's inputs, and the gradient of its output."""
+    # A rank's inputs, and the gradient of its output.
     owned = Rows.of(3, layout(plan, rank).tolist())
     q, k, v, dout = jobs.tensors(jobs.inputs(plan, shape.head_dim, seed), owned, shape, jobs.Run("keep", "float64"))
     return (q, k, v), dout
@@ -166,41 +160,35 @@ Values = tuple[Floats, Floats, Floats, Floats]
 
 @dataclass(frozen=True)
 class NanoBatchStep:
-    """One nano-batch of every microbatch: where its tokens are owned (`plans`, over one stage's
-    ranks), and the ticks over all ranks.
-    """
-
+    # One nano-batch of every microbatch: where its tokens are owned (`plans`, over one stage's
+    # ranks), and the ticks over all ranks.
     plans: tuple[MicrobatchPlan, ...]
     ticks: tuple[TickPlan, ...]
 
 
 @dataclass(frozen=True)
 class Way:
-    """`again`: the forward is computed once more in the backward. `streams`: what NCCL will carry,
-    messages matching by order alone.
-    """
-
+    # `again`: the forward is computed once more in the backward. `streams`: what NCCL will carry,
+    # messages matching by order alone.
     again: bool = False
     streams: bool = False
 
 
 @dataclass(frozen=True)
 class Attended:
-    """By cell and nano-batch, this rank's rows of its stage's attention, in fp64; and every segment
-    that it ran, in order.
-    """
-
+    # By cell and nano-batch, this rank's rows of its stage's attention, in fp64; and every segment
+    # that it ran, in order.
     values: dict[tuple[Cell, int], Values]
     order: list[Done]
 
 
 def seed_of(stage: int, cell: Cell, nano_batch: int) -> int:
-    """Of the inputs."""
+    # Of the inputs.
     return 1000 * nano_batch + 100 * cell.chunk + 10 * stage + cell.microbatch
 
 
 def attend_in_ticks(world: World, nano_batches: Sequence[NanoBatchStep], head_dim: int, way: Way) -> Attended:
-    """All ticks of a step."""
+    # All ticks of a step.
     run = _Run(world, nano_batches, head_dim, way)
     with recorded(run.nano_batch_of.__getitem__) as order:
         for number, one in enumerate(nano_batches[0].ticks):
@@ -221,7 +209,7 @@ class _Run:
         self.found: dict[tuple[Cell, int], Values] = {}
 
     def bind(self, one: TickPlan, nano_batch: int) -> Bound:
-        """For what the tick runs, as training does."""
+        # For what the tick runs, as training does.
         phases: set[PhaseName] = {"backward"} if one.tick.backward else {"forward"}
         if self.way.again:
             phases.add("forward")
@@ -283,7 +271,7 @@ class _Run:
 
 
 def alone(plan: MicrobatchPlan, head_dim: int, seed: int) -> list[list[Floats]]:
-    """Parts of `Values`, by sequence, of a rank that holds and attends to everything itself."""
+    # Parts of `Values`, by sequence, of a rank that holds and attends to everything itself.
     lengths = plan.lengths
     owned = [(0, seq, 0, n) for seq, n in enumerate(lengths)]
     tasks = [(0, seq, 0, n, 0, n) for seq, n in enumerate(lengths)]

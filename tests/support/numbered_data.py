@@ -1,7 +1,7 @@
-"""A script with a data set of its own, whose every token of a document is the document's number
-(`trained_documents`): Megatron's GPTDataset, which cuts documents at samples, or its SFTDataset, whose
-packed samples say by cu_seqlens where a conversation ends. On any Megatron that we train on.
-"""
+"""A script with a data set of its own, whose every token is its document's number."""
+
+# Megatron's GPTDataset, which cuts documents at samples, or its SFTDataset, whose packed samples
+# say by cu_seqlens where a conversation ends. On any Megatron that we train on.
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ PACKED = (300, 140, 40), (480,), (20, 7, 210, 64), (90,)
 
 
 def write_joined(prefix: Path, lengths: Sequence[int], end: int) -> str:
-    """A corpus of documents that the token `end` ends, each token before it the document's number."""
+    # A corpus of documents that the token `end` ends, each token before it the document's number.
     with CorpusWriter(prefix, "uint16") as writer:
         for number, length in enumerate(lengths):
             writer.add_document(np.append(np.full(length, number), end).astype(np.uint16))
@@ -27,7 +27,7 @@ def write_joined(prefix: Path, lengths: Sequence[int], end: int) -> str:
 
 
 def write_packed(path: Path, num_lines: int) -> str:
-    """A file of so many packed lines of conversations, numbered."""
+    # A file of so many packed lines of conversations, numbered.
     lines: list[str] = []
     number = 0
     for at in range(num_lines):
@@ -42,14 +42,13 @@ def write_packed(path: Path, num_lines: int) -> str:
 
 
 class Numbers:
-    """A tokenizer of conversations: what the system says is no target."""
-
+    # A tokenizer of conversations: what the system says is no target.
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.eod, self.pad = vocab_size, vocab_size - 2, vocab_size - 1
         self.unique_identifiers = {"class": "Numbers"}
 
     def tokenize_conversation(self, conversation: list[dict[str, str]], **_: bool) -> tuple[Any, Any]:
-        """Tokens and targets of a conversation."""
+        # Tokens and targets of a conversation.
         from megatron.training.datasets.sft_dataset import IGNORE_INDEX
 
         turns = [(turn["role"], *map(int, turn["content"].split())) for turn in conversation]
@@ -59,7 +58,7 @@ class Numbers:
 
 
 def provider(kind: Kind, num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
-    """Megatron's data set provider, as a script has it."""
+    # Megatron's data set provider, as a script has it.
     from megatron.core import mpu
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -69,8 +68,7 @@ def provider(kind: Kind, num_samples: Sequence[int], vp_stage: int | None = None
     from megatron.training.utils import get_blend_and_blend_per_split
 
     class Conversations(SFTDataset):
-        """Megatron's own, but for who reads the file."""
-
+        # Megatron's own, but for who reads the file.
         @staticmethod
         def build_low_level_dataset(dataset_path: str, config: Any) -> Any:  # noqa: ARG004  Megatron passes it
             return [json.loads(line)["messages"] for line in Path(dataset_path).read_text().splitlines()]
@@ -99,7 +97,7 @@ def provider(kind: Kind, num_samples: Sequence[int], vp_stage: int | None = None
 
 
 def main(kind: Kind) -> None:
-    """Train as our own entry does, on that data set."""
+    # Train as our own entry does, on that data set.
     import torch
     from megatron.core.enums import ModelType
     from megatron.training import pretrain

@@ -15,7 +15,7 @@ from tests.support import role_traps
 
 
 def install(folder: Path, rank: int, *, gaps: bool = True) -> None:
-    """Let samples have gaps, and write every step's gradients, in this process from now on."""
+    # Let samples have gaps, and write every step's gradients, in this process from now on.
     if gaps:
         _leave_gaps()
     role_traps.install()
@@ -25,7 +25,7 @@ def install(folder: Path, rank: int, *, gaps: bool = True) -> None:
 
 
 def _leave_gaps() -> None:
-    """Let the second step have one document: its other samples are padding alone."""
+    # Let the second step have one document: its other samples are padding alone.
     from megatron.training import get_args
 
     from megatron_balance.megatron.data import PADDING, DocumentDataset
@@ -51,7 +51,7 @@ def _leave_gaps() -> None:
 
 
 def _write_gradients(folder: Path, rank: int, steps: Iterator[int]) -> None:
-    """Write what each rank has, tensor-parallel shards joined."""
+    # Write what each rank has, tensor-parallel shards joined.
     from megatron.core import mpu
     from megatron.core.utils import get_model_config, unwrap_model
     from megatron.training import training
@@ -80,7 +80,7 @@ def _write_gradients(folder: Path, rank: int, steps: Iterator[int]) -> None:
 
 
 def _write_owned(folder: Path, rank: int, steps: Iterator[int]) -> None:
-    """Write what the owners of a run that changes between strategies have, put together."""
+    # Write what the owners of a run that changes between strategies have, put together.
     import torch.distributed as dist
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
@@ -121,7 +121,7 @@ def _write_owned(folder: Path, rank: int, steps: Iterator[int]) -> None:
 
 
 def _joined(name: str, parameter: Any) -> np.ndarray:
-    """The gradient of the whole parameter, of which tensor-parallel ranks have a shard each."""
+    # The gradient of the whole parameter, of which tensor-parallel ranks have a shard each.
     import torch
     import torch.distributed as dist
     from megatron.core import mpu
@@ -139,7 +139,7 @@ def _joined(name: str, parameter: Any) -> np.ndarray:
 
 
 def _whole(name: str, stage: int, stages: int, layers: int) -> str:
-    """A parameter's name in the whole model, whose layers the stages count from 0 each."""
+    # A parameter's name in the whole model, whose layers the stages count from 0 each.
     head, found, rest = name.partition(".layers.")
     if not found or stages == 1:
         return name
@@ -148,7 +148,7 @@ def _whole(name: str, stage: int, stages: int, layers: int) -> str:
 
 
 def gradients(folder: Path, step: int) -> dict[str, list[np.ndarray]]:
-    """By name of a parameter, its gradient on every rank that has it."""
+    # By name of a parameter, its gradient on every rank that has it.
     found: dict[str, list[np.ndarray]] = {}
     for path in sorted(folder.glob(f"gradients.{step}.*.npz")):
         with np.load(path) as file:
@@ -158,9 +158,8 @@ def gradients(folder: Path, step: int) -> dict[str, list[np.ndarray]]:
 
 
 def worst_gradient(ours: Path, theirs: Path, step: int, of_theirs: int | None = None) -> float:
-    """The largest difference of two runs' gradients at a step, relative to the largest of its
-    parameter; `theirs` is of one rank, whose step is `of_theirs`, counted from the run's first.
-    """
+    # The largest difference of two runs' gradients at a step, relative to the largest of its
+    # parameter; `theirs` is of one rank, whose step is `of_theirs`, counted from the run's first.
     wanted, found = gradients(theirs, of_theirs or step), gradients(ours, step)
     assert found.keys() == wanted.keys(), f"parameters {found.keys() ^ wanted.keys()} are in one of the runs alone"
     return max(
@@ -175,8 +174,7 @@ MARK = "counted transfers: "
 
 @dataclass
 class Counts:
-    """Of one rank. `forward`, `backward`: rows that it sent on, in order."""
-
+    # Of one rank. `forward`, `backward`: rows that it sent on, in order.
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
     shape_exchanges: int = 0
@@ -187,14 +185,14 @@ class Counts:
 
 
 def read(log: str) -> Counts:
-    """The counts that a rank printed at its end."""
+    # The counts that a rank printed at its end.
     found = re.search(f"{MARK}(.*)", log)
     assert found is not None, "the rank printed no counts"
     return Counts(**json.loads(found[1]))
 
 
 def install_counts() -> Counts:
-    """Count from now on, in this process."""
+    # Count from now on, in this process.
     import torch
     from megatron.core.pipeline_parallel import p2p_communication
 

@@ -1,9 +1,8 @@
 # type: ignore  # a script of Megatron's own functions, which nobody type-checks
-"""Megatron alone on the samples of our data sets, document by document, with gradients written.
+"""Megatron alone on the samples of our data sets, document by document, with gradients written."""
 
-Its own model, attention, loss and schedule, on one rank: what a planned run is held against. The
-first argument is the folder of the gradients.
-"""
+# Its own model, attention, loss and schedule, on one rank: what a planned run is held against. The
+# first argument is the folder of the gradients.
 
 import functools
 import sys
@@ -21,7 +20,7 @@ from tests.support.stand_in_pretrain_gpt import loss_func
 
 
 def forward_step(data_iterator, model):
-    """Losses of a sample whose documents are attended one by one."""
+    # Losses of a sample whose documents are attended one by one.
     sample = next(data_iterator)
     tokens, labels, loss_mask, positions = (sample[name] for name in ("tokens", "labels", "loss_mask", "position_ids"))
     held = int((positions[0] != PADDING).sum())

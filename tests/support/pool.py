@@ -1,11 +1,10 @@
-"""Gloo ranks on this machine, forked once and used by many tests.
+"""Gloo ranks on this machine, forked once and used by many tests."""
 
-A job is a module-level function `job(world, *args)`; `Pool.run(job, n, *args)` runs it on ranks 0
-.. n - 1 of a world of n and returns their results by rank. Ranks are forked from a server that has
-imported `rank_imports` and started no thread, whatever this process has done before. A job that
-fails shows the failing rank's traceback; one that hangs, the stacks of all ranks; after either, the
-next job gets new ranks.
-"""
+# A job is a module-level function `job(world, *args)`; `Pool.run(job, n, *args)` runs it on ranks 0
+# .. n - 1 of a world of n and returns their results by rank. Ranks are forked from a server that
+# has imported `rank_imports` and started no thread, whatever this process has done before. A job
+# that fails shows the failing rank's traceback; one that hangs, the stacks of all ranks; after
+# either, the next job gets new ranks.
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class RankError(AssertionError):
 
 
 def said(call: Callable[..., object], *given: Any, otherwise: str = "", **named: Any) -> str:
-    """The error that a call raises on this rank, or `otherwise`."""
+    # The error that a call raises on this rank, or `otherwise`.
     try:
         call(*given, **named)
     except (BalanceError, RuntimeError) as error:
@@ -54,18 +53,15 @@ def said(call: Callable[..., object], *given: Any, otherwise: str = "", **named:
 
 @dataclass(frozen=True)
 class World:
-    """The world of a job: its rank, the number of ranks, and the process groups of exactly these
-    (`groups.pool` and its nodes).
-    """
-
+    # The world of a job: its rank, the number of ranks, and the process groups of exactly these
+    # (`groups.pool` and its nodes).
     rank: int
     size: int
     groups: Groups
 
 
 class Pool:
-    """Waiting ranks, the world of torch.distributed. `timeout_s`: what one job may take."""
-
+    # Waiting ranks, the world of torch.distributed. `timeout_s`: what one job may take.
     def __init__(self, timeout_s: float = 60.0, num_ranks: int = NUM_RANKS) -> None:
         self.timeout_s = timeout_s
         self.num_ranks = num_ranks
@@ -75,11 +71,10 @@ class Pool:
         self.starts = 0
 
     def run(self, job: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
-        """Results of `job(world, *args)` on ranks 0 .. num_ranks - 1, by rank.
-
-        Raises RankError: with the traceback of the rank that failed first, or all stacks if none
-        did in time.
-        """
+        # Results of `job(world, *args)` on ranks 0 .. num_ranks - 1, by rank.
+        #
+        # Raises RankError: with the traceback of the rank that failed first, or all stacks if none
+        # did in time.
         if num_ranks not in WORLDS or num_ranks > self.num_ranks:
             raise ValueError(f"worlds of {WORLDS} ranks up to {self.num_ranks} are prepared, got {num_ranks}")
         if not self.processes:
@@ -89,7 +84,7 @@ class Pool:
         return self._replies(num_ranks)
 
     def close(self) -> None:
-        """End the ranks; `run` would start new ones."""
+        # End the ranks; `run` would start new ones.
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -158,7 +153,7 @@ def _reply(pipe: Connection) -> tuple[bool, Any]:
 
 
 def _serve(place: tuple[int, int], pipe: Connection, store: Path, stacks: Path) -> None:
-    """A rank (`place`: number, of how many): join its worlds, run jobs until the pipe closes."""
+    # A rank (`place`: number, of how many): join its worlds, run jobs until the pipe closes.
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -172,7 +167,7 @@ def _serve(place: tuple[int, int], pipe: Connection, store: Path, stacks: Path) 
 
 
 def _die_with_parent() -> None:
-    """No rank outlives the tests, not even inside a collective."""
+    # No rank outlives the tests, not even inside a collective.
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -201,11 +196,10 @@ def _join(rank: int, num_ranks: int, pipe: Connection, store: Path) -> dict[int,
 
 
 def _run(pipe: Connection, job: Callable[..., Any], num_ranks: int, world: World | None, *args: Any) -> None:
-    """Send the result of a job, or its traceback.
-
-    torch numbers groups as a process makes them, so those that some ranks make are in the way of the
-    next that all make: the job after it would hang.
-    """
+    # Send the result of a job, or its traceback.
+    #
+    # torch numbers groups as a process makes them, so those that some ranks make are in the way of
+    # the next that all make: the job after it would hang.
     import torch.distributed as dist
 
     numbered = dist.distributed_c10d._world  # pyright: ignore[reportPrivateUsage]

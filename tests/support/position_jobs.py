@@ -27,96 +27,42 @@ ORIGINAL = 16
 # RoBERTa's padding token.
 PADDING = 1
 
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 2 * WIDTH,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": 2,
-}
-_DECODER = {**_SIZES, "num_key_value_heads": KV_HEADS, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [1.5, 2.5, 3.5, 4.5],
-    "original_max_position_embeddings": ORIGINAL,
-}
+_SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2}
+_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_DECODER: dict[str, Any] = {**_SIZES, **_TOKENS, "intermediate_size": 2 * WIDTH, "num_key_value_heads": KV_HEADS}
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL}
+_LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.5, 3.5, 4.5]}
 _NTK = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-_ENCODER = {
-    **_SIZES,
-    "max_position_embeddings": 64,
-    "pad_token_id": PADDING,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-_BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "decoder_layers": 2,
-    "decoder_attention_heads": HEADS,
-    "decoder_ffn_dim": WIDTH,
-}
+_TYPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": _NTK}
+_ENCODER: dict[str, Any] = {**_SIZES, "intermediate_size": 2 * WIDTH, "max_position_embeddings": 64}
+_ENCODER |= {"pad_token_id": PADDING, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_BART = {"vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_ffn_dim": WIDTH}
+_BART |= {"decoder_layers": 2, "decoder_attention_heads": HEADS}
+
+
+def decoder(most: int, **others: Any) -> dict[str, Any]:
+    return {**_DECODER, "max_position_embeddings": most, **others}
+
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "phi3, longrope": (
-        "Phi3",
-        {
-            **_DECODER,
-            "max_position_embeddings": 64,
-            "original_max_position_embeddings": ORIGINAL,
-            "rope_parameters": _LONG,
-        },
-    ),
+    "phi3, longrope": ("Phi3", decoder(64, original_max_position_embeddings=ORIGINAL, rope_parameters=_LONG)),
     "phimoe, scales by length": (
         "Phimoe",
-        {
-            **_DECODER,
-            "max_position_embeddings": 64,
-            "num_local_experts": 2,
-            "rope_parameters": {**_LONG, "short_mscale": 1.1, "long_mscale": 1.4},
-        },
+        decoder(64, num_local_experts=2, rope_parameters={**_LONG, "short_mscale": 1.1, "long_mscale": 1.4}),
     ),
-    "llama, dynamic": ("Llama", {**_DECODER, "max_position_embeddings": ORIGINAL, "rope_parameters": _NTK}),
+    "llama, dynamic": ("Llama", decoder(ORIGINAL, rope_parameters=_NTK)),
     "olmo3, by type of layers": (
         "Olmo3",
-        {
-            **_DECODER,
-            "max_position_embeddings": ORIGINAL,
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                "full_attention": _NTK,
-            },
-        },
+        decoder(ORIGINAL, sliding_window=64, layer_types=[*_TYPES], rope_parameters=_TYPES),
     ),
     "llama4, temperature": (
         "Llama4Text",
-        {
-            **_DECODER,
-            "head_dim": HEAD_DIM,
-            "intermediate_size_mlp": WIDTH,
-            "num_local_experts": 2,
-            "no_rope_layers": [0, 1],
-            "layer_types": ["full_attention", "full_attention"],
-            "floor_scale": 4,
-            "attn_scale": 0.5,
-            "max_position_embeddings": 64,
-        },
+        decoder(64, head_dim=HEAD_DIM, intermediate_size_mlp=WIDTH, num_local_experts=2, no_rope_layers=[0, 1])
+        | {"layer_types": ["full_attention"] * 2, "floor_scale": 4, "attn_scale": 0.5},
     ),
     "opt": (
         "OPT",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": WIDTH,
-            "word_embed_proj_dim": WIDTH,
-            "ffn_dim": WIDTH,
-            "num_hidden_layers": 2,
-            "num_attention_heads": HEADS,
-            "max_position_embeddings": 64,
-            "dropout": 0.0,
-        },
+        {**_SIZES, "word_embed_proj_dim": WIDTH, "ffn_dim": WIDTH, "max_position_embeddings": 64, "dropout": 0.0},
     ),
     "roberta": ("Roberta", _ENCODER),
     "esm": ("Esm", {**_ENCODER, "mask_token_id": 2, "position_embedding_type": "absolute"}),
@@ -127,8 +73,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model under a planner. `lengths`: of the documents of all ranks."""
-
+    # A model under a planner. `lengths`: of the documents of all ranks.
     model: str
     lengths: tuple[int, ...] = (40, 7, ORIGINAL, ORIGINAL + 1, 25)
     planner: str = "te_ring"
@@ -147,7 +92,7 @@ class Case:
 
 
 def make(case: Case) -> Any:
-    """The model, with eager attention."""
+    # The model, with eager attention.
     import transformers
 
     name, given = CONFIGS[case.model]
@@ -163,7 +108,7 @@ def make(case: Case) -> Any:
 
 
 def documents(case: Case) -> list[tuple[Tensor, Tensor]]:
-    """Tokens, among them the padding token, and labels."""
+    # Tokens, among them the padding token, and labels.
     g = torch.Generator().manual_seed(3)
     tokens = [torch.randint(0, VOCABULARY, (n,), generator=g) for n in case.lengths]
     for each in tokens:
@@ -172,9 +117,8 @@ def documents(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 
 def alone(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Logits of each document, alone in a model that has seen no other, and gradients of the sum of
-    losses.
-    """
+    # Logits of each document, alone in a model that has seen no other, and gradients of the sum of
+    # losses.
     logits: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
     fresh = make(case)
@@ -190,9 +134,8 @@ def alone(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 def differences(world: World, cases: Sequence[Case]) -> list[tuple[float, float] | str]:
-    """Of each case, the largest difference of logits, and of gradients over a parameter's largest one;
-    or the error. The same on all ranks.
-    """
+    # Of each case, the largest difference of logits, and of gradients over a parameter's largest
+    # one; or the error. The same on all ranks.
     return [_differences(world, case) for case in cases]
 
 
@@ -217,7 +160,7 @@ def balancer_of(case: Case) -> SequenceBalancer:
 
 
 def balanced(case: Case) -> Any:
-    """The model as a user of balanced attention makes it."""
+    # The model as a user of balanced attention makes it.
     import transformers
 
     before = make(case)
@@ -270,9 +213,8 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def stay_as_they_were(world: World, model: str) -> list[float]:
-    """Largest differences, after two balanced batches, of what the model computes without a batch: a
-    long document and a short one behind it, against a model that never saw a batch.
-    """
+    # Largest differences, after two balanced batches, of what the model computes without a batch: a
+    # long document and a short one behind it, against a model that never saw a batch.
     case = Case(model)
     with balancer_of(case) as balancer:
         used = balanced(case)
@@ -289,7 +231,7 @@ def stay_as_they_were(world: World, model: str) -> list[float]:
 
 
 def on_one_batch(world: World, model: str) -> list[str]:
-    """Errors of two models on one batch, the second untreated; "": none."""
+    # Errors of two models on one batch, the second untreated; "": none.
     case = Case(model)
     with balancer_of(case) as balancer:
         batch = balancer.evaluate(documents(case)[world.rank :: world.size])

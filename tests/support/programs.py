@@ -107,12 +107,12 @@ ALL = {"prefix": PREFIX, "dispatch": DISPATCH, "two_launches": TWO_LAUNCHES, "he
 
 
 def with_backward(program: Program, policy: Policy) -> Program:
-    """A whole program, as parsed from text, with its backward."""
+    # A whole program, as parsed from text, with its backward.
     return _whole(program, [transpose(rank, policy) for rank in split(program)], policy)
 
 
 def with_routes(program: Program, nics: Nics) -> Program:
-    """A whole forward program, as parsed from text, with every transfer between nodes routed."""
+    # A whole forward program, as parsed from text, with every transfer between nodes routed.
     listed = [(op.id, as_array(op.transfers)) for op in program.forward if isinstance(op, Exchange)]
     ids = frozenset(number for number, _ in listed)
     ranks = [replace(rank, queues=(("", len(rank.forward)),)) for rank in split(program)]

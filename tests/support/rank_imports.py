@@ -1,6 +1,4 @@
-"""Imported once, by the server that the pool's ranks are forked from: what their jobs need, also
-what torch imports while they run.
-"""
+"""Imported once, by the server that the pool's ranks are forked from: what their jobs need."""
 
 import gc
 import importlib

@@ -1,12 +1,11 @@
-"""Rendezvous of hosts in group calls, as NCCL has it: a model without threads.
+"""Rendezvous of hosts in group calls, as NCCL has it: a model without threads."""
 
-NCCL connects a (communicator, source, target) pair at its first send or receive. The host of each
-end stands in the group call until the other end is in a group call with that pair, too (NCCL
-2.29.7: `ncclP2PPreconnect` in enqueue.cc or group.cc, `ncclTransportP2pSetup` in transport.cc;
-NVIDIA/nccl#783). It first hears of all its new pairs and then tells their other ends, so ranks
-leave together: all that are reached over new pairs must be there. A collective connects its
-communicator's ranks at its first use of each kind.
-"""
+# NCCL connects a (communicator, source, target) pair at its first send or receive. The host of each
+# end stands in the group call until the other end is in a group call with that pair, too (NCCL
+# 2.29.7: `ncclP2PPreconnect` in enqueue.cc or group.cc, `ncclTransportP2pSetup` in transport.cc;
+# NVIDIA/nccl#783). It first hears of all its new pairs and then tells their other ends, so ranks
+# leave together: all that are reached over new pairs must be there. A collective connects its
+# communicator's ranks at its first use of each kind.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -23,31 +22,28 @@ Pair: TypeAlias = tuple[int, int]
 
 
 class GroupCall(NamedTuple):
-    """A group call of one rank: on which communicator, and the (from, to) of its transfers.
-
-    `group`: the ranks of a collective, which has no pairs. `name`: for messages.
-    """
-
+    # A group call of one rank: on which communicator, and the (from, to) of its transfers.
+    #
+    # `group`: the ranks of a collective, which has no pairs. `name`: for messages.
     communicator: str
     pairs: frozenset[Pair] = frozenset()
     group: tuple[int, ...] = ()
     name: str = ""
 
     def links(self) -> set[tuple[str, Pair]]:
-        """Links that are connected at first use."""
+        # Links that are connected at first use.
         pairs = self.pairs or {(a, b) for a in self.group for b in self.group if a != b}
         return {(self.communicator, pair) for pair in pairs}
 
 
 class Meeting:
-    """Ranks in group calls. `connected`: (communicator, pair) that were used before."""
-
+    # Ranks in group calls. `connected`: (communicator, pair) that were used before.
     def __init__(self, connected: Iterable[tuple[str, Pair]] = ()) -> None:
         self.connected = set(connected)
         self.waiting: dict[int, set[tuple[str, Pair]]] = {}  # by rank: what is new in its call
 
     def enter(self, rank: int, call: GroupCall) -> list[int]:
-        """Ranks whose hosts leave their calls now that `rank` is in this one."""
+        # Ranks whose hosts leave their calls now that `rank` is in this one.
         new = {(c, p) for c, p in call.links() if rank in p} - self.connected
         if not new:
             return [rank]
@@ -55,7 +51,7 @@ class Meeting:
         return self._leave(rank)
 
     def _leave(self, entered: int) -> list[int]:
-        """Only ranks that are reached from the one that entered can leave."""
+        # Only ranks that are reached from the one that entered can leave.
         together, reached = {entered}, deque([entered])
         while reached:
             rank = reached.popleft()
@@ -72,9 +68,8 @@ class Meeting:
 
 
 def hanging(calls: Sequence[Sequence[GroupCall]], meeting: Meeting | None = None) -> dict[int, GroupCall]:
-    """Ranks whose hosts stand for ever, and the call in which each does; `calls`: by rank, in order
-    of issue.
-    """
+    # Ranks whose hosts stand for ever, and the call in which each does; `calls`: by rank, in order
+    # of issue.
     meeting = meeting or Meeting()
     at, running = [0] * len(calls), deque(range(len(calls)))
     while running:
@@ -91,7 +86,7 @@ def hanging(calls: Sequence[Sequence[GroupCall]], meeting: Meeting | None = None
 
 
 def group_calls(batches: Iterable[IssuedCall]) -> list[GroupCall]:
-    """Group calls of one rank. Each stream has a communicator of its own."""
+    # Group calls of one rank. Each stream has a communicator of its own.
     return [
         GroupCall(
             f"{batch.call.stream} {batch.group}" if batch.group else batch.call.stream,
@@ -106,7 +101,7 @@ def group_calls(batches: Iterable[IssuedCall]) -> list[GroupCall]:
 def batches_of(
     plans: Sequence[MicrobatchPlan], compiled: Sequence[Sequence[CompiledRank]], segments: Sequence[Segment]
 ) -> tuple[list[list[IssuedCall]], list[list[IssuedCall]]]:
-    """Batches of every rank in the forward and in the backward of plans that run in `segments`."""
+    # Batches of every rank in the forward and in the backward of plans that run in `segments`.
     size, per_node = plans[0].num_ranks, plans[0].ranks_per_node
 
     def own_group(group: tuple[int, ...]) -> bool:
@@ -124,8 +119,7 @@ def calls_of(
     compiled: Sequence[Sequence[CompiledRank]],
     segments: Sequence[Segment] | None = None,
 ) -> list[list[GroupCall]]:
-    """Group calls of every rank in the forward and then the backward of plans, one layer of each if
-    no segments are given.
-    """
+    # Group calls of every rank in the forward and then the backward of plans, one layer of each if
+    # no segments are given.
     phases = batches_of(plans, compiled, segments or one_by_one(1, len(plans)))
     return [group_calls([*ahead, *back]) for ahead, back in zip(*phases, strict=True)]

@@ -1,8 +1,9 @@
-"""Roles on real Megatron models: gradients of several strategies, one after another in the same
-processes, beside those of one rank with the whole model.
+"""Roles on real Megatron models: gradients of several strategies beside the whole model's."""
 
-The rank's command line begins with the strategies, separated by commas.
-"""
+# Roles on real Megatron models: gradients of several strategies, one after another in the same
+# processes, beside those of one rank with the whole model.
+#
+# The rank's command line begins with the strategies, separated by commas.
 
 import json
 import sys
@@ -60,10 +61,9 @@ ALIGNED = 128
 
 
 class Checker:
-    """This rank of Megatron's base layout, its roles, and the gradients of the whole model."""
-
+    # This rank of Megatron's base layout, its roles, and the gradients of the whole model.
     def __init__(self, strategies: list[Strategy]) -> None:
-        """Build the base as `pretrain` does, then the roles, then train the whole model alone."""
+        # Build the base as `pretrain` does, then the roles, then train the whole model alone.
         import torch.distributed as dist
         from megatron.core.enums import ModelType
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -118,7 +118,7 @@ class Checker:
         self.before: dict[Strategy, Any] = {}
 
     def step(self, strategy: Strategy) -> dict[str, Any]:
-        """One step's gradients under `strategy`, beside those of the whole model."""
+        # One step's gradients under `strategy`, beside those of the whole model.
         import torch
         import torch.distributed as dist
 
@@ -149,7 +149,7 @@ class Checker:
         }
 
     def _gradients(self, roles: Any, strategy: Strategy) -> None:
-        """Let the owners have one step's gradients; no weight is there before the pull."""
+        # Let the owners have one step's gradients; no weight is there before the pull.
         import torch
 
         roles.weights.fill_(torch.nan)
@@ -166,7 +166,7 @@ class Checker:
         roles.push()
 
     def _owned(self, whole: Any, number: int) -> Any:
-        """The part of a whole gradient that this rank's optimizer owns, as Megatron cuts it."""
+        # The part of a whole gradient that this rank's optimizer owns, as Megatron cuts it.
         import torch
         import torch.distributed as dist
 
@@ -180,7 +180,7 @@ class Checker:
 
 
 def main() -> None:
-    """Run one rank; prints a line of JSON for each strategy."""
+    # Run one rank; prints a line of JSON for each strategy.
     import torch.distributed as dist
 
     from megatron_balance.patches import applied, machine
@@ -196,9 +196,8 @@ def main() -> None:
 
 
 def _let_slots_come_late() -> None:
-    """So that a module that does not wait for its weights computes with NaN, and an owner that does
-    not wait for gradients lacks some.
-    """
+    # So that a module that does not wait for its weights computes with NaN, and an owner that does
+    # not wait for gradients lacks some.
     from megatron_balance.training.weights import WeightExchange
 
     def late(move: Callable[..., None]) -> Callable[..., None]:
@@ -212,7 +211,7 @@ def _let_slots_come_late() -> None:
 
 
 def run() -> int:
-    """Exit code of a rank."""
+    # Exit code of a rank.
     try:
         main()
     except Exception:
@@ -224,7 +223,7 @@ def run() -> int:
 def trained(
     trainer: Trainer, folder: Path, num_ranks: int, strategies: Sequence[str], base: Mapping[str, Any]
 ) -> list[list[dict[str, Any]]]:
-    """Lines of each rank, one a strategy, on the base layout with these flags."""
+    # Lines of each rank, one a strategy, on the base layout with these flags.
     argv = (",".join(strategies), *command_line(MODEL, RUN, base))
     result = trainer.run(Job("roles", num_ranks, argv, str(folder), deadline_s=300))
     failed = result.failed
@@ -234,7 +233,7 @@ def trained(
 
 
 def _trained(role: Any, microbatches: range) -> None:
-    """Forward and backward of a role over these microbatches."""
+    # Forward and backward of a role over these microbatches.
     if not microbatches:
         return
     role.schedule()(
@@ -268,7 +267,7 @@ def _forward_step(iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[[A
 
 
 def _gathered(mine: dict[str, Any], parameters: Any) -> dict[int, Any]:
-    """All parameters of TP 1, from Megatron's own weights on all ranks."""
+    # All parameters of TP 1, from Megatron's own weights on all ranks.
     import torch
     import torch.distributed as dist
     from megatron.core import mpu

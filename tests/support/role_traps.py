@@ -21,11 +21,10 @@ ALLOWED = {
 
 
 def install() -> None:
-    """Set the traps, from now on. Weights are NaN before each pull. Inside a role `parallel_state` is
-    not asked, and nothing goes over the world's group. Behind the first pull no group and no model is
-    made. Each step moves the bytes that the link's rows say. Losses of roles are scaled as Megatron's
-    own, which `train` sets up when roles are made already.
-    """
+    # Set the traps, from now on. Weights are NaN before each pull. Inside a role `parallel_state`
+    # is not asked, and nothing goes over the world's group. Behind the first pull no group and no
+    # model is made. Each step moves the bytes that the link's rows say. Losses of roles are scaled
+    # as Megatron's own, which `train` sets up when roles are made already.
     import torch
     import torch.distributed as dist
     from megatron.core.utils import get_model_config
@@ -89,7 +88,7 @@ def install() -> None:
 
 
 def check_given_back() -> None:
-    """Megatron's own model has no weights beside a role's, where they can be made again."""
+    # Megatron's own model has no weights beside a role's, where they can be made again.
     from megatron_balance.megatron import session
 
     changes = session.current().changes if session._current else None
@@ -99,7 +98,7 @@ def check_given_back() -> None:
 
 
 def check_gradients_given_back() -> None:
-    """Megatron's own model has no gradient buffers while a role begins to compute."""
+    # Megatron's own model has no gradient buffers while a role begins to compute.
     from megatron_balance.megatron import session
 
     changes = session.current().changes
@@ -109,7 +108,7 @@ def check_gradients_given_back() -> None:
 
 
 def bytes_of_rows(roles: Any, strategy: Any) -> dict[str, int]:
-    """Bytes that a rank sends and receives in a step, by the link's rows."""
+    # Bytes that a rank sends and receives in a step, by the link's rows.
     import torch.distributed as dist
 
     from megatron_balance.analysis.link import Twins, link, through_nodes, volume
@@ -130,7 +129,7 @@ def bytes_of_rows(roles: Any, strategy: Any) -> dict[str, int]:
 
 @contextmanager
 def no_parallel_state() -> Iterator[None]:
-    """Let every getter of `parallel_state` raise, wherever Megatron imported it."""
+    # Let every getter of `parallel_state` raise, wherever Megatron imported it.
     from megatron.core import parallel_state
 
     def asked(name: str, getter: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -164,7 +163,7 @@ CALLS = (
 
 @contextmanager
 def no_world_group() -> Iterator[None]:
-    """Let messages over the world's own group raise; Megatron's p2p of two stages may use it."""
+    # Let messages over the world's own group raise; Megatron's p2p of two stages may use it.
     import torch.distributed as dist
 
     def checked(call: Any) -> Callable[..., Any]:

@@ -40,10 +40,8 @@ HEAD_DIM = 8
 
 @dataclass(frozen=True)
 class PhaseTrace:
-    """Events that one phase recorded, those that its streams should have had, and the ops of each
-    group of relay tasks.
-    """
-
+    # Events that one phase recorded, those that its streams should have had, and the ops of each
+    # group of relay tasks.
     recorded: list[Traced]
     expected: dict[str, tuple[Issue, ...]]
     groups: list[set[int]]
@@ -53,15 +51,14 @@ class PhaseTrace:
 def streamed(
     world: World, plans: Sequence[MicrobatchPlan], head_dim: int, runs: Sequence[Run], safe: bool = False
 ) -> list[list[Ran]]:
-    """`jobs.attend` of each plan, over streams; `safe`: as in `Groups`."""
+    # `jobs.attend` of each plan, over streams; `safe`: as in `Groups`.
     groups = with_streams(world.groups, plans[0].ranks_per_node, safe=safe)
     return [jobs.attend(replace(world, groups=groups), plan, head_dim, runs) for plan in plans]
 
 
 def first_uses(world: World, plans: Sequence[MicrobatchPlan], turned: bool) -> list[str]:
-    """The error of each rank's host where all ranks begin with the pairs of the first plan, or, if
-    `turned`, odd ranks with those of the second.
-    """
+    # The error of each rank's host where all ranks begin with the pairs of the first plan, or, if
+    # `turned`, odd ranks with those of the second.
     groups = with_streams(world.groups, plans[0].ranks_per_node)
     said: list[str] = []
     for plan in plans[::-1] if turned and world.rank % 2 else plans:
@@ -74,7 +71,7 @@ def first_uses(world: World, plans: Sequence[MicrobatchPlan], turned: bool) -> l
 
 
 def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrace]:
-    """Forward and backward of `plan`, as they were recorded."""
+    # Forward and backward of `plan`, as they were recorded.
     trace: Trace = []
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups, policy=policy, trace=trace)
     out = _attend(bound)
@@ -90,7 +87,7 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
 
 
 def ranged(world: World, plan: MicrobatchPlan) -> tuple[list[str], list[str]]:
-    """Names of the ranges that a profiler sees of forward and backward, and those of the steps."""
+    # Names of the ranges that a profiler sees of forward and backward, and those of the steps.
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         _attend(bound).sum().backward()
@@ -115,9 +112,8 @@ def _names(step: Step, *, forward: bool) -> list[str]:
 def recorded(
     world: World, plan: MicrobatchPlan, policy: Policy, streamed: bool
 ) -> tuple[list[TrackSpan], list[str], float]:
-    """Spans of forward and backward of two layers of `plan`, names of the pool's streams, and when the
-    clock of the spans began (Unix time).
-    """
+    # Spans of forward and backward of two layers of `plan`, names of the pool's streams, and when
+    # the clock of the spans began (Unix time).
     groups = with_streams(world.groups, plan.ranks_per_node) if streamed else world.groups
     recorder = Recorder(world.rank, groups.streams)
     bound = replace(bind(plan, world.rank, _shape(plan), groups=groups, policy=policy), recorder=recorder, number=5)
@@ -130,7 +126,7 @@ def recorded(
 
 
 def die_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> None:
-    """Rank `rank` is gone at its first launch, without a word."""
+    # Rank `rank` is gone at its first launch, without a word.
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank == rank:
         bound = replace(bound, kernel=_Fatal())
@@ -138,7 +134,7 @@ def die_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> None:
 
 
 def fail_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> str:
-    """The error that each rank gets when the kernel of `rank` fails and the rank lives on."""
+    # The error that each rank gets when the kernel of `rank` fails and the rank lives on.
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank == rank:
         bound = replace(bound, kernel=_Failing())
@@ -146,9 +142,7 @@ def fail_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> str:
 
 
 def forward_seconds(world: World, plan: MicrobatchPlan, slow: tuple[int, ...], seconds: float) -> float:
-    """How long the forward took on this rank, where each launch of the ranks `slow` takes
-    `seconds`.
-    """
+    # How long the forward took on this rank, where each launch of the ranks `slow` takes `seconds`.
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank in slow:
         bound = replace(bound, kernel=_Slow(bound.kernel, seconds))
@@ -161,14 +155,13 @@ def forward_seconds(world: World, plan: MicrobatchPlan, slow: tuple[int, ...], s
 
 @dataclass(frozen=True)
 class Waited:
-    """`HostTimes` of one forward."""
-
+    # `HostTimes` of one forward.
     attended_s: float
     waited_s: dict[int, float]
 
 
 def late(world: World, plan: MicrobatchPlan, rank: int, seconds: float) -> Waited:
-    """A forward to which one rank comes late."""
+    # A forward to which one rank comes late.
     bound, times = bind(plan, world.rank, _shape(plan), groups=world.groups), world.groups.host_times
     _attend(bound)
     times.clear()
@@ -181,7 +174,7 @@ def late(world: World, plan: MicrobatchPlan, rank: int, seconds: float) -> Waite
 
 
 def rates(world: World, links: Sequence[Link], ranks_per_node: int) -> dict[Link, float]:
-    """The rates of links."""
+    # The rates of links.
     return link_rates(links, world.groups, ranks_per_node)
 
 
@@ -232,10 +225,8 @@ class _Slow:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts calls whose result is memory of its own, by operator, while `on`. Memory of the pool
-    is not made by operators.
-    """
-
+    # Counts calls whose result is memory of its own, by operator, while `on`. Memory of the pool is
+    # not made by operators.
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
@@ -251,8 +242,7 @@ class Allocations(TorchDispatchMode):
 
 
 class NotCounted:
-    """A kernel whose own allocations are nobody's concern here."""
-
+    # A kernel whose own allocations are nobody's concern here.
     def __init__(self, kernel: Any, counter: Allocations) -> None:
         self.kernel, self.counter, self.name = kernel, counter, kernel.name
 
@@ -272,11 +262,9 @@ class NotCounted:
 
 @dataclass(frozen=True)
 class StepRun:
-    """Memory of one step: some layers forward, then backward.
-
-    `allocations`: by operator, without the kernel's.
-    """
-
+    # Memory of one step: some layers forward, then backward.
+    #
+    # `allocations`: by operator, without the kernel's.
     allocations: dict[str, int]
     num_slabs: int
     held_bytes: int
@@ -293,9 +281,8 @@ class Seen:
 def steps(
     world: World, plans: Sequence[MicrobatchPlan], layers: int, policy: Policy, mover: str, dtype: str
 ) -> list[Seen]:
-    """Each plan's steps, three of them, on the same pool of memory, all plans bound before the
-    first.
-    """
+    # Each plan's steps, three of them, on the same pool of memory, all plans bound before the
+    # first.
     wanted, groups = getattr(torch, dtype), replace(world.groups, buffers=BufferPool(cpu=True))
     shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 16)
     bounds = [
@@ -328,9 +315,8 @@ def _step(bound: Bound, layers: int, dtype: torch.dtype) -> StepRun:
 
 
 def keep_a_gradient(world: World, plan: MicrobatchPlan) -> bool:
-    """Whether what autograd saved in the first call is still what it was after ten more calls went
-    through the same memory.
-    """
+    # Whether what autograd saved in the first call is still what it was after ten more calls went
+    # through the same memory.
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, 16)
     bound = bind(plan, world.rank, shape, groups=world.groups, dtype=torch.float32)
     generator = torch.Generator().manual_seed(world.rank)

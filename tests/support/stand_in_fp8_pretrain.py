@@ -1,6 +1,5 @@
 # type: ignore  # a user's script, which nobody type-checks
-"""stand_in_pretrain_gpt.py with FP8 asked for, on a machine that has none: linear layers stay, but
-refuse what FP8's would refuse."""
+"""stand_in_pretrain_gpt.py with FP8: linear layers refuse what FP8's would refuse."""
 
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -23,8 +22,8 @@ def check_rows(multiple):
 
 
 def hooked(models):
-    """Transformer Engine quantises the linear layers of the blocks, and not the one that makes
-    logits."""
+    # Transformer Engine quantises the linear layers of the blocks, and not the one that makes
+    # logits.
     for model in models:
         layers = [
             layer for layer in model.decoder.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear)

@@ -1,12 +1,13 @@
 # type: ignore  # a user's script, which nobody type-checks
-"""stand_in_pretrain_gpt.py on packed samples: Megatron's own data sets of conversations (`--sft`), of
-text with its middle moved behind (`--fim-data`), of samples that say where their documents end
-(`--dataloader-inter-document-masking`), and one of unequal lengths (`--use-varlen-dataset`).
+"""stand_in_pretrain_gpt.py on Megatron's own packed samples."""
 
-Without megatron_balance it is Megatron alone on one rank: its model, loss and schedule, and plain
-attention under a block-diagonal mask, as Transformer Engine's takes cu_seqlens. The first argument is
-the folder of the gradients.
-"""
+# Conversations (`--sft`), text with its middle moved behind (`--fim-data`), samples that say where
+# their documents end (`--dataloader-inter-document-masking`), and unequal lengths
+# (`--use-varlen-dataset`).
+#
+# Without megatron_balance it is Megatron alone on one rank: its model, loss and schedule, and plain
+# attention under a block-diagonal mask, as Transformer Engine's takes cu_seqlens. The first
+# argument is the folder of the gradients.
 
 import functools
 import json
@@ -34,8 +35,7 @@ FIRST_SPECIAL = 90
 
 
 class Characters:
-    """A tokenizer whose tokens are characters, and the last six special ones."""
-
+    # A tokenizer whose tokens are characters, and the last six special ones.
     vocab_size, eod, pad = 96, 94, 95
 
     def __init__(self):
@@ -64,8 +64,7 @@ class Characters:
 
 
 class Lines:
-    """Conversations of a file, a packed sample a line: what `datasets` reads for Megatron."""
-
+    # Conversations of a file, a packed sample a line: what `datasets` reads for Megatron.
     def __init__(self, path):
         self.lines = [json.loads(line)["messages"] for line in Path(path).read_text().splitlines()]
 
@@ -77,20 +76,18 @@ class Lines:
 
 
 class Conversations(SFTDataset):
-    """Megatron's own, but for who reads the file, and positions."""
-
+    # Megatron's own, but for who reads the file, and positions.
     @staticmethod
     def build_low_level_dataset(dataset_path, config):  # noqa: ARG004  Megatron passes it
         return Lines(dataset_path)
 
     def __getitem__(self, idx):
-        """A sample with positions over its whole length; rotary embeddings follow cu_seqlens."""
+        # A sample with positions over its whole length; rotary embeddings follow cu_seqlens.
         return {**super().__getitem__(idx), "position_ids": torch.arange(self.config.sequence_length)}
 
 
 class Varlen(Conversations):
-    """Samples of one conversation each, as Megatron's `VarlenDataset` (branch dev) gives them."""
-
+    # Samples of one conversation each, as Megatron's `VarlenDataset` (branch dev) gives them.
     def __getitem__(self, idx):
         tokenizer, size = self.config.tokenizer, self.config.sequence_length
         conversation = self.dataset[int(self.indices[idx % len(self.indices)])]

@@ -1,10 +1,8 @@
 # type: ignore  # a user's script, which nobody type-checks
-"""A training script of the same shape as Megatron's own pretrain_gpt.py, which no wheel ships: what
-a user brings to the launcher.
+"""A training script of the shape of Megatron's own pretrain_gpt.py, which no wheel ships."""
 
-It knows nothing of megatron_balance: its own data sets of fixed length, its own batches, loss and
-forward step.
-"""
+# It knows nothing of megatron_balance: its own data sets of fixed length, its own batches, loss and
+# forward step.
 
 from functools import partial
 

@@ -1,7 +1,5 @@
 # type: ignore  # a user's script, which nobody type-checks
-"""A training script that builds its model itself, of Transformer Engine's attention, past any model
-config.
-"""
+"""A training script that builds its model itself, of Transformer Engine's attention."""
 
 from megatron.core.enums import ModelType
 from megatron.core.extensions.transformer_engine import TEDotProductAttention

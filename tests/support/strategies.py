@@ -1,6 +1,4 @@
-"""Cases that the contract suite draws, and every planner that it tests: the product's and some that
-only tests have.
-"""
+"""Cases that the contract suite draws, and every planner that it tests."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -43,18 +41,16 @@ Rectangle = tuple[int, int, int, int]  # q_start, q_stop, k_start, k_stop
 
 
 def random_task_table(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
-    """Random rectangles of every sequence's (query, key) triangle on random ranks; tokens at the
-    owner anywhere, in any order.
-    """
+    # Random rectangles of every sequence's (query, key) triangle on random ranks; tokens at the
+    # owner anywhere, in any order.
     rng = np.random.default_rng(seed)
     zone = _random_tasks(rng, "random", range(len(batch.lengths)), batch, cluster, model)
     return _plan("random_task_table", batch, cluster, model, (zone,))
 
 
 def random_once_per_node(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
-    """Rows that cross once to each node: sequences dealt to a random task table and to a head
-    exchange on a random ordered choice of ranks; under a window to the task table only.
-    """
+    # Rows that cross once to each node: sequences dealt to a random task table and to a head
+    # exchange on a random ordered choice of ranks; under a window to the task table only.
     rng = np.random.default_rng(seed)
     by_heads = rng.integers(0, 2, len(batch.lengths)) > 0
     by_heads &= not isinstance(model.mask, SlidingWindow)
@@ -84,9 +80,8 @@ def _random_tasks(
 
 
 def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
-    """Sequences dealt to a few zones, each on a random ordered choice of ranks with a random comm
-    pattern (a task table is one).
-    """
+    # Sequences dealt to a few zones, each on a random ordered choice of ranks with a random comm
+    # pattern (a task table is one).
     rng = np.random.default_rng(seed)
     num_zones = int(rng.integers(1, 5))
     zone_of = rng.integers(0, num_zones, len(batch.lengths))
@@ -95,9 +90,8 @@ def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mic
 
 
 def random_shares(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
-    """Sequences dealt to a few zones, of which most cut them anywhere over groups of a size of their
-    own, in up to three waves, with a lead or without.
-    """
+    # Sequences dealt to a few zones, of which most cut them anywhere over groups of a size of their
+    # own, in up to three waves, with a lead or without.
     rng = np.random.default_rng(seed)
     sizes = [size for size in range(1, cluster.num_ranks + 1) if cluster.num_ranks % size == 0]
     num_zones = int(rng.integers(1, 4))
@@ -120,7 +114,7 @@ def random_shares(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mi
 
 
 def _random_zone(rng: np.random.Generator, name: str, seqs: np.ndarray, cluster: Cluster) -> Zone:
-    """Sequences on a random ordered choice of ranks with a random comm pattern."""
+    # Sequences on a random ordered choice of ranks with a random comm pattern.
     ranks = rng.permutation(cluster.num_ranks)[: int(rng.integers(1, cluster.num_ranks + 1))]
     pattern = PATTERNS[int(rng.integers(len(PATTERNS)))]
     sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
@@ -137,7 +131,7 @@ def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple)
 
 
 def random_topology(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
-    """knapformer on groups of random sizes, of which some may be empty."""
+    # knapformer on groups of random sizes, of which some may be empty.
     rng = np.random.default_rng(seed)
     cuts = np.flatnonzero(rng.integers(0, 2, cluster.num_ranks - 1)) + 1
     sizes = np.diff([0, *cuts.tolist(), cluster.num_ranks])
@@ -156,13 +150,13 @@ def _shuffled(rng: np.random.Generator, rows: Sequence[tuple[int, ...]], width: 
 
 
 def _pieces(rng: np.random.Generator, length: int) -> Iterator[tuple[int, int]]:
-    """[0, length) cut at up to three random places."""
+    # [0, length) cut at up to three random places.
     cuts = sorted({0, length, *rng.integers(0, length, int(rng.integers(0, 4))).tolist()})
     yield from zip(cuts, cuts[1:], strict=False)
 
 
 def _rectangles(rng: np.random.Generator, whole: Rectangle, depth: int, mask: Mask) -> Iterator[Rectangle]:
-    """`whole` cut again and again, along queries or keys; what no query may see is left out."""
+    # `whole` cut again and again, along queries or keys; what no query may see is left out.
     q0, q1, k0, k1 = whole
     if mask == CAUSAL and k0 >= q1:
         return
@@ -205,10 +199,8 @@ _PER_NODE = {1: (1, 4), 2: (1, 2), 3: (1, 3), 4: (2, 4), 5: (1, 5), 6: (2, 3, 6)
 
 @dataclass(frozen=True)
 class Case:
-    """Everything a planner decides from. `seed`: for the planners that cut at random, and for a
-    remap at random.
-    """
-
+    # Everything a planner decides from. `seed`: for the planners that cut at random, and for a
+    # remap at random.
     batch: Batch
     cluster: Cluster
     model: Model
@@ -222,9 +214,8 @@ class Case:
 def lengths(
     max_length: int = 300, max_sequences: int = 7, *, min_sequences: int = 1
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Lengths of a batch: long ones, and, because they are where placements go wrong, many of a few
-    tokens.
-    """
+    # Lengths of a batch: long ones, and, because they are where placements go wrong, many of a few
+    # tokens.
     one = st.one_of(st.integers(1, 5), st.integers(1, min(40, max_length)), st.integers(1, max_length))
     return st.lists(one, min_size=min_sequences, max_size=max_sequences).map(tuple)
 
@@ -238,9 +229,8 @@ def cases(
     min_sequences: int = 0,
     masks: Sequence[str] = ("causal",),
 ) -> Case:
-    """Batches on clusters of one to several nodes; MHA, and GQA down to fewer key-value heads than
-    ranks.
-    """
+    # Batches on clusters of one to several nodes; MHA, and GQA down to fewer key-value heads than
+    # ranks.
     batch = Batch(draw(lengths(max_length, max_sequences, min_sequences=min_sequences)))
     ranks = draw(st.sampled_from(list(num_ranks)))
     cluster = Cluster(ranks, draw(st.sampled_from(_PER_NODE[ranks])))
@@ -260,9 +250,8 @@ def cases(
 
 
 def plan(planner: str, case: Case) -> MicrobatchPlan:
-    """The plan of one of ALL_PLANNERS, with a remap at random and everything routed that can be,
-    where the case says so.
-    """
+    # The plan of one of ALL_PLANNERS, with a remap at random and everything routed that can be,
+    # where the case says so.
     planned = bare_plan(planner, case)
     if case.remapped:
         planned = replace(planned, moves=random_moves(planned, case.seed))
@@ -273,7 +262,7 @@ def plan(planner: str, case: Case) -> MicrobatchPlan:
 
 
 def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
-    """Some of every rank's tokens to other ranks, whatever that is good for."""
+    # Some of every rank's tokens to other ranks, whatever that is good for.
     rng = random.Random(seed)
     rows: list[tuple[int, int, int]] = []
     for src in range(planned.num_ranks):
@@ -288,7 +277,7 @@ def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
 
 
 def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
-    """A planner's decision, without layers."""
+    # A planner's decision, without layers.
     model = case.model
     if (
         planner not in TEST_PLANNERS
@@ -317,7 +306,6 @@ CI = 60
 
 
 def examples(count: int) -> settings:
-    """`count` examples in the profile `ci`, and in proportion in the others: `dev` has half as many,
-    `long` twenty times as many, drawn anew every time.
-    """
+    # `count` examples in the profile `ci`, and in proportion in the others: `dev` has half as many,
+    # `long` twenty times as many, drawn anew every time.
     return settings(max_examples=max(1, count * settings().max_examples // CI))

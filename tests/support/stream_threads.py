@@ -1,12 +1,12 @@
-"""CUDA streams played by threads over gloo, so that what NCCL will carry can be run here: each
-stream does what it is given in order, each has a process group of its own whose messages match by
-order alone, and only events join them.
+"""CUDA streams played by threads over gloo, so that what NCCL will carry can be run here."""
 
-As with NCCL, the first send or receive of a pair on a communicator holds the rank's own thread in
-the group call until the other end is in its own (`tests.support.rendezvous`). All ranks meet at a
-server in the first one's process. Where every rank stands in a group call or waits for an event and
-nothing changes any more, the server says so to all.
-"""
+# Each stream does what it is given in order and has a process group of its own, whose messages
+# match by order alone; only events join them.
+#
+# As with NCCL, the first send or receive of a pair on a communicator holds the rank's own thread in
+# the group call until the other end is in its own (`tests.support.rendezvous`). All ranks meet at a
+# server in the first one's process. Where every rank stands in a group call or waits for an event
+# and nothing changes any more, the server says so to all.
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class HangError(RuntimeError):
 
 
 class Rendezvous:
-    """A rank's line to the server where all ranks meet."""
-
+    # A rank's line to the server where all ranks meet.
     def __init__(self, rank: int, address: tuple[str, int]) -> None:
         self.rank = rank
         self._line = socket.create_connection(address)
@@ -47,10 +46,9 @@ class Rendezvous:
         self._say("is", rank)
 
     def meet(self, stream: str, pairs: Sequence[tuple[int, int]]) -> None:
-        """Stand in a group call until it lets this rank go.
-
-        Raises HangError: it never would.
-        """
+        # Stand in a group call until it lets this rank go.
+        #
+        # Raises HangError: it never would.
         self._say("enters", [stream, pairs])
         answer = json.loads(self._answers.readline())
         if answer:
@@ -58,7 +56,7 @@ class Rendezvous:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While this rank waits for an event."""
+        # While this rank waits for an event.
         self._say("waits", True)
         try:
             yield
@@ -73,7 +71,7 @@ class Rendezvous:
 
 
 def _serve(server: socket.socket, num_ranks: int) -> None:
-    """Let ranks meet until all of them have gone."""
+    # Let ranks meet until all of them have gone.
     said: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
     lines = [server.accept()[0] for _ in range(num_ranks)]
     server.close()
@@ -117,8 +115,7 @@ def _serve(server: socket.socket, num_ranks: int) -> None:
 
 
 class TimedEvent(Event):
-    """An event that knows when it was set."""
-
+    # An event that knows when it was set.
     set_s = 0.0
 
     def set(self) -> None:
@@ -127,8 +124,7 @@ class TimedEvent(Event):
 
 
 class StreamThread:
-    """A stream. What goes wrong in it is raised by whoever waits for an event behind it."""
-
+    # A stream. What goes wrong in it is raised by whoever waits for an event behind it.
     def __init__(self, name: str, group: dist.ProcessGroup | None, streams: StreamThreads) -> None:
         self.name, self.group, self.ranks, self.errors = name, group, streams.ranks, streams.errors
         self.rendezvous, self.connected = streams.rendezvous, set[tuple[int, int]]()
@@ -178,10 +174,8 @@ class StreamThread:
 
 
 class StreamThreads:
-    """All streams of one rank. The compute stream is the thread that asks: whatever it was given is
-    done.
-    """
-
+    # All streams of one rank. The compute stream is the thread that asks: whatever it was given is
+    # done.
     def __init__(self, groups: dict[str, dist.ProcessGroup], ranks: Sequence[int], rendezvous: Rendezvous) -> None:
         self.groups, self.ranks, self.rendezvous = groups, ranks, rendezvous
         self.errors: list[Exception] = []
@@ -221,7 +215,7 @@ def _await(event: Event, errors: list[Exception]) -> None:
 
 
 def with_streams(groups: Groups, ranks_per_node: int, *, safe: bool = False) -> Groups:
-    """The pool with threads for streams; collective over all ranks of the world."""
+    # The pool with threads for streams; collective over all ranks of the world.
     made: dict[str, dist.ProcessGroup] = {}
     for name, members in stream_groups(groups.size, ranks_per_node):
         group = dist.new_group([groups.ranks[member] for member in members])

@@ -1,18 +1,17 @@
-"""Megatron's distributed optimizer over torch's Adam, without Apex and Transformer Engine, loads no
-checkpoint as it is: it asks for the one step that all states have before there are states, and
-takes that step for a tensor of each parameter.
-"""
+"""Lets Megatron's distributed optimizer over torch's Adam load a checkpoint, without Apex."""
+
+# As it is, it asks for the one step that all states have before there are states, and takes that
+# step for a tensor of each parameter.
 
 import functools
 from typing import Any
 
 
 def install() -> None:
-    """Let it load, in this process from now on.
-
-    States of zeros are there before they are asked for, the step stays the optimizer's own, and is
-    not one tensor that each parameter adds to.
-    """
+    # Let it load, in this process from now on.
+    #
+    # States of zeros are there before they are asked for, the step stays the optimizer's own, and
+    # is not one tensor that each parameter adds to.
     import torch
     from megatron.core.optimizer import distrib_optimizer
 

@@ -36,8 +36,7 @@ LENGTHS = (200, 33, 2, 61, 1, 90)
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train. `accumulate`: microbatches of a step; `steps`: of the run."""
-
+    # One way to train. `accumulate`: microbatches of a step; `steps`: of the run.
     model: str = "gpt"
     planner: str = "zeppelin"
     parallel: str = "fsdp2"
@@ -56,7 +55,7 @@ class Way:
     options: tuple[tuple[str, int], ...] = ()
 
     def name(self) -> str:
-        """For people: what differs from the plainest way is said."""
+        # For people: what differs from the plainest way is said.
         said = [self.model, self.planner, self.parallel]
         said += [word for word in ("checkpointed", "compiled") if getattr(self, word)]
         said += [word for word in ("accumulate", "pools") if getattr(self, word) > 1]
@@ -65,14 +64,13 @@ class Way:
 
 @dataclass
 class CountedCalls:
-    """Counters of attention calls (`runtime.recorder`), summed over a run; patterns of the plans."""
-
+    # Counters of attention calls (`runtime.recorder`), summed over a run; patterns of the plans.
     all_to_alls: int = 0
     kv_tokens_received: int = 0
     patterns: set[str] = field(default_factory=set[str])
 
     def add(self, batch: BalancedBatch) -> None:
-        """The calls of a batch whose backward is done."""
+        # The calls of a batch whose backward is done.
         counters = batch.bound(torch.float32, torch.device("cpu")).counters
         self.all_to_alls += counters.exchanges_all_to_all
         self.kv_tokens_received += counters.kv_tokens_received
@@ -81,10 +79,8 @@ class CountedCalls:
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses and gradient norms by step, the first step's gradients by parameter, the number of
-    graphs that were compiled, and counters of the attention calls of this rank, summed.
-    """
-
+    # Losses and gradient norms by step, the first step's gradients by parameter, the number of
+    # graphs that were compiled, and counters of the attention calls of this rank, summed.
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -93,8 +89,7 @@ class Trained:
 
 
 class Block(nn.Module):
-    """Attention and MLP on rows [T, C]; `heads`: of queries, and of keys and values."""
-
+    # Attention and MLP on rows [T, C]; `heads`: of queries, and of keys and values.
     def __init__(self, heads: tuple[int, int]) -> None:
         super().__init__()
         queries, keys = heads
@@ -113,8 +108,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT on rows [T]; `checkpointed` computes each layer again in the backward."""
-
+    # A GPT on rows [T]; `checkpointed` computes each layer again in the backward.
     def __init__(self, heads: tuple[int, int] = (HEADS, KV_HEADS), *, checkpointed: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
@@ -139,13 +133,13 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one document on one rank."""
+    # Causal attention of one document on one rank.
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).contiguous()
 
 
 def make_model(way: Way, *, balanced: bool) -> nn.Module:
-    """The model of a way, with the same parameters on every rank."""
+    # The model of a way, with the same parameters on every rank.
     torch.manual_seed(0)
     if way.model == "gpt":
         return Gpt(way.heads, checkpointed=way.checkpointed)
@@ -168,9 +162,8 @@ def make_model(way: Way, *, balanced: bool) -> nn.Module:
 
 
 def compiled_parts(way: Way, layers: Any) -> list[nn.Module]:
-    """Modules to compile: layers, or their parts where Transformers' own checkpointing calls layers
-    past their compiled form.
-    """
+    # Modules to compile: layers, or their parts where Transformers' own checkpointing calls layers
+    # past their compiled form.
     if way.model == "gpt" or not way.checkpointed:
         return list(layers)
     return [part for layer in layers for part in (layer.self_attn, layer.mlp)]
@@ -183,13 +176,13 @@ def logits_of(way: Way, model: nn.Module, batch: BalancedBatch) -> Tensor:
 
 
 def documents(step: int, microbatch: int) -> list[Tensor]:
-    """The documents of all ranks."""
+    # The documents of all ranks.
     g = torch.Generator().manual_seed(100 * step + microbatch)
     return [torch.randint(0, VOCABULARY, (n + step % 3,), generator=g) for n in LENGTHS]
 
 
 def reference(way: Way) -> Trained:
-    """Every document alone, on one rank, without torch.distributed."""
+    # Every document alone, on one rank, without torch.distributed.
     model = make_model(way, balanced=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     done = Trained()
@@ -212,7 +205,7 @@ def reference(way: Way) -> Trained:
 
 
 def train(world: World, ways: Sequence[Way]) -> list[Trained]:
-    """Train in each of `ways` on all ranks of the world."""
+    # Train in each of `ways` on all ranks of the world.
     return [_train(way, world) for way in ways]
 
 
@@ -278,8 +271,7 @@ def _note(done: Trained, loss: Tensor, model: nn.Module, step: int) -> None:
 
 
 class CountGraphs:
-    """A backend of torch.compile that counts the graphs that it is given."""
-
+    # A backend of torch.compile that counts the graphs that it is given.
     def __init__(self, name: str) -> None:
         from torch._dynamo.backends.registry import lookup_backend
 
@@ -293,7 +285,7 @@ class CountGraphs:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """TorchDynamo on, whatever the environment says."""
+    # TorchDynamo on, whatever the environment says.
     import torch._dynamo
 
     with patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"), torch._dynamo.config.patch(disable=False):
@@ -303,9 +295,8 @@ def compiling() -> Iterator[None]:
 
 
 def differences(trained: Trained, expected: Trained) -> tuple[float, float, float]:
-    """Largest differences of losses, of gradient norms (both relative), and of a parameter's
-    gradient, over its largest entry (or over 1e-3, if that is smaller).
-    """
+    # Largest differences of losses, of gradient norms (both relative), and of a parameter's
+    # gradient, over its largest entry (or over 1e-3, if that is smaller).
     pairs = ((trained.losses, expected.losses), (trained.norms, expected.norms))
     loss, norm = (max(abs(a - b) / abs(b) for a, b in zip(x, y, strict=True)) for x, y in pairs)
     assert trained.gradients.keys() == expected.gradients.keys()
@@ -321,10 +312,8 @@ def differences(trained: Trained, expected: Trained) -> tuple[float, float, floa
 
 @dataclass(frozen=True)
 class Gathered:
-    """Of one rank: its documents' tokens and others as they came back, the gradient of what it gave,
-    and whether rows carried the right token, position and other.
-    """
-
+    # Of one rank: its documents' tokens and others as they came back, the gradient of what it gave,
+    # and whether rows carried the right token, position and other.
     tokens: list[list[int]]
     others: list[list[float]]
     gradient: list[float]
@@ -333,7 +322,7 @@ class Gathered:
 
 
 def marked(rank: int, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Documents whose tokens tell them apart: 100 * rank + number; others: position, and two more."""
+    # Documents whose tokens tell them apart: 100 * rank + number; others: position, and two more.
     return [
         (torch.full((n,), 100 * rank + at), torch.arange(n), torch.arange(n).float() / 7, torch.ones(n, 3).bool())
         for at, n in enumerate(lengths)
@@ -341,12 +330,12 @@ def marked(rank: int, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor, Tens
 
 
 def zoo(world: World, cases: Sequence[Case]) -> list[Found]:
-    """Rows of models of Transformers, each against eager attention."""
+    # Rows of models of Transformers, each against eager attention.
     return [run_case(case, world.rank) for case in cases]
 
 
 def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gathered:
-    """Deal documents to all ranks and gather what the ranks say of every token."""
+    # Deal documents to all ranks and gather what the ranks say of every token.
     balancer = SequenceBalancer(planner, MODEL, settings=Settings(ranks_per_node=2))
     batch = balancer(marked(world.rank, lengths[world.rank]))
     position, flags = batch.others
@@ -362,7 +351,7 @@ def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gath
 
 
 def save(world: World, backward: str) -> tuple[int, int]:
-    """Of one attention call: tokens received, and tensors that autograd saved through its hooks."""
+    # Of one attention call: tokens received, and tensors that autograd saved through its hooks.
     settings = Settings(ranks_per_node=2, backward=backward)  # pyright: ignore[reportArgumentType]
     batch = SequenceBalancer("te_ring", MODEL, settings=settings)([torch.arange(40)])
     saved: list[int] = []
@@ -380,9 +369,8 @@ def save(world: World, backward: str) -> tuple[int, int]:
 
 
 def differ_twice(world: World, planner: str, backward: str, checkpointed: bool) -> float:
-    """Largest difference between the gradients of the sum of two losses, and the sum of their own by
-    two backwards of one forward, with another batch between them.
-    """
+    # Largest difference between the gradients of the sum of two losses, and the sum of their own by
+    # two backwards of one forward, with another batch between them.
     settings = Settings(ranks_per_node=2, backward=backward)  # pyright: ignore[reportArgumentType]
     balancer = SequenceBalancer(planner, MODEL, settings=settings)
     way = Way(checkpointed=checkpointed)
@@ -403,7 +391,7 @@ def differ_twice(world: World, planner: str, backward: str, checkpointed: bool) 
 
 
 def differentiate_twice(world: World) -> list[str]:
-    """The error where the gradient of each of our calls is to have a gradient itself."""
+    # The error where the gradient of each of our calls is to have a gradient itself.
     batch = SequenceBalancer("te_ring", MODEL, settings=Settings(ranks_per_node=2))([torch.arange(9)])
     routes = knapformer.GroupBalancer("g2n1+g1n2", ranks_per_node=2)
     routes.plan_routing([8], WIDTH)
@@ -422,9 +410,8 @@ def differentiate_twice(world: World) -> list[str]:
 
 
 def share_groups(world: World) -> tuple[int, int]:
-    """Numbers of different process groups: of three balancers of all ranks, and of these and one of
-    pairs of ranks.
-    """
+    # Numbers of different process groups: of three balancers of all ranks, and of these and one of
+    # pairs of ranks.
     settings = Settings(ranks_per_node=2)
     pairs = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("dp", "cp"))["cp"]
     with SequenceBalancer("te_ring", MODEL, settings=settings) as first:
@@ -455,7 +442,7 @@ def step_together(world: World) -> list[tuple[int, ...]]:
 
 
 def tell(world: World, given: Sequence[Any]) -> str:
-    """The error on this rank when rank r gives documents `given[r]`; then that all can still talk."""
+    # The error on this rank when rank r gives documents `given[r]`; then that all can still talk.
     balancer = SequenceBalancer("zeppelin", MODEL, settings=Settings(ranks_per_node=2))
     told = "balanced"
     try:
@@ -467,9 +454,8 @@ def tell(world: World, given: Sequence[Any]) -> str:
 
 
 def refuse(world: World) -> str:
-    """The error on this rank where a small Llama's attention does not reach the plan; rank 0 has all
-    documents.
-    """
+    # The error on this rank where a small Llama's attention does not reach the plan; rank 0 has all
+    # documents.
     model = make_model(Way(model="llama"), balanced=False)
     batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
         [torch.arange(3)] * (world.rank == 0)
@@ -481,7 +467,7 @@ def refuse(world: World) -> str:
 
 
 def second_llama(attention: str) -> Any:
-    """A Llama with other weights than `make_model`'s."""
+    # A Llama with other weights than `make_model`'s.
     config: Any = make_model(Way(model="llama"), balanced=False).config
     config._attn_implementation = attention
     torch.manual_seed(1)
@@ -490,15 +476,14 @@ def second_llama(attention: str) -> Any:
 
 @dataclass(frozen=True)
 class SecondTaken:
-    """The complaint about a second model's values, and their mean loss, balanced and past the plan."""
-
+    # The complaint about a second model's values, and their mean loss, balanced and past the plan.
     said: str
     balanced: float
     past: float
 
 
 def take_of_second_model(world: World) -> SecondTaken:
-    """Take the values of a Llama on sdpa, after those of a balanced one on the same batch."""
+    # Take the values of a Llama on sdpa, after those of a balanced one on the same batch.
     model, past, ours = make_model(Way(model="llama"), balanced=True), second_llama("sdpa"), second_llama(hf.register())
     batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
         documents(0, 0)[world.rank :: world.size]
@@ -516,9 +501,8 @@ def take_of_second_model(world: World) -> SecondTaken:
 
 
 def router_loss(world: World) -> tuple[float, Tensor, float]:
-    """The router loss of a small Mixtral on all ranks, the gradient of its first router averaged over
-    the ranks, and the mean over ranks of Transformers' own loss.
-    """
+    # The router loss of a small Mixtral on all ranks, the gradient of its first router averaged
+    # over the ranks, and the mean over ranks of Transformers' own loss.
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     model = mixtral(hf.register())
@@ -553,18 +537,15 @@ def mixtral(attention: str) -> Any:
 
 @dataclass(frozen=True)
 class Delayed:
-    """Of one rank: by step, the documents' numbers that it got back; and steps planned ahead."""
-
+    # Of one rank: by step, the documents' numbers that it got back; and steps planned ahead.
     trained: list[list[int]]
     waited: list[int]
     ahead: int
 
 
 def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
-    """Train under wlb_llm, which delays long documents; save and go on in another balancer after
-    `resume_after` steps.
-    """
-
+    # Train under wlb_llm, which delays long documents; save and go on in another balancer after
+    # `resume_after` steps.
     def make() -> SequenceBalancer:
         return SequenceBalancer("wlb_llm", MODEL, settings=Settings(ranks_per_node=2), thresholds=(150,))
 
@@ -595,9 +576,8 @@ def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
 
 
 def trace(world: World, folder: Path) -> tuple[int, int]:
-    """Train three steps of two microbatches, of which the second is traced and the third has no
-    optimizer: bytes that this rank received forward in the second, and its attention launches.
-    """
+    # Train three steps of two microbatches, of which the second is traced and the third has no
+    # optimizer: bytes that this rank received forward in the second, and its attention launches.
     settings = Settings(ranks_per_node=2, trace_steps=(2, 3), trace_folder=folder)
     balancer = SequenceBalancer("te_ring", MODEL, settings=settings)
     model = make_model(Way(), balanced=True)
@@ -620,12 +600,12 @@ def trace(world: World, folder: Path) -> tuple[int, int]:
 
 
 def run_example(world: World, script: str, arguments: Sequence[str]) -> str:
-    """Run an example on this rank, in the world that is there; what it prints."""
+    # Run an example on this rank, in the world that is there; what it prints.
     return printed_by(lambda: runpy.run_path(script, run_name="__main__"), [script, *arguments])
 
 
 def printed_by(main: Callable[[], object], arguments: Sequence[str]) -> str:
-    """The output of a program in the world that is there. `arguments`: its name and the others."""
+    # The output of a program in the world that is there. `arguments`: its name and the others.
     printed = io.StringIO()
     with (
         warnings.catch_warnings(),  # of transformers, for what its next version renames

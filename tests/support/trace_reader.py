@@ -1,9 +1,7 @@
-"""A reader of Chrome's trace event format that takes a file as Perfetto's trace processor takes it
-(v58.2), and refuses what that would move, drop, draw elsewhere or only guess at.
+"""A reader of Chrome's trace events that takes a file as Perfetto's trace processor (v58.2) does."""
 
-The processor itself is a program that not every machine has. Where one is,
-tests/unit/analysis/test_perfetto.py opens the same files, whole and broken, with both.
-"""
+# It refuses what that would move, drop, draw elsewhere or only guess at. Where the processor itself
+# is, tests/unit/analysis/test_perfetto.py opens the same files, whole and broken, with both.
 
 import csv
 import json
@@ -30,10 +28,9 @@ _METADATA = {"process_name": "name", "thread_name": "name", "process_sort_index"
 
 @dataclass
 class Read:
-    """The contents of a trace. `arrows`: spans, from and to; `processes`, `tracks`: names by process,
-    and by (process, thread); `counters`: (time, value) by (process, name of the counter, series).
-    """
-
+    # The contents of a trace. `arrows`: spans, from and to; `processes`, `tracks`: names by
+    # process, and by (process, thread); `counters`: (time, value) by (process, name of the counter,
+    # series).
     spans: list[Event] = field(default_factory=list)
     arrows: list[tuple[Event, Event]] = field(default_factory=list)
     processes: dict[int, str] = field(default_factory=dict)
@@ -45,17 +42,17 @@ class Read:
 
 
 def ns(time_us: float) -> int:
-    """The whole nanoseconds that a time is rounded to."""
+    # The whole nanoseconds that a time is rounded to.
     return floor(time_us * 1000 + 0.5)
 
 
 def track_of(event: Event) -> Track:
-    """The track that an event is put on: thread 0 is taken for one that has its process's number."""
+    # The track that an event is put on: thread 0 is taken for one that has its process's number.
     return event["pid"], event["tid"] or event["pid"]
 
 
 def read(text: str) -> Read:
-    """The trace in a JSON text; an AssertionError says what is wrong with it."""
+    # The trace in a JSON text; an AssertionError says what is wrong with it.
     document = json.loads(text, parse_constant=_refuse)
     assert isinstance(document["traceEvents"], list)
     assert document.get("displayTimeUnit", "ms") in ("ms", "ns")
@@ -95,7 +92,7 @@ def _metadata(event: Event, found: Read) -> None:
 
 
 def _in_order(events: list[Event], found: Read) -> None:
-    """Take events as they come: by whole nanoseconds, those of one time in the order of the file."""
+    # Take events as they come: by whole nanoseconds, those of one time in the order of the file.
     stacks: defaultdict[Track, list[Event]] = defaultdict(list)
     begun: dict[Any, Event] = {}
     ended: set[Any] = set()
@@ -134,7 +131,7 @@ def _end(span: Event) -> int:
 
 
 def _put(span: Event, stack: list[Event], found: Read) -> None:
-    """Put a span on its track, inside those that have not ended; points of one time stack up."""
+    # Put a span on its track, inside those that have not ended; points of one time stack up.
     start, end = ns(span["ts"]), _end(span)
     while stack and _end(stack[-1]) <= start and not ns(stack[-1]["ts"]) == start == end:
         stack.pop()
@@ -175,10 +172,8 @@ UNION ALL SELECT 'complaint', name, value, '', '', '', '', '', '' FROM stats
 
 @dataclass
 class Opened:
-    """A trace as the processor has it, if it opened it. `refused`: what it said if it did not;
-    `complaints`: events that it could not place as they stand, by its name for what was wrong.
-    """
-
+    # A trace as the processor has it, if it opened it. `refused`: what it said if it did not;
+    # `complaints`: events that it could not place as they stand, by its name for what was wrong.
     refused: str = ""
     complaints: dict[str, int] = field(default_factory=dict[str, int])
     slices: dict[Slice, dict[str, str]] = field(default_factory=dict[Slice, dict[str, str]])
@@ -189,17 +184,17 @@ class Opened:
 
     @property
     def sound(self) -> bool:
-        """Whether it was opened without a complaint."""
+        # Whether it was opened without a complaint.
         return not self.refused and not self.complaints
 
 
 def find() -> str | None:
-    """The program, where there is one."""
+    # The program, where there is one.
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def open_trace(trace: Path, scratch: Path) -> Opened:
-    """Open a trace with the processor. `scratch`: a folder for the query."""
+    # Open a trace with the processor. `scratch`: a folder for the query.
     program = find()
     assert program is not None, NOT_FOUND
     query = scratch / "query.sql"
@@ -233,13 +228,13 @@ def open_trace(trace: Path, scratch: Path) -> Opened:
 
 
 def check(trace: Path, found: Read, scratch: Path) -> None:
-    """The processor has of a trace what our reader has, where there is a processor."""
+    # The processor has of a trace what our reader has, where there is a processor.
     if find() is not None:
         assert_the_same(open_trace(trace, scratch), found)
 
 
 def assert_the_same(opened: Opened, found: Read) -> None:
-    """The processor has of a trace what our reader has of it."""
+    # The processor has of a trace what our reader has of it.
     assert opened.sound, (opened.refused, opened.complaints)
     assert sorted(opened.slices) == sorted(key_of(span) for span in found.spans)
     assert sorted(opened.flows) == sorted((key_of(start), key_of(end)) for start, end in found.arrows)
@@ -254,12 +249,12 @@ def assert_the_same(opened: Opened, found: Read) -> None:
 
 
 def key_of(span: dict[str, Any]) -> Slice:
-    """A span as the processor has it."""
+    # A span as the processor has it.
     return *track_of(span), ns(span["ts"]), ns(span["dur"]), span["name"]
 
 
 def flat(args: dict[str, Any]) -> dict[str, str]:
-    """Arguments as the processor names them: `sent.3`, `peers[0]`."""
+    # Arguments as the processor names them: `sent.3`, `peers[0]`.
     found: dict[str, str] = {}
     for name, value in args.items():
         if isinstance(value, dict):

@@ -1,7 +1,6 @@
-"""Documents that a training run trains: labels that count towards a loss, by step, written by rank.
+"""Documents that a training run trains: labels that count towards a loss, by step, written by rank."""
 
-In a corpus whose document of number n holds nothing but the token n, a label names its document.
-"""
+# In a corpus whose document of number n holds nothing but the token n, a label names its document.
 
 import functools
 import itertools
@@ -15,7 +14,7 @@ from megatron_balance.workloads.idx import CorpusWriter
 
 
 def write_numbered(prefix: Path, lengths: list[int]) -> str:
-    """A corpus in which every token of a document is the document's number."""
+    # A corpus in which every token of a document is the document's number.
     with CorpusWriter(prefix, "uint16") as writer:
         for number, length in enumerate(lengths):
             writer.add_document(np.full(length, number, np.uint16))
@@ -23,7 +22,7 @@ def write_numbered(prefix: Path, lengths: list[int]) -> str:
 
 
 def install(folder: Path, rank: int) -> None:
-    """Write the labels that this rank trains, from now on; of tensor-parallel ranks the first does."""
+    # Write the labels that this rank trains, from now on; of tensor-parallel ranks the first does.
     from megatron.core import mpu
     from megatron.core.models.gpt import GPTModel
     from megatron.training import training
@@ -60,12 +59,12 @@ def install(folder: Path, rank: int) -> None:
 
 
 def trained(folder: Path, steps: range) -> Counter[int]:
-    """Labels that counted, by document, in some steps of a run."""
+    # Labels that counted, by document, in some steps of a run.
     return sum(microbatches(folder, steps), Counter())
 
 
 def microbatches(folder: Path, steps: range) -> list[Counter[int]]:
-    """List the same of every microbatch of a rank, in the order in which it ran them."""
+    # List the same of every microbatch of a rank, in the order in which it ran them.
     found: list[Counter[int]] = []
     for step in steps:
         files = sorted(folder.glob(f"trained.{step}.*.npy"))

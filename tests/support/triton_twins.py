@@ -1,11 +1,9 @@
-"""Every launch of the Triton mover against the plain one, over drawn shapes: run as a module with
-TRITON_INTERPRET=1.
+"""Every launch of the Triton mover against the plain one, with TRITON_INTERPRET=1."""
 
-Tolerances: copies without conversion and additions of single rows are equal bit for bit. A
-conversion to bf16 or fp16 may differ in the last place, since the interpreter cuts off where the
-hardware and torch round. Sums of several rows and merges are in another order: 2e-6 of the largest
-value in fp32, and the last place of a narrower output.
-"""
+# Tolerances: copies without conversion and additions of single rows are equal bit for bit. A
+# conversion to bf16 or fp16 may differ in the last place, since the interpreter cuts off where the
+# hardware and torch round. Sums of several rows and merges are in another order: 2e-6 of the
+# largest value in fp32, and the last place of a narrower output.
 
 import json
 from collections.abc import Callable, Sequence
@@ -34,9 +32,8 @@ few = settings(max_examples=8, deadline=None, derandomize=True, phases=(Phase.ex
 
 
 def packed_of(runs: list[tuple[int, list[int], int, int, int]], num_heads: int) -> Packed:
-    """Runs (buffer, buffer rows, head, heads, buffer head) as packed rows; those with the same
-    rows' place share them.
-    """
+    # Runs (buffer, buffer rows, head, heads, buffer head) as packed rows; those with the same rows'
+    # place share them.
     made: list[RowRun] = []
     at = 0
     for buffer, rows, head, heads, buffer_head in runs:
@@ -51,9 +48,8 @@ def packed_of(runs: list[tuple[int, list[int], int, int, int]], num_heads: int) 
 
 @st.composite
 def packings(draw: st.DrawFn, *, distinct: bool, max_runs: int = 4) -> tuple[Packed, dict[int, tuple[int, int]]]:
-    """Packed rows, and (rows, heads) of each buffer. `distinct`: no row and head of a buffer is
-    named twice.
-    """
+    # Packed rows, and (rows, heads) of each buffer. `distinct`: no row and head of a buffer is
+    # named twice.
     num_heads = draw(st.integers(1, 3))
     sizes = {b: (draw(st.integers(1, 21)), num_heads + draw(st.integers(0, 2))) for b in range(draw(st.integers(1, 3)))}
     runs: list[tuple[int, list[int], int, int, int]] = []
@@ -94,7 +90,7 @@ kinds = st.sampled_from([(a, b) for a in DTYPES for b in (a, torch.float32, torc
 @few
 @given(one=packings(distinct=False), two=packings(distinct=False), tail=shapes, kind=kinds, strided=st.booleans())
 def fill(one: tuple, two: tuple, tail: tuple[int, ...], kind: tuple[torch.dtype, torch.dtype], strided: bool) -> None:
-    """Queries, keys and values, say: several tensors of different heads in one call."""
+    # Queries, keys and values, say: several tensors of different heads in one call.
     results = []
     for mover in movers():
         fills = []
@@ -119,7 +115,7 @@ def place(one: tuple, two: tuple, tail: tuple[int, ...], kind: tuple[torch.dtype
     one=packings(distinct=False, max_runs=6), two=packings(distinct=False), tail=shapes, dtype=st.sampled_from(DTYPES)
 )
 def add(one: tuple, two: tuple, tail: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Gradients: the rows of a run may repeat, and runs may overlap in some of their heads."""
+    # Gradients: the rows of a run may repeat, and runs may overlap in some of their heads.
     compare_placed(lambda mover: mover.add, (one, two), tail, (dtype, torch.float32), SUM_TOLERANCE[torch.float32])
 
 
@@ -153,9 +149,8 @@ def compare_placed(
     data=st.data(),
 )
 def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype, data: st.DataObject) -> None:
-    """Partials of one buffer as they come: of all rows or some, of all heads or some, sent and
-    taken at the end.
-    """
+    # Partials of one buffer as they come: of all rows or some, of all heads or some, sent and taken
+    # at the end.
     rows, heads = size
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     adds = []
@@ -204,9 +199,8 @@ def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype
     dtype=st.sampled_from(DTYPES),
 )
 def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Messages in one memory, whose tables are made ahead: filled, placed and added in one launch
-    where rows and heads allow. Of two widths: the same rows of keys and of values.
-    """
+    # Messages in one memory, whose tables are made ahead: filled, placed and added in one launch
+    # where rows and heads allow. Of two widths: the same rows of keys and of values.
     form = CallForm.of(AttentionShape(1, 1, widths[0], widths[-1]), dtype, "fp32")
     kind = Kind.Q if len(widths) == 1 else Kind.KV
     carried = [(kind, packed.num_rows, packed.num_heads) for packed, _ in packs]
@@ -220,7 +214,7 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     packs = [pack for pack in packs for _ in widths]
 
     def moves(buffers: Sequence[Any], messages: Sequence[Tensor]) -> list[RowMove]:
-        """The rows of each pack between its buffers and its message."""
+        # The rows of each pack between its buffers and its message.
         ends = zip(packs, buffers, messages, strict=True)
         return [RowMove(p, tuple(x[run.buffer] for run in p.runs), m) for (p, _), x, m in ends]
 
@@ -259,9 +253,8 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     dtype=st.sampled_from(DTYPES),
 )
 def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
-    """Gradients that peers send of the same rows, in one memory, added to the same buffers, of which
-    some were never written. Their table is made ahead, or in the first layer.
-    """
+    # Gradients that peers send of the same rows, in one memory, added to the same buffers, of which
+    # some were never written. Their table is made ahead, or in the first layer.
     form = CallForm.of(AttentionShape(1, 1, 8, 8), dtype, "fp32")
     carried = [(Kind.Q, packed.num_rows, packed.num_heads) for packed, _ in packs]
     lies = layout(tuple(carried), form).places
@@ -299,7 +292,7 @@ def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
 
 
 def added_at_once() -> None:
-    """Check that gradients of the same rows, in one memory, to a fresh buffer are one launch."""
+    # Check that gradients of the same rows, in one memory, to a fresh buffer are one launch.
     form, counts = CallForm.of(AttentionShape(2, 2, 16, 16), torch.float32, "fp32"), (3, 5, 2)
     packs = [packed_of([(0, [*range(1, 1 + n)], 0, 2, 0)], 2) for n in counts]
     carried = [(Kind.Q_GRAD, n, 2) for n in counts]
@@ -320,7 +313,7 @@ def added_at_once() -> None:
 
 
 def apart() -> None:
-    """Keys and values of two widths: the same rows, which lie elsewhere in the messages' memory."""
+    # Keys and values of two widths: the same rows, which lie elsewhere in the messages' memory.
     form, counts = CallForm.of(AttentionShape(2, 2, 16, 8), torch.bfloat16, "fp32"), (3, 5, 2)
     first = [sum(counts[:at]) for at in range(len(counts))]
     packs = [packed_of([(0, [*range(b, b + n)], 0, 2, 0)], 2) for b, n in zip(first, counts, strict=True)]
@@ -350,9 +343,8 @@ def apart() -> None:
     data=st.data(),
 )
 def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: st.DataObject) -> None:
-    """Outputs of a head exchange: a buffer for each peer, partials over all of them, and a message to
-    each in one memory.
-    """
+    # Outputs of a head exchange: a buffer for each peer, partials over all of them, and a message
+    # to each in one memory.
     form = CallForm.of(AttentionShape(heads, heads, 24, 16), dtype, "fp32")
     sizes = {b: (n, heads) for b, n in enumerate(rows)}
     parts = []
@@ -392,7 +384,7 @@ def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: 
 
 
 def empty() -> None:
-    """Check that empty moves do nothing, also without a tensor to do it to."""
+    # Check that empty moves do nothing, also without a tensor to do it to.
     nothing = packed_of([(0, [], 0, 2, 0)], 2)
     for mover in movers():
         x, y = torch.zeros(0, 2, 4), torch.ones(3, 2, 4)

@@ -1,13 +1,12 @@
-"""Other projects' files that `scripts/setup_env.sh` unpacked, and signatures read from them.
+"""Other projects' files that `scripts/setup_env.sh` unpacked, and signatures read from them."""
 
-Signatures are read, not imported: their packages need a GPU, and libraries of their own.
-"""
+# Signatures are read, not imported: their packages need a GPU, and libraries of their own.
 
 import ast
+import copy
+import inspect
 import sys
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,34 +14,26 @@ FOLDER = Path(sys.prefix) / "upstream"
 TRANSFORMER_ENGINE, FLASH_ATTN_4 = "transformer_engine-2.17.1", "flash_attn_4-4.0.0b11"
 
 
-class NotLiteral:
-    """A default that is an expression."""
-
-    def __repr__(self) -> str:
-        return "..."
-
-
-NOT_LITERAL = NotLiteral()
+# Stands for a default that is an expression.
+NOT_LITERAL = "..."
 
 
 def folder(wheel: str) -> Path:
-    """The folder of a wheel; the test skips where the wheel could not be had."""
+    # The folder of a wheel; the test skips where the wheel could not be had.
     if not (FOLDER / wheel).is_dir():
         pytest.skip(f"{wheel} is not unpacked in {FOLDER}: scripts/setup_env.sh fetches it from the package index")
     return FOLDER / wheel
 
 
 def parsed(wheel: str, path: str) -> ast.Module:
-    """A file of a wheel; the test skips where the wheel could not be had."""
+    # A file of a wheel; the test skips where the wheel could not be had.
     return ast.parse((folder(wheel) / path).read_text(encoding="utf-8"))
 
 
 def found(module: ast.Module, name: str) -> ast.AST:
-    """A function or class by name, `Class.method` too, or the value of a top-level name.
-
-    Raises:
-        AssertionError: it is not there.
-    """
+    # A function or class by name, `Class.method` too, or the value of a top-level name.
+    #
+    # Raises: AssertionError: it is not there.
     body: list[ast.stmt] = module.body
     node: ast.AST | None = None
     for part in name.split("."):
@@ -57,39 +48,29 @@ def _assigned(node: ast.stmt) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def signature(module: ast.Module, name: str) -> Signature:
-    """A function's parameters, defaults that are literals with their values."""
+def signature(module: ast.Module, name: str) -> inspect.Signature:
+    # A function's parameters, defaults that are literals with their values.
     function = found(module, name)
     assert isinstance(function, ast.FunctionDef), name
-    given = function.args
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
-    parameters = [
-        _parameter(arg, default, Parameter.POSITIONAL_OR_KEYWORD)
-        for arg, default in zip(positional, defaults, strict=True)
-    ]
-    if given.vararg is not None:
-        parameters.append(Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL))
-    parameters += [
-        _parameter(arg, default, Parameter.KEYWORD_ONLY)
-        for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    ]
-    if given.kwarg is not None:
-        parameters.append(Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD))
-    return Signature(parameters)
+    given = copy.deepcopy(function.args)
+    for each in ast.walk(given):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    given.defaults = [_literal(each) for each in given.defaults]
+    given.kw_defaults = [each and _literal(each) for each in given.kw_defaults]
+    return inspect.signature(eval(ast.unparse(ast.Lambda(given, ast.Constant(None)))))
 
 
-def _parameter(arg: ast.arg, default: ast.expr | None, kind: Any) -> Parameter:
-    if default is None:
-        return Parameter(arg.arg, kind)
+def _literal(default: ast.expr) -> ast.expr:
     try:
-        return Parameter(arg.arg, kind, default=ast.literal_eval(default))
+        ast.literal_eval(default)
     except ValueError:
-        return Parameter(arg.arg, kind, default=NOT_LITERAL)
+        return ast.Constant(NOT_LITERAL)
+    return default
 
 
 def keys(module: ast.Module, name: str) -> set[str]:
-    """String keys of a top-level dictionary, and the attributes among its keys by their last name."""
+    # String keys of a top-level dictionary, and the attributes among its keys by their last name.
     value = found(module, name)
     assert isinstance(value, ast.Dict), name
     return {ast.unparse(key).strip("'\"") for key in value.keys if key is not None}

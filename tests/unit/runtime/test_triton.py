@@ -32,8 +32,8 @@ def in_child(code: str, *, interpreted: bool) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def for_hopper() -> list[Any]:
-    """Findings of `triton_variants`, before anything is compiled, and then of `triton_ptx`."""
-    both = "from tests.support import triton_ptx, triton_variants; triton_variants.main(); triton_ptx.main()"
+    """Findings of `triton_ptx`: variants, before anything is compiled, and the code."""
+    both = "from tests.support import triton_ptx; triton_ptx.variants(); triton_ptx.compiled()"
     found = in_child(both, interpreted=False)
     assert len(found) == 2
     return found

@@ -1,5 +1,4 @@
-"""The emulated ablation's arithmetic: batches, the point, the order of steps, and the table made of
-records."""
+"""The benchmarks' arithmetic: emulated ablation, simulated against measured, host time."""
 
 import json
 import time
@@ -228,8 +227,7 @@ GRID = Grid((25.0,), ("keep",), ("arxiv",), 1, 2048, 0, ("te_ring", "hybrid_dp",
 
 
 class Spinning:
-    """A kernel that computes for 10 ms."""
-
+    # A kernel that computes for 10 ms.
     name = "spinning"
 
     def forward(self, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,7 +296,7 @@ def test_planners_are_told_the_rate_of_the_kernel_at_its_share() -> None:
 
 
 def written(folder: Path) -> Path:
-    """A run's folder, with times that are made up."""
+    # A run's folder, with times that are made up.
     save_table(made(), folder / "costs.json")
     entries = [
         {
@@ -419,7 +417,7 @@ def test_layers_behind_the_first_copy_no_table(name, policy):
 
 
 def test_a_head_exchange_copies_nothing_for_its_calls():
-    """Messages are written into the call's own memory by the mover, and read where they arrive."""
+    # Messages are written into the call's own memory by the mover, and read where they arrive.
     plan = host.plan_of("head exchange in a node", num_ranks=16)
     found = host.count(plan, host.rank_of("head exchange in a node", plan))
     assert found.operators <= 8, "a copy of torch for a message"

@@ -201,9 +201,9 @@ attend r3
 
 
 def test_exchanges_of_ranks_that_share_nothing_may_share_an_id() -> None:
-    """As cases 12200 and 13736 of suite `ranks` once had it: the whole is refused, since one exchange
-    cannot have two groups, and no rank takes part in both. What a rank could confuse is told.
-    """
+    # As cases 12200 and 13736 of suite `ranks` once had it: the whole is refused, since one
+    # exchange cannot have two groups, and no rank takes part in both. What a rank could confuse is
+    # told.
     program = parse(TWO_NODES)
     verify(program)
     ops = list(program.forward)

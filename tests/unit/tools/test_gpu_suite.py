@@ -1,6 +1,4 @@
-"""The GPU suite's frame: rows against targets, parts that end early, files on a GPU only; and the
-whole of it small, without a GPU.
-"""
+"""The GPU suite's frame, and the whole of it small, without a GPU."""
 
 import json
 import math
@@ -61,10 +59,8 @@ def measure(context):
 
 @pytest.fixture
 def part(tmp_path, monkeypatch):
-    """Rows of a part that does `then` between its two figures, in a process of its own, with
-    `seconds` for it.
-    """
-
+    # Rows of a part that does `then` between its two figures, in a process of its own, with
+    # `seconds` for it.
     def rows(then: str, seconds: float = 30.0, device: str = "cpu") -> list[Row]:
         (tmp_path / "made_up_part.py").write_text(PART.format(then=then))
         sys.modules.pop("made_up_part", None)
@@ -80,9 +76,8 @@ def part(tmp_path, monkeypatch):
 
 
 def apart(monkeypatch, module):
-    """Make the part's process know the made-up part too; the list of command lines that were
-    started.
-    """
+    # Make the part's process know the made-up part too; the list of command lines that were
+    # started.
     started: list[list[str]] = []
     popen = subprocess.Popen
 
@@ -174,7 +169,7 @@ def test_more_gpus_than_there_are_is_a_sentence(monkeypatch):
 
 @pytest.mark.dist
 def test_the_part_over_several_gpus_runs_over_gloo():
-    """On two ranks, with the same plans and calls: planners are exact, nobody hangs."""
+    # On two ranks, with the same plans and calls: planners are exact, nobody hangs.
     rows = {row["name"]: row for row in whole("--gpus", "2")["rows"]}
     measured = {name for name, row in rows.items() if row["kind"] == "measured"}
     assert measured == {figure.name for figure in (*many.EXACT.values(), many.HANGS)}
@@ -189,7 +184,7 @@ TRAINING = pytest.param("training", "loss of two bf16 steps", marks=pytest.mark.
 @pytest.mark.megatron
 @pytest.mark.parametrize(("part", "measured"), [("attention", ""), TRAINING])
 def test_the_suite_runs_without_a_gpu(part, measured):
-    """Every figure that can be measured is met, the others say why they are not there."""
+    # Every figure that can be measured is met, the others say why they are not there.
     pytest.importorskip("megatron.training")
     document = whole("--parts", part)
     assert document["mode"] == "interpreter"
@@ -199,7 +194,7 @@ def test_the_suite_runs_without_a_gpu(part, measured):
 
 
 def whole(*words):
-    """The document of a run of the suite, which must succeed."""
+    # The document of a run of the suite, which must succeed.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(ROOT / "tools" / "gpu" / "run"), "--json", *words]
