@@ -224,8 +224,8 @@ GPT_OSS: dict[str, Any] = {
     "train-iters": 2,
 }
 MODELS: dict[str, dict[str, Any]] = {**SMALL, "GPT-OSS": GPT_OSS}
-# Others have sinks in tests/distributed/test_executor.py, and windows are one comm pattern; GPT-OSS has
-# both masks and sinks under zeppelin.
+# Others have sinks in tests/distributed/test_executor.py, and windows are one comm pattern; GPT-OSS
+# has both masks and sinks under zeppelin.
 IN_THE_SUITE = {
     ("window, MHA, off by one", "zeppelin"),
     *(("both masks, sinks, GQA 8:1", planner) for planner in ("distca", "ulysses")),
@@ -491,7 +491,7 @@ def test_megatrons_own_router_is_refused_where_it_would_balance_the_rows_of_a_ra
 
 
 def test_sinkhorn_routes_as_one_rank_does(train: Train, tmp_path: Path) -> None:
-    """Replicas that share experts, with the dispatcher of plain Megatron's flag, which is switched off."""
+    """Replicas that share experts; plain Megatron's dispatcher is switched off."""
     given, one = loaded_run(train, tmp_path, SINKHORN)
     flags = {**given, "moe-token-dispatcher-type": "allgather", **EXPERTS}
     run = train(4, "zeppelin", flags, config=two_nodes(4))
