@@ -94,33 +94,26 @@ def test_every_refusal_is_tested() -> None:
     tried = [parse(*words) for words in REFUSED.values()]
     every = [rule for rule in flags.record().refused if not rule.ways]
     untested = [rule.sentence for rule in every if not any(rule.holds(args) for args in tried)]
-    without_flag = (
-        "calculate_per_token_loss was switched off",
-        "--fused-single-qkv",
-        "fp8_dot_product_attention",
-        "--varlen-sbhd-validation",
-        "--export-kd-teacher-load",
-        "--enable-mhc-connections",
-        "--rotary-base-per-layer",
-        "--mtp-hsm",
-    )  # tested below
+    without_flag = (  # tested below
+        *("calculate_per_token_loss was switched off", "--fused-single-qkv", "fp8_dot_product_attention"),
+        *("--varlen-sbhd-validation", "--export-kd-teacher-load", "--enable-mhc-connections"),
+        *("--rotary-base-per-layer", "--mtp-hsm"),
+    )
     assert untested == [rule.sentence for rule in every if any(word in rule.sentence for word in without_flag)]
 
 
 def test_what_remains_passes() -> None:
-    check_arguments(parse())
-    check_arguments(parse(*EXPERTS, "--moe-router-load-balancing-type", "aux_loss"))
-    check_arguments(parse("--reset-position-ids", "--reset-attention-mask"))
-    check_arguments(parse("--position-embedding-type", "learned_absolute"))
-    check_arguments(parse("--window-size", "128,0", "--window-attn-skip-freq", "2"))
-    check_arguments(parse("--softmax-type", "learnable"))
-    check_arguments(parse("--softmax-type", "off-by-one"))
-
-
-@pytest.mark.parametrize("window", ["-1,0", "-1,-1", "128,-1", "128", "128,0,0"])
-def test_what_is_no_window_up_to_a_querys_own_key_is_refused(window: str) -> None:
-    with pytest.raises(ConfigError, match="--window-size must be KEYS,0"):
-        check_arguments(parse(f"--window-size={window}"))
+    for words in (
+        (*EXPERTS, "--moe-router-load-balancing-type", "aux_loss"),
+        ("--reset-position-ids", "--reset-attention-mask"),
+        ("--position-embedding-type", "learned_absolute"),
+        ("--window-size", "128,0", "--window-attn-skip-freq", "2"),
+        *((), ("--softmax-type", "learnable"), ("--softmax-type", "off-by-one")),
+    ):
+        check_arguments(parse(*words))
+    for window in ("-1,0", "-1,-1", "128,-1", "128", "128,0,0"):
+        with pytest.raises(ConfigError, match="--window-size must be KEYS,0"):
+            check_arguments(parse(f"--window-size={window}"))
 
 
 WINDOWS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
@@ -140,6 +133,7 @@ def test_masks_of_a_model_of_four_layers(words: tuple[str, ...], masks: tuple[st
     assert tuple(mask.name for mask in masks_of(parse("--num-layers", "4", *words))) == masks
 
 
+HYBRIDEP = ("--num-experts", "8", "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep")
 SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "allgather was set to alltoall": (
         ("--num-experts", "8", "--moe-token-dispatcher-type", "allgather"),
@@ -155,7 +149,7 @@ SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "--tp-comm-overlap": (("--tp-comm-overlap",), {"tp_comm_overlap": False}),
     "--ddp-average-in-collective": (("--ddp-average-in-collective",), {"ddp_average_in_collective": False}),
     "HybridEP wants as many tokens": (
-        ("--num-experts", "8", "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"),
+        HYBRIDEP,
         {"moe_hybridep_pad_uneven_dispatch_inputs": True},
     ),
     "--overlap-moe-expert-parallel-comm": (
@@ -189,16 +183,12 @@ def test_every_flag_that_is_switched_off_is_tested() -> None:
 
 def test_what_another_version_calls_it_is_left_out_there() -> None:
     """Megatron's branch dev moves rows, and has a name of its own for padding to equal counts."""
-    args = parse(
-        "--num-experts", "8", "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"
-    )
+    args = parse(*HYBRIDEP)
     args.cp_partition_mode, args.moe_hybridep_pad_variable_tokens = "contiguous", False
     told = leave_out(args, [])
     assert (args.cp_partition_mode, args.moe_hybridep_pad_variable_tokens) == ("zigzag", True)
-    assert [sentence.split()[0] for sentence in told] == [
-        "--cp-partition-mode",
-        "--moe-hybridep-pad-uneven-dispatch-inputs",
-    ]
+    named = [sentence.split()[0] for sentence in told]
+    assert named == ["--cp-partition-mode", "--moe-hybridep-pad-uneven-dispatch-inputs"]
 
 
 def test_fp16_says_which_steps_are_skipped_and_sets_no_scale() -> None:
@@ -332,17 +322,11 @@ def test_an_unknown_flag_that_may_change_the_model_is_refused_unless_accepted(
     monkeypatch.setattr("megatron.training.get_args", lambda: args)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
     monkeypatch.setattr(entry, "fault_of", lambda *_: "a source is another")
-    with (
-        caplog.at_level("WARNING"),
-        pytest.raises(ConfigError, match="a source is another") as ended,
-        entry.training(None, has_script=False),
-    ):
+    with pytest.raises(ConfigError, match="a source is another") as ended, entry.training(None, has_script=False):
         pytest.fail("the block must not run")
     refused = why is not None and not accepted
-    assert (f"flags: {why}" in str(ended.value), f"accept: ['{words[0]}'] in {config}" in str(ended.value)) == (
-        refused,
-        refused,
-    )
+    told = (f"flags: {why}", f"accept: ['{words[0]}'] in {config}")
+    assert [each in str(ended.value) for each in told] == [refused] * 2
     assert (words[0] in str(ended.value)) == refused
     repeated = f"flags: accepted, though losses and plans may be wrong: {words[0]}: " in caplog.text
     assert repeated == (why is not None and accepted)
@@ -438,36 +422,26 @@ def test_what_flags_data_ways_and_sources_are_refused_for_comes_at_once(
     args.data_parallel_size, args.dataloader_type = 1, "single"
     monkeypatch.setattr("megatron.training.get_args", lambda: args)
     monkeypatch.setattr(entry, "fault_of", lambda *_: "a source is another")
-    with (
-        pytest.raises(ConfigError, match=r"--qk-clip.*; data: script.*no data set.*sinks.*self-check"),
-        entry.training(None, has_script=False),
+    for told in (
+        r"--qk-clip.*; data: script.*no data set.*sinks.*self-check",
+        r"--qk-clip.*; --data-path: missing.*; a so",
     ):
-        pytest.fail("the block must not run")
-    config.write_text("planner: te_ring\n")
-    with (
-        pytest.raises(ConfigError, match=r"--qk-clip.*; --data-path: missing.*; a source is another"),
-        entry.training(None, has_script=False),
-    ):
-        pytest.fail("the block must not run")
+        with pytest.raises(ConfigError, match=told), entry.training(None, has_script=False):
+            pytest.fail("the block must not run")
+        config.write_text("planner: te_ring\n")
 
 
-@pytest.mark.parametrize(
-    ("argv", "device"),
-    [
+def test_the_device_is_read_before_megatron_is() -> None:
+    for argv, device in (
         ([], "cuda"),
         (["--balance-device", "cpu"], "cpu"),
         (["--lr", "1", "--balance-device=cpu"], "cpu"),
         (["--balance-device", "cuda"], "cuda"),
-    ],
-)
-def test_the_device_is_read_before_megatron_is(argv: list[str], device: str) -> None:
-    assert device_of(argv) == device
-
-
-@pytest.mark.parametrize("argv", [["--balance-device", "tpu"], ["--balance-device"], ["--balance-device="]])
-def test_an_unknown_device_is_refused(argv: list[Any]) -> None:
-    with pytest.raises(ConfigError, match="choose cpu or cuda"):
-        device_of(argv)
+    ):
+        assert device_of(argv) == device
+    for wrong in (["--balance-device", "tpu"], ["--balance-device"], ["--balance-device="]):
+        with pytest.raises(ConfigError, match="choose cpu or cuda"):
+            device_of(wrong)
 
 
 # The cluster from what the ranks read of their nodes.

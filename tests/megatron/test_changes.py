@@ -105,7 +105,7 @@ def test_in_bf16_the_own_models_weights_give_their_memory_back_until_it_trains_o
     assert "GIVEN BACK" in run.result.log(0)
 
 
-@pytest.mark.parametrize(("place", "call"), [("pull", 2), ("push", 3)])
+@pytest.mark.parametrize(("place", "call"), [pytest.param("pull", 2, marks=pytest.mark.product), ("push", 3)])
 def test_a_rank_killed_in_a_pull_or_a_push_ends_the_job_and_is_named(
     train: Train, mixed: str, place: str, call: int
 ) -> None:

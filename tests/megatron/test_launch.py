@@ -2,11 +2,8 @@
 
 import argparse
 import json
-import os
 import re
 import shutil
-import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,12 +35,13 @@ from tests.megatron.conftest import (
 from tests.support.loop_runs import LENGTHS, SKIPPED_TO
 from tests.support.megatron_run import Job, Result, Trainer
 from tests.support.pipeline_runs import worst_gradient
-from tests.support.processes import ended
 from tools.megatron_flags import LOCAL_LAYERS
 
 SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_pretrain_gpt.py")
 STEPS = {"train-iters": 3}
 TWO_NODES = {"cluster": {"ranks_per_node": 2}}
+ONE_RANK_NODES = {"cluster": {"ranks_per_node": 1}}
+PARALLEL = {"context-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True}
 # What --balance-device cpu would set; the script alone does not know it.
 ON_CPU: dict[str, Any] = {**LOCAL_LAYERS, "distributed-backend": "gloo", "balance-device": False}
 
@@ -52,9 +50,19 @@ def printed_losses(result: Result, rank: int) -> list[float]:
     return [float(value) for value in re.findall(r"iteration +\d+/.*lm loss: (\S+)", result.log(rank))]
 
 
+def as_printed(run: Run) -> Any:
+    """Megatron does not reset its sums after the first step: its second line is a mean of both."""
+    losses = run.column("loss")
+    return pytest.approx([losses[0], (losses[0] + losses[1]) / 2, *losses[2:]], rel=1e-5)
+
+
 def test_an_unmodified_script_trains_on_whole_documents(train: Train) -> None:
-    launched = train(4, "zeppelin", STEPS, config=TWO_NODES, entry="launch", before=(SCRIPT,))
-    ours = train(4, "zeppelin", STEPS, config=TWO_NODES)
+    """The patches of the expert router, of the experts' splits and of the norm do their work under
+    the launcher too.
+    """
+    flags = {**STEPS, **EXPERTS, **PARALLEL, "expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
+    launched = train(4, "zeppelin", flags, config=ONE_RANK_NODES, entry="launch", before=(SCRIPT,))
+    ours = train(4, "zeppelin", flags, config=ONE_RANK_NODES)
     for name in ("loss", "grad_norm", "fingerprint"):
         assert launched.column(name) == ours.column(name)
     log = launched.result.log(0)
@@ -62,45 +70,22 @@ def test_an_unmodified_script_trains_on_whole_documents(train: Train) -> None:
     assert "the forward step is megatron_balance's" in log
     assert "the script builds its own data sets" not in log
     for target in (
-        "arguments:add_megatron_arguments",
-        "megatron.training:pretrain",
-        "build_train_valid_test_data_iterators",
-        "get_forward_backward_func",
-        "initialize_model_parallel",
-        "training_log",
-        "compile_helpers",
+        *("arguments:add_megatron_arguments", "megatron.training:pretrain", "build_train_valid_test_data_iterators"),
+        *("get_forward_backward_func", "initialize_model_parallel", "training_log", "compile_helpers"),
     ):
         assert re.search(f"patched \\S*{re.escape(target)}: ", log), target
-    assert "get_tokens_per_expert_and_token_count" not in log, "a dense model has no experts"
 
 
-def test_an_unmodified_script_trains_experts_on_tensor_parallel_ranks(train: Train) -> None:
-    """The patches of the expert router, of the experts' splits and of the norm do their work under
-    the launcher too.
-    """
-    parallel = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}
-    flags = {**STEPS, **EXPERTS, **parallel, "expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
-    launched = train(4, "zeppelin", flags, config={"cluster": {"ranks_per_node": 1}}, entry="launch", before=(SCRIPT,))
-    ours = train(4, "zeppelin", flags, config={"cluster": {"ranks_per_node": 1}})
-    for name in ("loss", "grad_norm", "fingerprint"):
-        assert launched.column(name) == ours.column(name)
-
-
-@pytest.mark.parametrize("separate", [True, False])
-def test_megatrons_own_data_trains_as_in_megatron_alone(train: Train, separate: bool) -> None:
+def test_megatrons_own_data_trains_as_in_megatron_alone(train: Train) -> None:
     """The script on one rank without us, attention and loss Megatron's own, against four ranks with
     a plan.
     """
-    data = {"data-path": None, "mock-data": True, "reset-position-ids": separate, "reset-attention-mask": separate}
+    data = {"data-path": None, "mock-data": True, "reset-position-ids": True, "reset-attention-mask": True}
     alone = train(1, "te_ring", {**STEPS, **ON_CPU, **data}, entry="plain", before=(SCRIPT,))
     flags = {**STEPS, **data, "context-parallel-size": 2}
     launched = train(4, "zeppelin", flags, config={**TWO_NODES, "plan_ahead": True}, entry="launch", before=(SCRIPT,))
-    expected = printed_losses(alone.result, 0)
-    losses = launched.column("loss")
-    # Megatron does not reset its sums after the first step: its second line is the mean of the
-    # first two.
-    assert expected == pytest.approx([losses[0], (losses[0] + losses[1]) / 2, *losses[2:]], rel=1e-5)
-    assert all((n > 2) == separate for n in launched.column("num_sequences")), "2 samples a step"
+    assert printed_losses(alone.result, 0) == as_printed(launched)
+    assert all(n > 2 for n in launched.column("num_sequences")), "2 samples a step"
     assert "train_valid_test_datasets_provider of the script is kept" in launched.result.log(0)
 
 
@@ -116,7 +101,7 @@ def test_hidden_dropout_is_megatrons_own(train: Train) -> None:
         train(ranks, "te_ring", flags, config={"data": "script"}, entry="launch", before=(SCRIPT,)) for ranks in (1, 2)
     )
     losses = one.column("loss")
-    assert printed_losses(alone.result, 0) == pytest.approx([losses[0], sum(losses) / 2], rel=1e-5)
+    assert printed_losses(alone.result, 0) == as_printed(one)
     assert pooled.column("loss") != pytest.approx(losses, rel=1e-4), "drawn for other rows"
     expected = validation_losses(alone.result.log(0))
     assert len(expected) > 1
@@ -168,24 +153,20 @@ def test_the_launcher_passes_our_refusals_on(train: Train) -> None:
 # recipe needs, and the loss stays.
 
 FP8_SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_fp8_pretrain.py")
-FP8_STEPS = {"train-iters": 2}
-PARALLEL = {"context-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True}
+FP8_STEPS = {"train-iters": 2, **PARALLEL}
 
 
-def fp8(train: Train, flags: dict[str, Any], per_node: int = 2, **more: Any) -> Run:
-    config = {"cluster": {"ranks_per_node": per_node}}
+def fp8(train: Train, flags: dict[str, Any], **more: Any) -> Run:
+    config = {"cluster": {"ranks_per_node": 4}}
     return train(4, "zeppelin", {**FP8_STEPS, **flags}, config=config, entry="launch", before=(FP8_SCRIPT,), **more)
 
 
-def test_every_layer_gets_the_rows_that_its_recipe_needs(train: Train) -> None:
+def test_every_layer_gets_the_rows_that_its_recipe_needs_also_where_sequence_parallelism_cuts_them(
+    train: Train,
+) -> None:
     aligned = fp8(train, {"stand-in-recipe": "blockwise"})
     assert "> layers refuse rows that are no multiple of 128" in aligned.result.log(0)
-    assert_same_training(aligned, train(4, "zeppelin", FP8_STEPS, config=TWO_NODES))
-
-
-def test_also_where_sequence_parallelism_cuts_the_rows(train: Train) -> None:
-    plain = train(4, "zeppelin", {**FP8_STEPS, **PARALLEL}, config={"cluster": {"ranks_per_node": 4}})
-    assert_same_training(fp8(train, PARALLEL, per_node=4), plain)
+    assert_same_training(aligned, train(4, "zeppelin", FP8_STEPS, config={"cluster": {"ranks_per_node": 4}}))
 
 
 def test_without_alignment_a_layer_refuses(train: Train) -> None:
@@ -206,44 +187,10 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TE_SCRIPT = str(SUPPORT / "stand_in_te_pretrain.py")
 # Megatron's wrapper knows no grouped queries at the stand-in's version.
 FLAGS = {"train-iters": 3, "group-query-attention": False, "num-query-groups": None, "optimizer": "adam"}
-TE_TWO_NODES = {"cluster": {"ranks_per_node": 1}}
 
 
-@pytest.fixture(scope="module")
-def train_te(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
-    trainer = Trainer(path=[str(SUPPORT / "stand_in_te")])
-    yield train_with(trainer, corpus, tmp_path_factory)
-    trainer.close()
-
-
-def test_a_model_of_transformer_engines_attention_runs_the_plan(train: Train, train_te: Train) -> None:
-    planned = train_te(2, "zeppelin", FLAGS, config=TE_TWO_NODES, entry="launch", before=(TE_SCRIPT,))
-    assert "patched megatron.core.extensions.transformer_engine:TEDotProductAttention.forward" in planned.result.log(0)
-    assert_same_training(planned, train(2, "zeppelin", FLAGS, config=TE_TWO_NODES))
-
-
-def test_megatrons_own_attention_gives_way_to_ours_in_a_model_that_a_script_built(
-    train: Train, train_te: Train
-) -> None:
-    flags = {**FLAGS, "no-te-attention": True, "context-parallel-size": 1}
-    planned = train_te(2, "zeppelin", flags, config=TE_TWO_NODES, entry="launch", before=(TE_SCRIPT,))
-    assert planned.steps[0]["counters"]["forward_calls"][0] > 0
-    assert_same_training(planned, train(2, "zeppelin", {**FLAGS, "context-parallel-size": 1}, config=TE_TWO_NODES))
-
-
-def test_an_attention_that_knows_no_plan_is_refused() -> None:
-    class Foreign(torch.nn.Module):
-        """An attention of the script's own."""
-
-    layer = torch.nn.Module()
-    layer.core_attention = Foreign()
-    with pytest.raises(ConfigError, match="core_attention is Foreign, which knows nothing of plans"):
-        check_model(torch.nn.ModuleList([layer]), te_patched=False)
-
-
+# The layer spec of Transformer Engine keeps its layers and gets our attention.
 SPEC = """
-from megatron_balance.megatron import cpu
-cpu.install()
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron_balance.megatron.core_attention import BalancedCoreAttention
 from megatron_balance.megatron.gpt import balanced_spec
@@ -257,10 +204,36 @@ assert attention.linear_proj.__name__ == "TERowParallelLinear", attention.linear
 """
 
 
-def test_the_layer_spec_of_transformer_engine_keeps_its_layers_and_gets_our_attention() -> None:
-    path = os.pathsep.join([str(SUPPORT / "stand_in_te"), str(SUPPORT.parents[1])])
-    built = ended([sys.executable, "-W", "ignore", "-c", SPEC], env={**os.environ, "PYTHONPATH": path})
-    assert built.returncode == 0, built.stderr
+def test_a_model_of_transformer_engines_attention_runs_the_plan_and_megatrons_gives_way_to_ours(
+    train: Train, corpus: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    trainer = Trainer(path=[str(SUPPORT / "stand_in_te")])
+    ours = {"config": ONE_RANK_NODES, "entry": "launch", "before": (TE_SCRIPT,)}
+    try:
+        train_te = train_with(trainer, corpus, tmp_path_factory)
+        planned = train_te(2, "zeppelin", FLAGS, **ours)
+        megatrons = train_te(2, "zeppelin", {**FLAGS, "no-te-attention": True, "context-parallel-size": 1}, **ours)
+        path = tmp_path_factory.mktemp("spec") / "spec.py"
+        path.write_text(SPEC)
+        built = trainer.run(Job("plain", 1, (str(path),), str(path.parent)))
+    finally:
+        trainer.close()
+    assert "patched megatron.core.extensions.transformer_engine:TEDotProductAttention.forward" in planned.result.log(0)
+    assert megatrons.steps[0]["counters"]["forward_calls"][0] > 0
+    reference = train(2, "zeppelin", FLAGS, config=ONE_RANK_NODES)
+    for run in (planned, megatrons):
+        assert_same_training(run, reference)
+    assert built.codes == (0,), built.tail(0)
+
+
+def test_an_attention_that_knows_no_plan_is_refused() -> None:
+    class Foreign(torch.nn.Module):
+        """An attention of the script's own."""
+
+    layer = torch.nn.Module()
+    layer.core_attention = Foreign()
+    with pytest.raises(ConfigError, match="core_attention is Foreign, which knows nothing of plans"):
+        check_model(torch.nn.ModuleList([layer]), te_patched=False)
 
 
 # Packed samples of a script's own data set, planned by their sub-sequences: Megatron's numbers.
@@ -407,10 +380,7 @@ def test_packed_samples_train_as_in_megatron_alone(train: Train, tmp_path: Path,
     alone = train(1, "te_ring", {**flags, **ON_CPU}, entry="plain", before=(PACKED_SCRIPT, str(theirs)))
     config = {**TWO_NODES, "data": "script", "self_check": True}
     run = train(4, "zeppelin", planned, config=config, entry="launch", before=(PACKED_SCRIPT, str(ours)))
-    losses = run.column("loss")
-    # Megatron does not reset its sums after the first step.
-    expected = [losses[0], (losses[0] + losses[1]) / 2, *losses[2:]]
-    assert printed_losses(alone.result, 0) == pytest.approx(expected, rel=1e-5)
+    assert printed_losses(alone.result, 0) == as_printed(run)
     assert worst_gradient(ours, theirs, step=1) < 1e-5
     assert ("--sequence-packing-scheduler was left out" in run.result.log(0)) == (kind == "varlen")
     if kind == "sft":

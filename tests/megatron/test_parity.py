@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.planners import PLANNERS
-from tests.megatron.conftest import EXPERTS, MODEL, SEQ_LENGTH, Run, Train, assert_same_training, loaded_run, started
+from tests.megatron.conftest import EXPERTS, MODEL, SEQ_LENGTH, Run, Train, assert_same_training, loaded_run
 from tests.support.pipeline_runs import worst_gradient
 
 STEPS = 20
@@ -52,27 +52,21 @@ def options_of(planner: str) -> dict[str, Any]:
     return {"name": planner, **given.get(planner, {})}
 
 
-# Every planner without layers (with both: below, on eight ranks); with any of them the planner that
-# has both by default.
-LAYERED: list[Any] = [
-    # Others train in plain PyTorch (tests/distributed/test_torch.py), by the same patterns.
-    pytest.param(planner, "never", False, marks=() if planner in ONE_OF_EACH[1:] else (pytest.mark.product,))
-    for planner in PLANNERS
+PRODUCT = pytest.mark.product
+# Every planner without layers (other planners: in plain PyTorch, tests/distributed/test_torch.py, by
+# the same patterns); with routing, remap or both the planner that has both by default.
+LAYERED = [
+    *(pytest.param(name, "never", False, marks=() if name in ONE_OF_EACH[1:4] else PRODUCT) for name in PLANNERS),
+    pytest.param("te_ring", "always", True, marks=PRODUCT),
+    pytest.param("zeppelin", "always", True),
+    pytest.param("zeppelin", "always", False, marks=PRODUCT),
+    pytest.param("zeppelin", "never", True, marks=PRODUCT),
 ]
-LAYERED += [
-    ("te_ring", "always", True),
-    ("zeppelin", "always", True),
-    pytest.param("zeppelin", "always", False, marks=pytest.mark.product),
-    pytest.param("zeppelin", "never", True, marks=pytest.mark.product),
-]
-
-# Trained for longer; the others over a few steps, in which zeppelin has all its queues.
-LONG = ("zeppelin", "always", True)
 
 
 @pytest.mark.parametrize(("planner", "routing", "remap"), LAYERED)
 def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: str, routing: str, remap: bool) -> None:
-    steps = 12 if (planner, routing, remap) == LONG else 8 if planner == "zeppelin" else 3
+    steps = 4 if planner == "zeppelin" else 2  # in which zeppelin has all its queues
     flags = {"train-iters": steps}
     run = train(4, options_of(planner), flags, config={**two_nodes(4), "routing": routing, "remap": remap})
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:steps]))
@@ -86,7 +80,7 @@ def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: st
     ("planner", "num_ranks"),
     [
         *(pytest.param(name, 8, marks=() if name == "zeppelin" else (pytest.mark.product,)) for name in ONE_OF_EACH),
-        pytest.param("te_ring", 2, marks=pytest.mark.product),
+        pytest.param("te_ring", 2, marks=PRODUCT),
         ("zeppelin", 2),
     ],
 )
@@ -106,7 +100,7 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
 
 @pytest.mark.parametrize(
     ("num_ranks", "group_size"),
-    [pytest.param(4, None, marks=pytest.mark.product), (4, 2), pytest.param(8, 4, marks=pytest.mark.product)],
+    [pytest.param(4, None, marks=PRODUCT), (4, 2), pytest.param(8, 4, marks=PRODUCT)],
 )
 def test_waves_train_like_one_rank(train: Train, one_rank: Run, num_ranks: int, group_size: int | None) -> None:
     """Uneven shares, heads exchanged in groups and keys in waves; remapped too."""
@@ -187,11 +181,14 @@ def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> N
 
 
 SHARDED = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
-RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+# Flags that say how plain Megatron moves keys, and are switched off.
+HOW_PLAIN_MEGATRON_MOVES = {"hierarchical-context-parallel-sizes": [2, 2], "cp-comm-type": "a2a+p2p"}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "replayed backward, two samples a microbatch": ({"micro-batch-size": 2}, {"backward": "replay"}),
-    "full recomputation, optimizer shared out": ({**RECOMPUTED, **SHARDED, "context-parallel-size": 2}, {}),
-    "recomputed core attention": ({"recompute-granularity": "selective"}, {}),
+    "replayed backward, optimizer shared out": ({**SHARDED, "context-parallel-size": 2}, {"backward": "replay"}),
+    "recomputed core attention, two samples a microbatch": (
+        {"recompute-granularity": "selective", "micro-batch-size": 2, **HOW_PLAIN_MEGATRON_MOVES},
+        {},
+    ),
 }
 
 
@@ -199,12 +196,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_way_to_train_changes_no_number(
     train: Train, one_rank: Run, flags: dict[str, Any], config: dict[str, Any]
 ) -> None:
-    run = train(
-        4,
-        options_of("zeppelin"),
-        {**flags, "train-iters": 3},
-        config={**two_nodes(4), "routing": "always", "remap": True, **config},
-    )
+    layers = {"routing": "always", "remap": True}
+    run = train(4, options_of("zeppelin"), {**flags, "train-iters": 3}, config={**two_nodes(4), **layers, **config})
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:3]))
     assert sum(run.column("remapped_tokens")) > 0
     assert sum(run.column("routed_transfers")) > 0
@@ -212,12 +205,6 @@ def test_a_way_to_train_changes_no_number(
     assert run.steps[0]["counters"]["forward_calls"] == [
         n * (1 + twice) for n in run.steps[0]["counters"]["backward_calls"]
     ]
-
-
-@pytest.mark.parametrize("positions", ["learned_absolute", pytest.param("none", marks=pytest.mark.product)])
-def test_other_position_embeddings_train_like_one_rank(train: Train, tmp_path: Path, positions: str) -> None:
-    flags = started(train, tmp_path, {"position-embedding-type": positions, "train-iters": 3})
-    assert_same_training(train(4, "zeppelin", flags, config=two_nodes(4)), train(1, "te_ring", flags))
 
 
 def test_a_batch_that_grows_trains_like_one_rank(train: Train) -> None:
@@ -228,12 +215,15 @@ def test_a_batch_that_grows_trains_like_one_rank(train: Train) -> None:
     one = train(1, "te_ring", flags, entry="gradients")
     run = train(2, options_of("zeppelin"), flags, config={**two_nodes(2), "plan_ahead": True}, entry="gradients")
     assert run.column("num_microbatches") == [2, 2, 4, 4]
+    assert run.column("announced") == [True] * 4, "plans made ahead are compared with the lengths"
+    assert "planning on the spot" not in run.result.log(0)
     assert_same_training(run, one)
     assert sum(each_rank(run)["kv_tokens_received"]) > 0
     assert worst_gradient(run.result.logs, one.result.logs, step=3) < 1e-5
 
 
-@pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.product), 2])
+@PRODUCT  # replicas of a shared-out optimizer, above, stand for them
+@pytest.mark.parametrize("context", [1, 2])
 def test_data_parallel_replicas_form_one_pool(train: Train, one_rank: Run, context: int) -> None:
     flags = {"context-parallel-size": context, "train-iters": 3}
     run = train(2 * context, "zeppelin", flags, config=two_nodes(2 * context))
@@ -241,17 +231,18 @@ def test_data_parallel_replicas_form_one_pool(train: Train, one_rank: Run, conte
 
 
 @pytest.mark.parametrize(
-    "layers",
+    "model",
     [
-        pytest.param({}, id="dense", marks=pytest.mark.product),
-        pytest.param({**EXPERTS, "moe-aux-loss-coeff": 0.2}, id="experts"),
+        pytest.param({**EXPERTS, "moe-aux-loss-coeff": 0.2, "position-embedding-type": "learned_absolute"}),
+        pytest.param({"position-embedding-type": "none"}, marks=PRODUCT),
     ],
+    ids=["experts, learned positions", "no positions"],
 )
-def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path: Path, layers: dict[str, Any]) -> None:
+def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path: Path, model: dict[str, Any]) -> None:
     """Four replicas; one rank holds what they all read, more than one rank's share of full samples,
     and all attend.
     """
-    flags, one = loaded_run(train, tmp_path, {**layers, "global-batch-size": 4, "train-iters": 3})
+    flags, one = loaded_run(train, tmp_path, {**model, "global-batch-size": 4, "train-iters": 2})
     distca = {"name": "distca", "servers": "pool", "pool_ranks": 3, "block": 16}
     run = train(4, distca, {**flags, "context-parallel-size": 1}, config=two_nodes(4))
     assert_same_training(run, one)
@@ -266,13 +257,9 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), {"train-iters": 3}, whole=True)
 
 
+@PRODUCT  # Nemotron-4, Mixtral (test_families.py) and distca's nano-batches (test_ping_pong.py) stand for them
 @pytest.mark.parametrize(
-    ("planner", "sequence_parallel"),
-    [
-        *(pytest.param(name, True, marks=pytest.mark.product) for name in ONE_OF_EACH[:3]),
-        *(("distca", True), ("zeppelin", True)),
-        pytest.param("zeppelin", False, marks=pytest.mark.product),
-    ],
+    ("planner", "sequence_parallel"), [*((name, True) for name in ONE_OF_EACH), ("zeppelin", False)]
 )
 def test_tensor_parallel_ranks_train_like_one_rank(
     train: Train, one_rank: Run, loaded: tuple[dict[str, Any], Run], planner: str, sequence_parallel: bool

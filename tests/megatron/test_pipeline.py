@@ -19,48 +19,9 @@ from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run
 from tests.megatron.test_planning import job
 from tests.support import pipeline_runs
 
-LAYERS, MICROBATCHES, STEPS = 4, 4, 2
-DEEP: dict[str, Any] = {
-    "num-layers": LAYERS,
-    "global-batch-size": 2 * MICROBATCHES,
-    "train-iters": STEPS,
-    # The first and the last stage share a weight.
-    "untie-embeddings-and-output-weights": False,
-}
 EVALUATION = {"split": "80,20,0", "eval-interval": 2, "eval-iters": 1}
 TWO_STAGES = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1}
 ONE_RANK_NODES = {"cluster": {"ranks_per_node": 1}, "remap": True, "routing": "always"}
-
-
-@pytest.fixture(scope="module")
-def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    # What initialises a layer depends on its stage.
-    return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), DEEP)
-
-
-# One of each comm pattern, and the one whose nano-batches run interleaved: stages know nothing else
-# of a plan.
-@pytest.mark.parametrize(
-    "planner",
-    [
-        *(pytest.param(name, marks=pytest.mark.product) for name in ("te_ring", "llama_all_gather", "ulysses")),
-        pytest.param("zeppelin", marks=pytest.mark.product),  # trains in stages below
-        "distca",
-    ],
-)
-def test_a_planner_trains_on_two_stages_like_one_rank(
-    train: Train, loaded: tuple[dict[str, Any], Run], planner: str
-) -> None:
-    flags, one = loaded
-    run = train(4, planner, {**flags, **TWO_STAGES}, config={**ONE_RANK_NODES, "pipeline": "stages"})
-    assert_same_training(run, one)
-    nano_batches = 2 if planner == "distca" else 1  # its nano-batches run interleaved
-    calls = [LAYERS // 2 * microbatches * nano_batches for microbatches in run.column("num_microbatches")]
-    for step, expected in zip(run.steps, calls, strict=True):
-        assert step["counters"]["forward_calls"] == step["counters"]["backward_calls"] == [expected] * 4, (
-            "two stages of two ranks"
-        )
-    assert run.column("num_tokens") == one.column("num_tokens")
 
 
 def test_stages_that_read_different_samples_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,25 +49,49 @@ def test_all_stages_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None
 
 # Microbatches of different lengths through Megatron's pipelines: shapes come from the plan.
 
-EIGHT_LAYERS, BATCH, SHAPE_STEPS = 8, 8, 1
+LAYERS, BATCH, STEPS = 8, 8, 1
 # Documents of samples that hold from 200 to 512 tokens.
 UNEVEN = (500, 300, 400, 90, 130, 33, 450, 60, 200, 512, 7, 410, 280, 1)
 
 
 @pytest.fixture(scope="module")
-def loaded_shapes(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
+def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
     folder = tmp_path_factory.mktemp("uneven")
     deep: dict[str, Any] = {
-        "num-layers": EIGHT_LAYERS,
+        "num-layers": LAYERS,
         "global-batch-size": BATCH,
-        "train-iters": SHAPE_STEPS,
+        "train-iters": STEPS,
         "data-path": write_corpus(folder / "documents", UNEVEN * 9),
         # The first and the last stage share a weight.
         "untie-embeddings-and-output-weights": False,
         **EVALUATION,
-        "eval-interval": SHAPE_STEPS,
+        "eval-interval": STEPS,
     }
     return loaded_run(train, folder / "checkpoint", deep)
+
+
+# One of each comm pattern, and the one whose nano-batches run interleaved: stages know nothing else
+# of a plan. Zeppelin trains in stages below.
+@pytest.mark.parametrize(
+    "planner",
+    [
+        *(pytest.param(name, marks=pytest.mark.product) for name in ("te_ring", "llama_all_gather", "ulysses")),
+        "distca",
+    ],
+)
+def test_a_planner_trains_on_two_stages_like_one_rank(
+    train: Train, loaded: tuple[dict[str, Any], Run], planner: str
+) -> None:
+    flags, one = loaded
+    run = train(4, planner, {**flags, **TWO_STAGES}, config={**ONE_RANK_NODES, "pipeline": "stages"})
+    assert_same_training(run, one)
+    nano_batches = 2 if planner == "distca" else 1  # its nano-batches run interleaved
+    calls = [LAYERS // 2 * microbatches * nano_batches for microbatches in run.column("num_microbatches")]
+    for step, expected in zip(run.steps, calls, strict=True):
+        assert step["counters"]["forward_calls"] == step["counters"]["backward_calls"] == [expected] * 4, (
+            "two stages of two ranks"
+        )
+    assert run.column("num_tokens") == one.column("num_tokens")
 
 
 INTERLEAVED = {"num-virtual-stages-per-pipeline-rank": 2}
@@ -123,7 +108,7 @@ REPACKED = {"name": "wlb_llm", "slack": 4.0, "within": "zeppelin"}
 SHARED = {"tensor-model-parallel-size": 2, "sequence-parallel": True, **RECOMPUTED}
 BATCHED = {**INTERLEAVED, "no-overlap-p2p-communication": True}
 WAYS = [
-    pytest.param(2, REPACKED, {"context-parallel-size": 2}, id="PP2 x CP2"),
+    pytest.param(2, REPACKED, {"context-parallel-size": 2}, id="PP2 x CP2", marks=pytest.mark.product),
     pytest.param(2, ZEPPELIN, {**INTERLEAVED, **OVERLAPPED}, id="PP2 x DP2, interleaved, overlapped"),
     pytest.param(2, REPACKED, SHARED, id="PP2 x TP2, recomputed"),
     pytest.param(4, ZEPPELIN, {}, id="PP4", marks=pytest.mark.product),
@@ -133,9 +118,9 @@ WAYS = [
 
 @pytest.mark.parametrize(("stages", "planner", "flags"), WAYS)
 def test_microbatches_of_different_lengths_train_and_evaluate_like_one_rank(
-    train: Train, loaded_shapes: tuple[dict[str, Any], Run], stages: int, planner: dict[str, Any], flags: dict[str, Any]
+    train: Train, loaded: tuple[dict[str, Any], Run], stages: int, planner: dict[str, Any], flags: dict[str, Any]
 ) -> None:
-    start, one = loaded_shapes
+    start, one = loaded
     parallel = {"pipeline-model-parallel-size": stages, "context-parallel-size": 1, **flags}
     config = {"plan_ahead": stages == 4, "backward": "replay" if stages == 2 else "keep"}
     run = train(4, planner, {**start, **parallel}, config=config, entry="counted")
@@ -153,8 +138,8 @@ def test_microbatches_of_different_lengths_train_and_evaluate_like_one_rank(
     # training.
     first = counts[0]
     sent = per_step.pop()
-    assert len(first.forward) == sent * (SHAPE_STEPS + 2)
-    assert len(counts[3].backward) == sent * SHAPE_STEPS
+    assert len(first.forward) == sent * (STEPS + 2)
+    assert len(counts[3].backward) == sent * STEPS
     assert len(set(first.forward)) > sent // 2, "microbatches of different lengths"
 
 

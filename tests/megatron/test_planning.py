@@ -26,7 +26,6 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Layers
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import forward_backward, forward_step, planning
-from megatron_balance.megatron import planning as own
 from megatron_balance.megatron.planning import planned_model, stages_of
 from megatron_balance.megatron.session import of_pool
 from megatron_balance.planners import megatron
@@ -117,17 +116,22 @@ def step(first: int) -> tuple[tuple[int, ...], ...]:
     return ((*SAMPLES[first], *SAMPLES[first + 1]),)
 
 
-def test_a_plan_made_ahead_is_taken_and_is_the_one_made_on_the_spot(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("lies", [False, True])
+def test_a_plan_made_ahead_is_the_one_made_on_the_spot_as_are_those_of_lengths_that_were_not_expected(
+    lies: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     here = planning.step_plans(job(None), ahead=True)
-    work = job(Data())
+    work = job(Data(lies))
     planner = planning.step_plans(work, ahead=True)
     try:
-        for first in (0, 2, 4, 6):
-            work.args.consumed_train_samples = first
-            assert planner.plan(step(first)).plans == here.plan(step(first)).plans
+        with caplog.at_level(logging.WARNING):
+            for first in (0, 2, 4, 6):
+                work.args.consumed_train_samples = first
+                assert planner.plan(step(first)).plans == here.plan(step(first)).plans
     finally:
         planner.close()
-    assert not caplog.records
+    told = "planning ahead expected other lengths than the data iterator brought"
+    assert [record.message.split(" at sample")[0] for record in caplog.records] == [told] * lies, "said once"
 
 
 @pytest.mark.parametrize(("stage", "every"), [(0, 7), (1, 0)])
@@ -188,21 +192,6 @@ def test_figures_of_ticks_count_each_half_once() -> None:
     assert len(both["attention"]) == 2 * both["num_ticks"]
 
 
-def test_lengths_that_were_not_expected_are_planned_on_the_spot_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    work = job(Data(lies=True))
-    planner = planning.step_plans(work, ahead=True)
-    try:
-        with caplog.at_level(logging.WARNING):
-            for first in (0, 2, 4):
-                work.args.consumed_train_samples = first
-                assert planner.plan(step(first)).plans[0].lengths == step(first)[0]
-    finally:
-        planner.close()
-    assert [record.message.split(" at sample")[0] for record in caplog.records] == [
-        "planning ahead expected other lengths than the data iterator brought"
-    ]
-
-
 def test_the_capacity_of_a_rank_is_its_share_of_full_samples() -> None:
     assert planning.tokens_per_rank(64, 2, 4) == 32
     with pytest.raises(ConfigError, match="not divisible"):
@@ -246,11 +235,8 @@ def test_a_pool_shares_its_nics_with_tensor_parallel_peers() -> None:
 def test_evaluation_has_room_for_its_own_microbatches() -> None:
     """16 samples of 64 tokens on one rank, where training has 2."""
     sizes = {"micro_batch_size": 2, "eval_micro_batch_size": 16}
-    assert planning.plan_spec(job(None, "te_ring", **sizes), joint=False).options["tokens_per_rank"] == 2 * 64
-    assert (
-        planning.plan_spec(job(None, "te_ring", **sizes), joint=False, evaluation=True).options["tokens_per_rank"]
-        == 16 * 64
-    )
+    specs = [planning.plan_spec(job(None, "te_ring", **sizes), joint=False, evaluation=each) for each in (False, True)]
+    assert [spec.options["tokens_per_rank"] for spec in specs] == [2 * 64, 16 * 64]
     work = job(None, "te_ring", **sizes)
     work.config.planner = choose_planner("zeppelin", {"tokens_per_rank": 100})
     assert planning.plan_spec(work, joint=False, evaluation=True).options["tokens_per_rank"] == 800
@@ -286,9 +272,7 @@ def test_candidates_are_planned_for_gpus_and_evaluation_for_the_layout() -> None
 def test_candidates_none_of_which_holds_a_sample_are_refused() -> None:
     spec = planning.plan_spec(changing(64), joint=False)
     planning.check_holds(spec, 256)
-    with pytest.raises(
-        ConfigError, match=r"no candidate holds --seq-length 257: tp1-pp1-cp4, .* holds 256 tokens; raise"
-    ):
+    with pytest.raises(ConfigError, match=r"holds --seq-length 257: tp1-pp1-cp4, .* holds 256 tokens; raise"):
         planning.check_holds(spec, 257)
 
 
@@ -359,22 +343,16 @@ def seen(tensor: int = 1, **more: Any) -> Model:
     return planned_model(args, Run(source="balance.yaml"), AttentionShape(4, 4, 16, None, None), tensor)
 
 
-def test_experts_shared_ones_and_layers_without_any() -> None:
+def test_layers_of_every_kind_are_those_of_the_arguments() -> None:
     model = seen(moe_shared_expert_intermediate_size=64, moe_layer_freq=[0, 1, 1, 1])
     assert (model.ffn_size, model.shared_ffn_size, model.dense_layers) == (32, 64, 1)
     assert seen(moe_layer_freq=2).dense_layers == 2
     assert seen(2, moe_shared_expert_intermediate_size=64).shared_ffn_size == 32
     assert seen(2, expert_model_parallel_size=4, expert_tensor_parallel_size=1).expert_split == 2
     assert seen(num_experts=None, moe_layer_freq=[0, 1, 1, 1]).dense_layers == 0
-
-
-def test_layers_that_predict_further_tokens_and_tied_tables() -> None:
     model = seen(mtp_num_layers=1, untie_embeddings_and_output_weights=False)
     assert (model.num_layers, model.mtp_layers, model.tied_embeddings) == (5, 1, True)
     assert not seen().tied_embeddings
-
-
-def test_layers_with_a_window() -> None:
     model = seen(window_size=(63, 0), window_attn_skip_freq=4)
     assert (model.attention, model.other_attention, model.other_layers) == ("causal", "window_64", 3)
     assert seen(window_size=(63, 0)).other_layers == 0
@@ -424,6 +402,13 @@ def test_state_is_of_the_stages_and_of_a_ranks_own_experts() -> None:
 # Our rules `hybrid` against the scheduler of the installed megatron-core, group by group.
 
 
+SPEC = PlanSpec(
+    *("megatron_dynamic", Cluster(8, 4), Model(8, 2, 16), Layers()),
+    {"tokens_per_rank": 200, "rules": "hybrid", "slack": 1.5},
+)
+LENGTHS = (300, 140, 40, 20, 7, 1, 90, 90, 65)
+
+
 def batches(count: int) -> list[tuple[list[int], int, int]]:
     """Lengths with a long tail, tokens of a rank, ranks; every sequence fits the ranks together."""
     rng = random.Random(3)
@@ -439,18 +424,12 @@ def batches(count: int) -> list[tuple[list[int], int, int]]:
 
 
 def test_hybrid_makes_the_groups_that_megatron_makes() -> None:
-    scheduler = own._own_scheduler()
+    scheduler = planning._own_scheduler()
     assert scheduler is not None
     for lengths, tokens, num_ranks in batches(300):
         assert megatron.RULES["hybrid"](lengths, tokens, num_ranks) == scheduler(lengths, tokens, num_ranks)
-
-
-def test_a_plan_made_by_megatron_itself_is_the_plan_of_our_rules() -> None:
-    scheduler = own._own_scheduler()
-    assert scheduler is not None
-    cluster, model, lengths = Cluster(8, 4), Model(8, 2, 16), (300, 140, 40, 20, 7, 1, 90, 90, 65)
-    ours = make_planner("megatron_dynamic", cluster, model, rules="hybrid")(lengths)
-    assert plan_with(scheduler, Batch(lengths), cluster, model, MegatronDynamicOptions()) == ours
+    ours = make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, rules="hybrid")(LENGTHS)
+    assert plan_with(scheduler, Batch(LENGTHS), SPEC.cluster, SPEC.model, MegatronDynamicOptions()) == ours
 
 
 def test_a_scheduler_that_fails_is_left_alone_and_said_so(
@@ -459,78 +438,49 @@ def test_a_scheduler_that_fails_is_left_alone_and_said_so(
     def broken(*_: object) -> list[object]:
         raise AssertionError("no group")
 
-    monkeypatch.setattr(own, "_schedule", broken)
+    monkeypatch.setattr(planning, "_schedule", broken)
     with caplog.at_level(logging.WARNING):
-        assert own._own_scheduler() is None
-    assert (
-        "has no scheduler of context-parallel groups that works (AssertionError: no group); use our rules"
-        in caplog.text
-    )
-
-
-SPEC = PlanSpec(
-    "megatron_dynamic",
-    Cluster(8, 4),
-    Model(8, 2, 16),
-    Layers(),
-    {"tokens_per_rank": 200, "rules": "hybrid", "slack": 1.5},
-)
-LENGTHS = (300, 140, 40, 20, 7, 1, 90, 90, 65)
+        assert planning._own_scheduler() is None
+    assert "has no scheduler of context-parallel groups that works (AssertionError: no group); use our" in caplog.text
 
 
 def planner(spec: PlanSpec) -> Callable[[Batch], MicrobatchPlan]:
     """The planner by Megatron's own scheduler, layers included."""
-    choice = own._by_own_scheduler(spec.choice())
+    choice = planning._by_own_scheduler(spec.choice())
     assert choice is not None
     cost = planning_cost(spec.cluster, spec.model, None)
     return lambda batch: choice.plan(batch, spec.cluster, spec.model, cost)
 
 
-def test_training_plans_by_megatrons_own_code(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def by_our_rules() -> MicrobatchPlan:
+    return make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options)(LENGTHS)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_training_plans_by_megatrons_own_code_and_by_our_rules_where_that_fails(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[tuple[int, ...]] = []
-    schedule = own._schedule
+    schedule = planning._schedule
 
     def noted(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Any]:
         asked.append(tuple(lengths))
-        return schedule(lengths, tokens, num_ranks)
-
-    monkeypatch.setattr(own, "_schedule", noted)
-    with caplog.at_level(logging.INFO):
-        plan = planner(SPEC)
-    assert "context-parallel groups by BalancedCPScheduler of megatron-core" in caplog.text
-    asked.clear()
-    made = plan(Batch(LENGTHS))
-    assert LENGTHS in asked
-    assert made == make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options)(LENGTHS)
-
-
-def test_a_batch_that_megatrons_code_fails_on_is_planned_by_our_rules(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    schedule = own._schedule
-
-    def moody(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Any]:
-        if tuple(lengths) == LENGTHS:
+        if fails and asked[-1] == LENGTHS:
             raise IndexError("list index out of range")
         return schedule(lengths, tokens, num_ranks)
 
-    monkeypatch.setattr(own, "_schedule", moody)
-    plan = planner(SPEC)
-    with caplog.at_level(logging.WARNING):
-        assert plan(Batch(LENGTHS)) == plan(Batch(LENGTHS))
-    assert plan(Batch(LENGTHS)) == make_planner(
-        "megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options
-    )(LENGTHS)
-    assert (
-        caplog.text.count("Megatron's scheduler fails for 9 sequences on 8 ranks of 200 tokens (IndexError: list index")
-        == 1
-    )
+    monkeypatch.setattr(planning, "_schedule", noted)
+    with caplog.at_level(logging.INFO):
+        plan = planner(SPEC)
+        assert "context-parallel groups by BalancedCPScheduler of megatron-core" in caplog.text
+        asked.clear()
+        assert plan(Batch(LENGTHS)) == plan(Batch(LENGTHS)) == by_our_rules()
+    assert LENGTHS in asked
+    told = "Megatron's scheduler fails for 9 sequences on 8 ranks of 200 tokens (IndexError: list index"
+    assert caplog.text.count(told) == fails
 
 
 def test_other_planners_and_rules_are_not_megatrons() -> None:
-    assert (
-        own._by_own_scheduler(dataclasses.replace(SPEC, options={**SPEC.options, "rules": "dynamic"}).choice()) is None
-    )
-    assert own._by_own_scheduler(dataclasses.replace(SPEC, name="te_ring", options={}).choice()) is None
+    others = ({"options": {**SPEC.options, "rules": "dynamic"}}, {"name": "te_ring", "options": {}})
+    for other in others:
+        assert planning._by_own_scheduler(dataclasses.replace(SPEC, **other).choice()) is None
