@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -30,18 +31,22 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 # Pages that send a reader to files: every path on them exists.
 MAPS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "index.md", ROOT / "docs" / "architecture.md"]
 
-MADE = {"path/to/pretrain_gpt.py", "balance.yaml", ".bin/.idx", "megatron_balance/planners/mine.py"}
-MADE |= {"megatron_balance/patterns/mine.py", "megatron_balance/compile/mine.py"}
-"""Files that the reader has or makes."""
+# Files that the reader has or makes.
+MADE = {"path/to/pretrain_gpt.py", "balance.yaml", ".bin/.idx"}
+MADE |= {f"megatron_balance/{room}/mine.py" for room in ("planners", "patterns", "compile")}
 
 
-def without_outputs(text: str) -> str:
-    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
-def anchors(text: str) -> set[str]:
+def without_outputs(page: Path) -> str:
+    return re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", without_outputs(text), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", without_outputs(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -52,30 +57,26 @@ def ids(path: Path) -> str:
 def test_links_lead_somewhere():
     missing, found = [], 0
     for page in PAGES:
-        text = without_outputs(page.read_text(encoding="utf-8"))
-        for target in re.findall(r"\]\(([^)\s]+)\)", text):
-            if "://" in target:
-                continue
-            found += 1
+        for target in re.findall(r"\]\(([^)\s]+)\)", without_outputs(page)):
             name, _, anchor = target.partition("#")
             other = (page.parent / name).resolve() if name else page
-            if not other.exists() or (anchor and anchor not in anchors(other.read_text(encoding="utf-8"))):
+            found += "://" not in target
+            if "://" not in target and not (other.exists() and (not anchor or anchor in anchors(other))):
                 missing.append((ids(page), target))
     assert missing == []
     assert found > len(PAGES)
+    index = set(re.findall(r"\]\(([\w-]+\.md)\)", read(ROOT / "docs" / "index.md")))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} == index | {"index.md"}, "reached from the index"
 
 
 def test_paths_on_the_pages_that_send_a_reader_to_files_exist():
-    """Of the repository's top or of the package; in prose, and in a diagram too."""
+    # Of the repository's top or of the package; in prose, and in a diagram too.
     missing = []
     for page in MAPS:
-        text = page.read_text(encoding="utf-8")
-        named = [
-            name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name or name.endswith((".py", ".md", ".yaml"))
-        ]
+        named = [name for name in re.findall(r"`([\w./-]+)`", read(page)) if re.search(r"/|\.(py|md|yaml)$", name)]
         assert named, page
         if page.name == "architecture.md":
-            drawings = "".join(re.findall(r"```.*?```", text, re.DOTALL))
+            drawings = "".join(re.findall(r"```.*?```", read(page), re.DOTALL))
             named += re.findall(r"(?<![\w./<-])(?:[a-z_]+/)+(?:[\w-]+\.(?:py|md))?(?![\w<])", drawings)
         for name in sorted({*named} - MADE):
             if not any((folder / name).exists() for folder in (ROOT, PACKAGE, page.parent)):
@@ -83,77 +84,51 @@ def test_paths_on_the_pages_that_send_a_reader_to_files_exist():
     assert missing == []
 
 
-def names_by_file() -> dict[str, list[str]]:
-    """Names of the tests of every file, whose path is told from the folder of tests."""
-    folder = ROOT / "tests"
-    return {
-        path.relative_to(folder).as_posix(): re.findall(
-            r"^ *def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
-        )
-        for path in folder.rglob("*.py")
-    }
-
-
-def test_tests_that_pages_name_are_there():
-    """In full, by their beginning, or with dots for what is left out; behind a file's name, in it."""
-    files = names_by_file()
-    everywhere = [name for names in files.values() for name in names]
-    modules = {Path(path).stem for path in files}
-    missing = []
-    for page in PAGES:
-        text = without_outputs(page.read_text(encoding="utf-8"))
-        for path, names in re.findall(r"`(?:tests/)?((?:[a-z]+/)+test_\w+\.py)`(?: \(((?:[^()]*`[^()]*)+)\))?", text):
-            wanted = re.findall(r"`(test_[\w.]+)`", names)
-            if path not in files or any(not known(name, files[path]) for name in wanted):
-                missing.append((ids(page), path, wanted))
-        named = set(re.findall(r"`(test_[\w.]+?)`", text))
-        missing += [(ids(page), name) for name in sorted(named) if not (name in modules or known(name, everywhere))]
-    assert missing == []
-
-
-def known(name: str, names: list[str]) -> bool:
+def known(name: str, names: Iterable[str]) -> bool:
     """Whether one of the names begins with `name`, "..." in which stands for anything."""
     pattern = re.compile(".*".join(map(re.escape, name.removesuffix(".py").split("..."))))
     return any(pattern.match(other) for other in names)
 
 
-def test_every_page_is_reached_from_the_index():
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index)) | {"index.md"}
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} == linked
+def test_tests_that_pages_name_are_there():
+    # In full, by their beginning, or with dots for what is left out; behind a file's name, in it.
+    paths = {path.relative_to(ROOT / "tests").as_posix(): path for path in (ROOT / "tests").rglob("*.py")}
+    files = {name: re.findall(r"^ *def (test_\w+)", read(path), re.MULTILINE) for name, path in paths.items()}
+    everywhere = [*(Path(path).stem for path in files), *(name for names in files.values() for name in names)]
+    missing = []
+    for page in PAGES:
+        text = without_outputs(page)
+        for path, names in re.findall(r"`(?:tests/)?((?:[a-z]+/)+test_\w+\.py)`(?: \(((?:[^()]*`[^()]*)+)\))?", text):
+            wanted = re.findall(r"`(test_[\w.]+)`", names)
+            if path not in files or any(not known(name, files[path]) for name in wanted):
+                missing.append((ids(page), path, wanted))
+        named = set(re.findall(r"`(test_[\w.]+?)`", text))
+        missing += [(ids(page), name) for name in sorted(named) if not known(name, everywhere)]
+    assert missing == []
 
 
 def test_the_page_of_costs_names_every_constant_that_is_fitted_to_a_result():
-    page = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
+    page = read(ROOT / "docs" / "costs.md")
     section = page.partition("## Constants that are fitted to a result\n")[2].partition("\n## ")[0]
-    skew, pages = DISTRIBUTIONS["wlb-skew"], DISTRIBUTIONS["commoncrawl"]
-    assert isinstance(skew, Pareto)
-    assert isinstance(pages, LogNormal)
+    skew, pages = cast("Pareto", DISTRIBUTIONS["wlb-skew"]), cast("LogNormal", DISTRIBUTIONS["commoncrawl"])
     fitted = (RATE, skew.exponent, pages.sigma, f"{GRADIENT_ROUNDS} blocks and {GRADIENT_COPIES} copies")
-    assert [row.partition(",")[0].partition(" of ")[0] for row in re.findall(r"^\| (\d.+)", section, re.MULTILINE)] == [
-        str(value) for value in fitted
-    ]
+    rows = re.findall(r"^\| (\d.+)", section, re.MULTILINE)
+    assert [row.partition(",")[0].partition(" of ")[0] for row in rows] == [str(value) for value in fitted]
 
 
 def test_the_glossary_has_at_most_25_terms():
-    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \|", read(ROOT / "docs" / "glossary.md"), re.MULTILINE)
     assert 0 < len([row for row in rows if row not in ("word", "---")]) <= 25
 
 
 def test_every_comm_pattern_has_a_drawing_its_bytes_and_when_it_wins():
-    """On the page of patterns, in a section that names it in its heading."""
-    sections = re.split(r"^## ", (ROOT / "docs" / "patterns.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    asked = {
-        "a drawing": r"(?ms)^```$.*?^```$",
-        "its bytes": r"(?m)^\| bytes a rank .*bytes of the busiest NIC \| rounds \| launches \|$",
-        "when it wins": "Wins",
-    }
-    missing = []
+    # On the page of patterns, in one section, which names it in its heading.
+    sections = re.split(r"^## ", read(ROOT / "docs" / "patterns.md"), flags=re.MULTILINE)[1:]
+    table = r"(?m)^\| bytes a rank .*bytes of the busiest NIC \| rounds \| launches \|$"
     for pattern in PATTERNS:
-        own = [section for section in sections if f"`{pattern}`" in section.splitlines()[0]]
-        missing += [(pattern, what) for what, sought in asked.items() if not re.search(sought, "".join(own))]
-        missing += [(pattern, "one section")] * (len(own) != 1)
-    assert missing == []
+        (own,) = (section for section in sections if f"`{pattern}`" in section.splitlines()[0])
+        for sought in (r"(?ms)^```$.*?^```$", table, "Wins"):
+            assert re.search(sought, own), (pattern, sought)
 
 
 # docs/cluster.md names flags, files and keys that exist
@@ -161,35 +136,27 @@ def test_every_comm_pattern_has_a_drawing_its_bytes_and_when_it_wins():
 CLUSTER_PAGE = (ROOT / "docs" / "cluster.md").read_text()
 
 
-def test_files_that_it_names_are_there():
+def test_files_and_configurations_that_the_page_of_clusters_names_are_there(tmp_path):
     named = set(re.findall(r"(?:scripts|tests|docs|tools)/[\w./-]+\.(?:sh|sbatch|md|py)", CLUSTER_PAGE))
     assert sorted(path for path in named if not (ROOT / path).is_file()) == ["tools/preprocess_data.py"]  # Megatron's
     assert len(named) > 1
-
-
-def test_its_configurations_load(tmp_path):
-    blocks = re.findall(r"```yaml\n(.*?)```", CLUSTER_PAGE, re.DOTALL)
-    assert len(blocks) == 3
+    written = re.findall(r"```yaml\n(.*?)```", CLUSTER_PAGE, re.DOTALL)
+    assert len(written) == 3
     (tmp_path / "cluster.yaml").write_text("base: h200\n")
-    for at, block in enumerate(blocks):
-        path = tmp_path / f"balance{at}.yaml"
-        path.write_text(block if "planner" in block else f"planner: zeppelin\n{block}")
-        config = load_config(path)
-        assert config.planner is not None
-    assert config.communication == CommunicationChoice(inter_node_sms=4, intra_node_sms=12)
+    configs = []
+    for block in written:
+        (tmp_path / "balance.yaml").write_text(block if "planner" in block else f"planner: zeppelin\n{block}")
+        configs.append(load_config(tmp_path / "balance.yaml"))
+    assert None not in [config.planner for config in configs]
+    assert configs[-1].communication == CommunicationChoice(inter_node_sms=4, intra_node_sms=12)
 
 
-def test_its_step_figures_are_written():
-    package = ROOT / "megatron_balance"
-    written = "".join(
-        (package / file).read_text() for file in ("training/log.py", "training/figures.py", "runtime/recorder.py")
-    )
-    names = {
-        name.partition(".")[0]
-        for row in CLUSTER_PAGE.partition("look at this first")[2].partition("## NCCL")[0].splitlines()
-        if row.startswith("| ")
-        for name in re.findall(r"`([a-z_.]+)`", row.split("|")[1])
-    }
+def test_step_figures_that_the_page_of_clusters_names_are_written():
+    files = ("training/log.py", "training/figures.py", "runtime/recorder.py")
+    written = "".join(read(PACKAGE / file) for file in files)
+    table = CLUSTER_PAGE.partition("look at this first")[2].partition("## NCCL")[0]
+    cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
+    names = {name.partition(".")[0] for cell in cells for name in re.findall(r"`([a-z_.]+)`", cell)}
     assert {"plan_wait_ms", "imbalance_after", "bytes_sent_per_nic"} <= names
     assert not [name for name in names if not re.search(rf"\b{name}\b", written)]
 
@@ -201,19 +168,11 @@ ROOMS = ("megatron_balance", "patches", "tests", "tools", "scripts")
 OPENINGS = ("Nothing", "What", "Who", "Which", "So many", "The same")
 
 WIDTH = 100
-WIDTH_PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *(
-        page
-        for page in sorted((ROOT / "docs").rglob("*.md"))
-        if page.parent.name != "measurements" and page.name != "CHANGELOG.md"
-    ),
-]
+WIDTH_PAGES = [page for page in PAGES if page.parent.name != "measurements" and page.name != "CHANGELOG.md"]
 
 
 def docstrings(source: str) -> list[tuple[int, str]]:
-    """(line, text) of every docstring: of the module, of classes and functions, and under an
-    assignment."""
+    """(line, text) of every docstring: of modules, classes and functions, and under an assignment."""
     texts = []
     below: list[ast.AST] = [ast.parse(source)]
     for node in below:  # grows: blocks of statements, whose expressions hold no docstring
@@ -224,9 +183,9 @@ def docstrings(source: str) -> list[tuple[int, str]]:
         opens = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         for before, statement in zip([None, *body], body, strict=False):
             if (before is None and opens) or isinstance(before, (ast.Assign, ast.AnnAssign)):
-                value = statement.value if isinstance(statement, ast.Expr) else None
-                if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    texts.append((statement.lineno, value.value))
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        texts.append((statement.lineno, text))
     return texts
 
 
@@ -235,50 +194,29 @@ def refused(text: str) -> bool:
     return re.match(rf"\s*(?:{'|'.join(OPENINGS)})\b", text) is not None
 
 
-def test_openings_that_are_refused():
+def test_docstrings_say_what_is_done_or_returned():
     wrong = ["Nothing, if a plan can run.", "So many layers.", "The same of rows."]
     right = ["Whole rows of a table.", "Reject arguments under which a plan cannot run."]
     assert [text for text in wrong + right if refused(text)] == wrong
-
-
-def test_docstrings_of_values_are_seen_too():
-    assert docstrings('"""A."""\nX = 1\n"""B."""\ndef f():\n    """C."""\n    "not one"\n') == [
-        (1, "A."),
-        (3, "B."),
-        (5, "C."),
-    ]
-
-
-def test_docstrings_say_what_is_done_or_returned():
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}"
-        for room in ROOMS
-        for path in sorted((ROOT / room).rglob("*.py"))
-        for line, text in docstrings(path.read_text(encoding="utf-8"))
-        if refused(text)
-    ]
-    assert not wrong, "begin with an imperative, or with a noun phrase for what is returned:\n" + "\n".join(wrong)
-
-
-def prose(page: Path) -> list[tuple[int, str]]:
-    """(number, line) of a page's lines outside code fences and tables."""
-    lines, fenced = [], False
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.lstrip().startswith("```"):
-            fenced = not fenced
-        elif not fenced and not line.lstrip().startswith("|"):
-            lines.append((number, line))
-    return lines
+    read_ = docstrings('"""A."""\nX = 1\n"""B."""\ndef f():\n    """C."""\n    "not one"\n')
+    assert read_ == [(1, "A."), (3, "B."), (5, "C.")], "those of values are seen too"
+    found = []
+    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        text = read(path)
+        if re.search(rf'"""\s*(?:{"|".join(OPENINGS)})\b', text):  # or there is nothing to parse it for
+            found += [f"{ids(path)}:{line}: {text}" for line, text in docstrings(text) if refused(text)]
+    assert not found, "begin with an imperative, or with a noun phrase for what is returned:\n" + "\n".join(found)
 
 
 def test_prose_fits_the_width():
-    """Links count by their text."""
-    wide = [
-        f"{page.relative_to(ROOT)}:{number}"
-        for page in WIDTH_PAGES
-        for number, line in prose(page)
-        if len(re.sub(r"\]\([^)]*\)", "]", line)) > WIDTH
-    ]
+    wide = []
+    for page in WIDTH_PAGES:
+        fenced = False
+        for number, line in enumerate(read(page).splitlines(), start=1):
+            fenced ^= line.lstrip().startswith("```")
+            free = fenced or line.lstrip().startswith(("```", "|"))
+            if not free and len(re.sub(r"\]\([^)]*\)", "]", line)) > WIDTH:  # links count by their text
+                wide.append(f"{ids(page)}:{number}")
     assert not wide, f"more than {WIDTH} characters; break these lines:\n" + "\n".join(wide)
 
 
@@ -334,7 +272,7 @@ LONG += ("compare --ranks 64 --cluster a800-ib", "simulate --planner te_ring --l
 
 
 def blocks(page: Path) -> list[str]:
-    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```", read(page), re.DOTALL | re.MULTILINE)
     return [text for language, text in fenced if language in ("", "sh", "bash", "console")]
 
 
@@ -345,9 +283,8 @@ def is_command(line: str) -> bool:
 
 
 def commands(page: Path) -> list[str]:
-    """Commands of a page's shell blocks without comments, each on one line; where lines have a prompt,
-    the others are output.
-    """
+    # Commands of a page's shell blocks without comments, each on one line; where lines have a prompt,
+    # the others are output.
     found: list[str] = []
     for block in blocks(page):
         lines = block.replace("\\\n", " ").splitlines()
@@ -358,7 +295,7 @@ def commands(page: Path) -> list[str]:
 
 
 # Commands that test_tour.py runs, whose outputs it compares with the page.
-TOURED = re.findall(r"^\$ (megatron-balance .*)", TOUR.read_text(encoding="utf-8"), re.MULTILINE)
+TOURED = re.findall(r"^\$ (megatron-balance .*)", read(TOUR), re.MULTILINE)
 
 COMMANDS = sorted({each for page in PAGES for each in commands(page)}.difference(TOURED))
 
@@ -420,8 +357,7 @@ def test_commands_run_as_their_pages_have_them(long, run, tmp_path, monkeypatch)
 
 def spans(pages: Iterable[Path] = PAGES) -> set[str]:
     """Code within lines, each on one line."""
-    text = "".join(re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in pages)
-    return {" ".join(each.split()) for each in re.findall(r"`([^`]+)`", text)}
+    return {" ".join(each.split()) for each in re.findall(r"`([^`]+)`", "".join(map(without_outputs, pages)))}
 
 
 def options(command: str) -> list[str]:
@@ -461,36 +397,30 @@ def test_tools_and_scripts_that_pages_call_are_there_with_their_options():
         called = re.search(r"^(?:\./|bash |python (?:-m )?|torchrun .*?)((?:tools|scripts)[./][\w./]+)", command)
         if called is None:
             continue
-        name = called[1]
-        path = ROOT / (name if "/" in name else name.replace(".", "/"))
+        path = ROOT / (called[1] if "/" in called[1] else called[1].replace(".", "/"))
         path = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path
         if not path.exists():
-            missing.append((command, name))
+            missing.append((command, called[1]))
             continue
         shared = ROOT.joinpath(*path.relative_to(ROOT).parts[:2])  # tools/bench: options that its tools share
         files = [path] if path.is_file() and path.parent == shared.parent else shared.rglob("*.py")
-        text = "".join(file.read_text(encoding="utf-8") for file in files)
-        after = command[called.end() :]
-        missing += [(command, each) for each in options(after) if path.suffix in ("", ".py") and each not in text]
+        text = "".join(map(read, files))
+        given = options(command[called.end() :]) if path.suffix in ("", ".py") else []
+        missing += [(command, each) for each in given if each not in text]
     assert missing == []
 
 
 # Commands of the tour print what the page says, times aside; the README's table holds what
 # `compare` simulates.
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-TOUR_TEXT = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+README = read(ROOT / "README.md")
 
 
 def commands_and_output(page: str) -> list[tuple[str, str]]:
-    """(command, output) of every `$ megatron-balance` in a code block; the output ends at the next
-    command."""
-    pairs = []
-    for block in re.findall(r"```\n(\$ megatron-balance .*?)```", page, re.DOTALL):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
-            pairs.append((command, output))
-    return pairs
+    """(command, output) of every `$ megatron-balance` in a code block, up to the next command."""
+    blocks_ = re.findall(r"```\n(\$ megatron-balance .*?)```", page, re.DOTALL)
+    parts = [part for block in blocks_ for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
+    return [(part.partition("\n")[0], part.partition("\n")[2]) for part in parts]
 
 
 def without_times(text: str) -> list[str]:
@@ -509,7 +439,7 @@ def without_times(text: str) -> list[str]:
 def test_every_command_prints_what_the_tour_says(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # one command's plan.json is the next one's input
     monkeypatch.setenv("COLUMNS", "120")
-    toured = commands_and_output(TOUR_TEXT)
+    toured = commands_and_output(read(TOUR))
     assert len(toured) >= 4
     for command, expected in toured:
         assert main(shlex.split(command)[1:]) == 0, command
@@ -519,17 +449,14 @@ def test_every_command_prints_what_the_tour_says(capsys, monkeypatch, tmp_path):
 def strategies() -> dict[str, list[str]]:
     """Cells of each row of the README's table of strategies, by planner."""
     section = README.partition("## Strategies")[2].partition("\n## ")[0]
-    rows = [
-        [cell.strip(" *†") for cell in line.strip("|").split("|")]
-        for line in section.splitlines()
-        if line.startswith("| `")
-    ]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    rows = [[cell.strip(" *†") for cell in cells] for cells in lines]
     return {row[0].strip("`"): row for row in rows}
 
 
 def test_the_table_of_strategies_has_every_planner_and_its_file():
     assert strategies().keys() == PLANNERS.keys()
-    assert all((ROOT / "megatron_balance" / row[2].strip("`")).exists() for row in strategies().values())
+    assert all((PACKAGE / row[2].strip("`")).exists() for row in strategies().values())
 
 
 # flexsp is left out: its integer program takes seconds for each of the batches.
@@ -540,10 +467,8 @@ COMPARED = [name for name in PLANNERS if name != "flexsp"]
     "names", [["te_ring", "zeppelin", "distca"], pytest.param(COMPARED, marks=pytest.mark.product)]
 )
 def test_the_table_of_strategies_holds_what_compare_simulates(run, names):
-    """The baseline and two that differ most in what they do; all of them are a `product`."""
+    # The baseline and two that differ most in what they do; all of them are a `product`.
     command = next(line for line in README.splitlines() if line.startswith("megatron-balance compare "))
     asked = (word for name in names for word in ("--planner", name))
-    speedups = {
-        row["planner"]: f"{row['speedup']:.2f}" for row in run.json("", *shlex.split(command)[1:], *asked)["rows"]
-    }
-    assert speedups == {name: strategies()[name][3] for name in names}
+    rows = run.json("", *shlex.split(command)[1:], *asked)["rows"]
+    assert {row["planner"]: f"{row['speedup']:.2f}" for row in rows} == {name: strategies()[name][3] for name in names}

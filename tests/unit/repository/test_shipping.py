@@ -1,5 +1,4 @@
-"""Package, image, launch scripts, experiments and pins are complete, agree, and print the command
-they would run."""
+"""Package, image, launch scripts, experiments and pins are complete and agree."""
 
 import argparse
 import functools
@@ -57,89 +56,64 @@ def test_the_dockerfile_and_scripts_are_clean(words):
 
 def argument(name: str) -> str:
     """The default of a build argument."""
-    found = re.search(rf"^ARG {name}=(\S+)$", DOCKERFILE, re.MULTILINE)
-    assert found, name
-    return found[1]
+    return re.findall(rf"^ARG {name}=(\S+)$", DOCKERFILE, re.MULTILINE)[0]
 
 
-def project() -> dict[str, Any]:
-    """The table `[project]` of pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 
-def extras() -> dict[str, list[str]]:
-    """Requirements of each extra."""
-    return project()["optional-dependencies"]
+def requirements(*extras: str) -> list[Any]:
+    """Those of the package, or of extras of it."""
+    parse = pytest.importorskip("packaging.requirements").Requirement
+    return [parse(word) for words in map(EXTRAS.get, extras) for word in words or PROJECT["dependencies"]]
 
 
 def test_image_extras_and_doctor_name_the_same_versions():
-    table = extras()
     locks = {name: packages((LOCKS / f"{name}.txt").read_text()) for name in ("image", "train", "dev")}
     assert all(("megatron-core", MEGATRON_CORE) in {(p.name, p.version) for p in lock} for lock in locks.values())
-    assert any(f"megatron-core=={MEGATRON_CORE};" in word for word in table["train"])
-    assert f"transformer-engine[core_cu13,pytorch]=={argument('TRANSFORMER_ENGINE')}" in table["te"]
-    assert f"transformer-engine[core_cu12,pytorch]=={argument('TRANSFORMER_ENGINE')}" in table["te_cu12"]
-    assert {p.version for name in ("train", "dev") for p in locks[name] if p.name == "torch"} == {
-        table["te"][0].removeprefix("torch==")
-    }
+    assert any(f"megatron-core=={MEGATRON_CORE};" in word for word in EXTRAS["train"])
+    te = f"pytorch]=={argument('TRANSFORMER_ENGINE')}"
+    assert f"transformer-engine[core_cu13,{te}" in EXTRAS["te"]
+    assert f"transformer-engine[core_cu12,{te}" in EXTRAS["te_cu12"]
+    locked = {p.version for name in ("train", "dev") for p in locks[name] if p.name == "torch"}
+    assert locked == {EXTRAS["te"][0].removeprefix("torch==")}
 
 
-def test_the_pins_of_the_gpu_extras_fit_each_other():
-    requirements = pytest.importorskip("packaging.requirements")
-    table = extras()
-    parsed = {
-        name: [requirements.Requirement(word) for word in table[name]]
-        for name in ("te", "nccl", "gurobi", "data", "train")
-    }
-    assert {str(r.specifier) for name in ("te", "nccl") for r in parsed[name] if r.name == "torch"} == {"==2.13.0"}
-    assert all(r.specifier.contains("2.13.0") for r in parsed["train"] if r.name == "torch")
+def test_each_cuda_has_extras_of_its_own_whose_pins_fit_each_other():
+    assert {str(r.specifier) for r in requirements("te", "nccl") if r.name == "torch"} == {"==2.13.0"}
+    assert all(r.specifier.contains("2.13.0") for r in requirements("train") if r.name == "torch")
+    pins = {}
+    for cuda, te, nccl in (("cu13", "te", "nccl"), ("cu12", "te_cu12", "nccl_cu12")):
+        assert {extra for r in requirements(te) for extra in r.extras} == {f"core_{cuda}", "pytorch"}
+        (pins[cuda],) = (r for r in requirements(nccl) if r.name.startswith("nvidia-nccl"))
+        assert pins[cuda].name == f"nvidia-nccl-{cuda}"
+    assert pins["cu12"].specifier.contains(str(pins["cu13"].specifier).removeprefix("=="))
+    # torch's wheels for CUDA 12 are on an index of their own, under other versions
+    assert not any(str(r.specifier).startswith("==") for r in requirements("te_cu12") if r.name == "torch")
+    assert not [r for r in requirements("", *EXTRAS) if r.url], "an index refuses the upload"
     pytest.importorskip("torch")
     if importlib.metadata.version("torch").split("+")[0] != "2.13.0":
         pytest.skip("another torch is installed than the one that is pinned")
-    wanted = [requirements.Requirement(word) for word in importlib.metadata.requires("torch") or []]
-    nccl = [r for r in wanted if r.name.startswith("nvidia-nccl")]
-    if not nccl:
+    wanted = [word for word in importlib.metadata.requires("torch") or [] if word.startswith("nvidia-nccl")]
+    if not wanted:
         pytest.skip("this build of torch brings no NCCL")
-    ours = next(r for r in parsed["nccl"] if r.name.startswith("nvidia-nccl"))
-    assert (ours.name, str(ours.specifier)) == (nccl[0].name, str(nccl[0].specifier))
-
-
-def test_no_requirement_names_a_url_since_an_index_refuses_the_upload():
-    requirements = pytest.importorskip("packaging.requirements")
-    words = [word for group in (*extras().values(), project()["dependencies"]) for word in group]
-    assert not [word for word in words if requirements.Requirement(word).url]
-
-
-def test_each_cuda_has_extras_of_its_own():
-    requirements = pytest.importorskip("packaging.requirements")
-    table = {name: [requirements.Requirement(word) for word in words] for name, words in extras().items()}
-    for cuda, names_ in (("cu13", ("te", "nccl")), ("cu12", ("te_cu12", "nccl_cu12"))):
-        te, nccl = (table[name] for name in names_)
-        assert {extra for r in te for extra in r.extras} == {f"core_{cuda}", "pytorch"}
-        assert [r.name for r in nccl if r.name.startswith("nvidia-nccl")] == [f"nvidia-nccl-{cuda}"]
-    pinned = next(r for r in table["nccl"] if r.name == "nvidia-nccl-cu13")
-    other = next(r for r in table["nccl_cu12"] if r.name == "nvidia-nccl-cu12")
-    assert other.specifier.contains(str(pinned.specifier).removeprefix("=="))
-    # torch's wheels for CUDA 12 are on an index of their own, under other versions
-    assert not any(str(r.specifier).startswith("==") for r in table["te_cu12"] if r.name == "torch")
+    assert wanted[0].partition(";")[0].replace(" ", "") == f"{pins['cu13'].name}{pins['cu13'].specifier}"
 
 
 def installation(package: str, installed: str, folder: Path) -> str:
     """Arguments of the installation that the image makes of a package beside what is `installed`."""
     step = next(each for each in DOCKERFILE.split("RUN ") if f"s/^{package}" in each).split("\n\n")[0]
-    programs = {
-        "pip": f'if [ "$1" = list ]; then printf "%b" "{installed}"; else echo "$@" >>"{folder}/installed"; fi',
-        "python": "echo 12",
-    }
-    for name, body in programs.items():
+    pip = f'if [ "$1" = list ]; then printf "%b" "{installed}"; else echo "$@" >>"{folder}/installed"; fi'
+    for name, body in (("pip", pip), ("python", "echo 12")):
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "TRANSFORMER_ENGINE": argument("TRANSFORMER_ENGINE")}
     (folder / "scripts").mkdir()
     shutil.copytree(LOCKS, folder / "scripts" / "locks")
+    (folder / "installed").touch()
     subprocess.run(["bash", "-o", "pipefail", "-c", step], env=environment, cwd=folder, check=True, timeout=60)
-    found = folder / "installed"
-    return found.read_text() if found.exists() else ""
+    return (folder / "installed").read_text()
 
 
 @pytest.mark.parametrize(
@@ -155,9 +129,7 @@ def installation(package: str, installed: str, folder: Path) -> str:
 )
 def test_the_image_keeps_any_transformer_engine_from_the_minimum_up(tmp_path, installed, builds):
     done = installation("transformer", installed, tmp_path)
-    assert bool(done) == builds, done
-    if builds:
-        assert "transformer-engine-cu12==" in done, "the extension for the CUDA of the image's torch"
+    assert ("transformer-engine-cu12==" in done) == bool(done) == builds, "the extension for the CUDA of its torch"
 
 
 @pytest.mark.parametrize(
@@ -174,104 +146,69 @@ def test_the_image_keeps_any_transformer_engine_from_the_minimum_up(tmp_path, in
     ],
 )
 def test_the_image_keeps_a_pydantic_that_serves_us_and_megatron(tmp_path, installed, replaced):
-    """Megatron 0.19's own pyproject.toml: below 2.14, for what Transformer Engine imports."""
-    requirements = pytest.importorskip("packaging.requirements")
     done = installation("pydantic", installed, tmp_path)
-    ours = next(r for r in map(requirements.Requirement, project()["dependencies"]) if r.name == "pydantic")
+    ours = next(r.specifier for r in requirements("") if r.name == "pydantic")
     version = dict(line.split("==") for line in installed.split("\\n") if line).get("pydantic")
-    megatrons = requirements.Requirement("pydantic<2.14").specifier
-    serves = version is not None and ours.specifier.contains(version) and megatrons.contains(version)
+    # Megatron 0.19's own pyproject.toml: below 2.14, for what Transformer Engine imports.
+    serves = version is not None and (ours & "<2.14").contains(version)
     assert (bool(done), serves) == (replaced, not replaced)
     assert "-r scripts/locks/pydantic.txt" in done or not replaced
     inside = {p.name: p.version for p in packages((tmp_path / "scripts" / "locks" / "image.txt").read_text())}
     assert ("pydantic" in inside) == replaced, "the bill has what was installed"
     if replaced:
-        assert ours.specifier.contains(inside["pydantic"])
+        assert ours.contains(inside["pydantic"])
         assert inside["pydantic"].startswith("2.13.")
 
 
-def test_the_image_keeps_nvidias_entrypoint_and_does_not_ask_for_apex():
+def test_the_image_keeps_nvidias_entrypoint_is_not_root_and_copies_what_the_context_holds():
     assert not re.search(r"^ENTRYPOINT", DOCKERFILE, re.MULTILINE)
     assert re.findall(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE) == ['["megatron-balance", "doctor"]']
-    instructions = [line for line in DOCKERFILE.splitlines() if not line.startswith("#")]
-    assert not any("apex" in line for line in instructions)
-
-
-def test_metadata_is_static_and_agrees_with_the_package():
-    assert "dynamic" not in project()
-    assert project()["version"] == megatron_balance.__version__
-    assert "Apache License" in (ROOT / "LICENSE").read_text()
-    assert len((ROOT / "setup.py").read_text().split("\n\n")) == 2, "setup.py only calls setup()"
-
-
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory) -> dict[str, set[str]]:
-    """Names of the files below the package in a wheel and in an sdist that are built here."""
-    pytest.importorskip("setuptools", minversion="77", reason="builds the wheel and the sdist")
-    folder = tmp_path_factory.mktemp("built")
-    tree = folder / "tree"
-    tree.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    for name in ("megatron_balance", "patches", "configs"):
-        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    program = "import setuptools.build_meta as b; print(b.build_wheel('dist')); print(b.build_sdist('dist'))"
-    built = ended([sys.executable, "-c", program], cwd=tree)
-    assert built.returncode == 0, built.stderr
-    (wheel,), (sdist,) = (tree / "dist").glob("*.whl"), (tree / "dist").glob("*.tar.gz")
-    with zipfile.ZipFile(wheel) as archive:
-        in_wheel = set(archive.namelist())
-    with tarfile.open(sdist) as archive:
-        in_sdist = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    return {"wheel": in_wheel, "sdist": in_sdist}
-
-
-@pytest.mark.parametrize("form", ["wheel", "sdist"])
-def test_wheel_and_sdist_hold_every_module_patch_and_preset(shipped, form):
-    package = ROOT / "megatron_balance"
-    wanted = {
-        path.relative_to(ROOT).as_posix()
-        for folder, _, names in os.walk(package, followlinks=True)
-        for path in (Path(folder) / name for name in names)
-        if path.suffix not in (".pyc", ".md")
-    }
-    assert {
-        "megatron_balance/patches/training_loop.py",
-        "megatron_balance/configs/cluster/h200.yaml",
-        "megatron_balance/py.typed",
-    } <= wanted
-    assert wanted - shipped[form] == set()
-    if form == "sdist":
-        assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= shipped[form]
-
-
-def test_the_image_is_not_root_and_copies_what_the_context_holds():
-    users = re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)
-    assert users
-    assert users[-1] not in ("root", "0")
+    assert not any("apex" in line for line in DOCKERFILE.splitlines() if not line.startswith("#"))
+    assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[-1] not in ("root", "0")
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {word for words in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in words.split()}
     assert copied == kept
     assert all((ROOT / word).exists() for word in copied)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_an_experiment_is_the_papers_model_and_lengths_on_whatever_machine(model):
-    path = CONFIGS / "experiment" / f"{model}.yaml"
-    config = load_config(path)
-    assert config.planner is not None
-    assert config.model is not None
-    assert config.dataset is not None
-    assert config.cluster is not None
-    assert (config.planner.name, config.model.name) == ("zeppelin", model)
-    assert not config.cluster.names_machine
-    assert f"--cluster {PAPERS_MACHINES.get(model, 'a800')} plans for the paper's machine" in path.read_text()
-    assert config.dataset.tokens == 4096 * config.cluster.build().num_ranks
+def test_metadata_is_static_and_agrees_with_the_package():
+    assert "dynamic" not in PROJECT
+    assert PROJECT["version"] == megatron_balance.__version__
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert len((ROOT / "setup.py").read_text().split("\n\n")) == 2, "setup.py only calls setup()"
 
 
-def test_every_experiment_of_the_launcher_has_its_flags_and_its_yamls():
+def test_wheel_and_sdist_hold_every_module_patch_and_preset(tmp_path):
+    pytest.importorskip("setuptools", minversion="77", reason="builds the wheel and the sdist")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("megatron_balance", "patches", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    program = "import setuptools.build_meta as b; print(b.build_wheel('dist')); print(b.build_sdist('dist'))"
+    built = ended([sys.executable, "-c", program], cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    (wheel,), (sdist,) = (tmp_path / "dist").glob("*.whl"), (tmp_path / "dist").glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive, tarfile.open(sdist) as source:
+        in_wheel = set(archive.namelist())
+        in_sdist = {member.name.partition("/")[2] for member in source.getmembers() if member.isfile()}
+    files = (Path(at) / name for at, _, names in os.walk(ROOT / "megatron_balance", followlinks=True) for name in names)
+    wanted = {path.relative_to(ROOT).as_posix() for path in files if path.suffix not in (".pyc", ".md")}
+    some = ("patches/training_loop.py", "configs/cluster/h200.yaml", "py.typed")
+    assert {f"megatron_balance/{name}" for name in some} <= wanted
+    assert wanted - in_wheel == wanted - in_sdist == set()
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= in_sdist
+
+
+def test_an_experiment_is_the_papers_model_and_lengths_on_whatever_machine():
     assert {path.stem for path in (SLURM / "models").glob("*.args")} == set(MODELS)
     assert {path.stem for path in (CONFIGS / "experiment").glob("*.yaml") if "tiny" not in path.stem} == set(MODELS)
+    for model in MODELS:
+        path = CONFIGS / "experiment" / f"{model}.yaml"
+        config: Any = load_config(path)
+        assert (config.planner.name, config.model.name) == ("zeppelin", model)
+        assert not config.cluster.names_machine
+        assert f"--cluster {PAPERS_MACHINES.get(model, 'a800')} plans for the paper's machine" in path.read_text()
+        assert config.dataset.tokens == 4096 * config.cluster.build().num_ranks
 
 
 def words(path: Path) -> list[str]:
@@ -286,59 +223,50 @@ def test_the_flags_are_megatrons_and_the_sizes_are_those_of_the_preset(model):
     from megatron_balance.megatron.flags import check_arguments
 
     flags = [*words(SLURM / "training.args"), *words(SLURM / "models" / f"{model}.args")]
-    args = parser.parse_args(
-        [*flags, "--balance-config", "x.yaml", "--seq-length", "4096", "--max-position-embeddings", "4096"]
-    )
+    lengths = ["--seq-length", "4096", "--max-position-embeddings", "4096"]
+    args = parser.parse_args([*flags, "--balance-config", "x.yaml", *lengths])
     check_arguments(args)
     preset = load_model(model)
     alike = {"ffn_hidden_size": "ffn_size", "num_attention_heads": "num_heads", "kv_channels": "head_dim"}
     alike |= {name: name for name in ("num_layers", "hidden_size", "vocab_size")} | {"swiglu": "gated_ffn"}
-    assert {ours: getattr(args, theirs) for theirs, ours in alike.items()} == {
-        ours: getattr(preset, ours) for ours in alike.values()
-    }
+    for theirs, ours in alike.items():
+        assert getattr(args, theirs) == getattr(preset, ours), theirs
     assert (args.num_experts or 0, args.tensor_model_parallel_size) == (preset.num_experts, MODELS[model])
     assert preset.num_kv_heads == preset.num_heads  # or --num-query-groups would be missing
 
 
 class Cluster:
-    """Slurm's programs as stand-ins that write down how they were called, and the variables of a
-    job."""
+    """Slurm's programs as stand-ins that write down how they were called, and a job's variables."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
-        programs = folder / "bin"
-        programs.mkdir()
+        (folder / "bin").mkdir()
         for name, answer in (("srun", ""), ("sbatch", ""), ("scontrol", "printf 'node7\\nnode8\\n'")):
-            program = programs / name
+            program = folder / "bin" / name
             program.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" {name} "$@" >>"{self.calls}"\n{answer}\n')
             program.chmod(0o755)
         (folder / "corpus.bin").touch()
         (folder / "corpus.idx").touch()
-        self.environment = {
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "HOME": str(folder),
-            "DATA": str(folder / "corpus"),
-            "OUT": str(folder / "out"),
-            "REPO": str(ROOT),
-        }
+        self.environment = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "HOME": str(folder), "REPO": str(ROOT)}
+        self.environment |= {"DATA": str(folder / "corpus"), "OUT": str(folder / "out")}
 
     def run(self, script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**self.environment, **variables}
-        return ended(["bash", str(SLURM / script), *options], env=environment)
+        return ended(["bash", str(SLURM / script), *options], env={**self.environment, **variables})
 
-    def printed(self, script: str, *options: str, **variables: str) -> list[str]:
+    def printed(self, *options: str, script: str = "single_node.sbatch", **variables: str) -> list[str]:
         """The words of the command that a dry run prints."""
         done = self.run(script, "--dry-run", *options, **variables)
         assert done.returncode == 0, done.stderr
         return shlex.split(done.stdout)
 
 
-JOB = {"SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[7-10]"}
-
-
 @pytest.fixture
 def cluster(tmp_path):
     return Cluster(tmp_path)
+
+
+JOB = {"SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[7-10]"}
+JOB["script"] = "multi_node.sbatch"
 
 
 def after(command: list[str], flag: str) -> str:
@@ -351,7 +279,7 @@ def mounts(command: list[str]) -> list[str]:
 
 
 def test_a_dry_run_prints_the_command_and_starts_nothing(cluster):
-    command = cluster.printed("single_node.sbatch")
+    command = cluster.printed()
     assert command[:3] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "OMP_NUM_THREADS=1", "srun"]
     assert after(command, "--balance-config") == str(CONFIGS.resolve() / "experiment" / "llama-7b.yaml")
     assert (after(command, "--seq-length"), after(command, "--context-parallel-size")) == ("32768", "8")
@@ -360,24 +288,18 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(cluster):
 
 
 def test_what_is_printed_is_what_is_run_on_every_node(cluster):
-    command = cluster.printed("multi_node.sbatch", "--train-iters", "7", **JOB)
+    variables = {name: value for name, value in JOB.items() if name != "script"}
+    command = cluster.printed("--train-iters", "7", **JOB)
     cluster.calls.unlink()
-    done = cluster.run("multi_node.sbatch", "--train-iters", "7", **JOB)
+    done = cluster.run(JOB["script"], "--train-iters", "7", **variables)
     assert done.returncode == 0, done.stderr
     called = cluster.calls.read_text().splitlines()
     assert called[:4] == ["scontrol", "show", "hostnames", "node[7-10]"]
     assert called[4:] == command[2:]
     assert command[-2:] == ["--train-iters", "7"]  # the last one counts in Megatron's parser
     # one launcher a node
-    assert {
-        "--nodes=4",
-        "--ntasks=4",
-        "--ntasks-per-node=1",
-        "--nnodes=4",
-        "--nproc-per-node=8",
-        "--master-addr=node7",
-        "--master-port=20041",
-    } <= set(command)
+    slurms = {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"}
+    assert slurms | {"--nnodes=4", "--nproc-per-node=8", "--master-addr=node7", "--master-port=20041"} <= set(command)
     assert 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' in command
     assert (after(command, "--seq-length"), after(command, "--context-parallel-size")) == ("131072", "32")
     assert not any("container" in word for word in command)
@@ -385,9 +307,8 @@ def test_what_is_printed_is_what_is_run_on_every_node(cluster):
 
 @pytest.mark.parametrize("technique", PLANNERS)
 def test_one_variable_chooses_any_planner(cluster, technique):
-    command = cluster.printed("multi_node.sbatch", TECHNIQUE=technique, EXPERIMENT="llama-13b", **JOB)
-    config = load_config(after(command, "--balance-config"), planner=after(command, "--balance-planner"))
-    assert config.planner is not None
+    command = cluster.printed(TECHNIQUE=technique, EXPERIMENT="llama-13b", **JOB)
+    config: Any = load_config(after(command, "--balance-config"), planner=after(command, "--balance-planner"))
     assert config.planner.name == technique
     replicas = technique in ("hydraulis", "megatron")
     context = "4" if replicas else "16"
@@ -398,11 +319,11 @@ def test_one_variable_chooses_any_planner(cluster, technique):
 
 
 def test_one_connection_only_where_megatron_asks_for_it(cluster):
-    """With it kernels start in the order of their launches, and what a strategy pulls cannot hide."""
-    command = cluster.printed("single_node.sbatch", TECHNIQUE="hydraulis", CONTEXT="1")
+    # With it kernels start in the order of their launches, and what a strategy pulls cannot hide.
+    command = cluster.printed(TECHNIQUE="hydraulis", CONTEXT="1")
     assert command[:2] == ["OMP_NUM_THREADS=1", "srun"]
     assert (after(command, "--context-parallel-size"), after(command, "--global-batch-size")) == ("1", "32")
-    given = cluster.printed("single_node.sbatch", "--context-parallel-size", "2", TECHNIQUE="hydraulis", CONTEXT="1")
+    given = cluster.printed("--context-parallel-size", "2", TECHNIQUE="hydraulis", CONTEXT="1")
     assert given[0] == "CUDA_DEVICE_MAX_CONNECTIONS=1", "the last word counts"
     for technique in ("hydraulis", "megatron"):
         said = cluster.run("single_node.sbatch", "--dry-run", TECHNIQUE=technique).stderr
@@ -412,32 +333,30 @@ def test_one_connection_only_where_megatron_asks_for_it(cluster):
 
 @pytest.mark.parametrize("technique", ["hydraulis", "megatron"])
 def test_any_number_of_gpus_has_a_layout_of_several_replicas(cluster, technique):
-    """3 and 7 GPUs, which half of them do not divide, too; what a user sets is refused by its name."""
+    # 3 and 7 GPUs, which half of them do not divide, too; what a user sets is refused by its name.
     for nodes, gpus, stages in ((1, 2, 1), (1, 3, 1), (1, 6, 1), (1, 7, 1), (3, 8, 2), (3, 5, 2), (2, 7, 1)):
         job = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_GPUS_ON_NODE": str(gpus), "TECHNIQUE": technique}
-        flags = ["--pipeline-model-parallel-size", str(stages)]
+        flags = ["--dry-run", "--pipeline-model-parallel-size", str(stages)]
+        done = cluster.run("multi_node.sbatch", *flags, **job)
         if nodes * gpus % stages:
-            refused = cluster.run("multi_node.sbatch", "--dry-run", *flags, **job).stderr
-            assert refused.startswith(f"error: {nodes} nodes of {gpus} GPUs cannot hold tensor parallelism of 1 and"), (
-                job
-            )
+            said = f"error: {nodes} nodes of {gpus} GPUs cannot hold tensor parallelism of 1 and"
+            assert done.stderr.startswith(said), job
             continue
-        command = cluster.printed("multi_node.sbatch", *flags, **job)
+        command = shlex.split(done.stdout)
         replica = stages * int(after(command, "--context-parallel-size"))
         assert nodes * gpus % replica == 0, job
         assert int(after(command, "--global-batch-size")) == 4 * nodes * gpus // replica >= 8, job
-        said = cluster.run("multi_node.sbatch", "--dry-run", *flags, **job, CONTEXT="4").stderr
+        said = cluster.run("multi_node.sbatch", *flags, **job, CONTEXT="4").stderr
         assert said.startswith("error: CONTEXT=4: ") == (nodes * gpus % (4 * stages) != 0), job
 
 
-@pytest.mark.parametrize(
-    "section", ["planner: wlb_llm", "planner: {name: wlb_llm, thresholds: [9]}", "planner:\n  name: wlb_llm  # mine"]
-)
-def test_the_planner_of_ones_own_configuration_gets_its_layout(cluster, section):
+def test_the_planner_of_ones_own_configuration_gets_its_layout(cluster):
     own = cluster.folder / "balance.yaml"
-    own.write_text(f"data: documents\n{section}\nmodel: llama-7b\n")
-    command = cluster.printed("single_node.sbatch", BALANCE_CONFIG=str(own))
-    assert (after(command, "--global-batch-size"), after(command, "--context-parallel-size")) == ("4", "8")
+    for section in ("wlb_llm", "{name: wlb_llm, thresholds: [9]}", "\n  name: wlb_llm  # mine"):
+        own.write_text(f"data: documents\nplanner: {section}\nmodel: llama-7b\n")
+        command = cluster.printed(BALANCE_CONFIG=str(own))
+        layout = (after(command, "--global-batch-size"), after(command, "--context-parallel-size"))
+        assert layout == ("4", "8"), section
 
 
 @functools.cache
@@ -457,15 +376,10 @@ def job_of(command: list[str], num_ranks: int) -> Any:
     from megatron_balance.training.pool import Pool
 
     args = megatrons_parser().parse_args(command[command.index("--balance-config") :])
-    args.rank, args.world_size, args.mtp_num_layers, args.virtual_pipeline_model_parallel_size = (
-        0,
-        num_ranks,
-        None,
-        None,
-    )
+    args.rank, args.world_size = 0, num_ranks
+    args.mtp_num_layers = args.virtual_pipeline_model_parallel_size = None
     args.data_parallel_size = num_ranks // (args.tensor_model_parallel_size * args.context_parallel_size)
-    config = load_config(args.balance_config, planner=args.balance_planner)
-    assert config.planner is not None
+    config: Any = load_config(args.balance_config, planner=args.balance_planner)
     alone = args.context_parallel_size if config.planner.planner.pipelines else num_ranks
     layout = ways.layout_of(args)
     return SimpleNamespace(
@@ -473,8 +387,8 @@ def job_of(command: list[str], num_ranks: int) -> Any:
         config=config,
         joint=False,
         row_multiple=1,
-        ping_pong=ping_pong.wanted(args, config),
         layout=layout,
+        ping_pong=ping_pong.wanted(args, config),
         candidates=ways.candidates_of(args, config, layout),
         pool=Pool(single(), 1, (0,), (0,)),
         cluster=lambda: load_cluster("h100").build(num_ranks=alone, ranks_per_node=min(alone, 8)),
@@ -485,12 +399,12 @@ def job_of(command: list[str], num_ranks: int) -> Any:
 @pytest.mark.megatron
 @pytest.mark.parametrize("technique", PLANNERS)
 def test_the_plan_of_a_dry_run_is_what_the_technique_is_for(cluster, technique):
-    """And the product says nothing against the layout, but against one microbatch of one replica."""
+    # And the product says nothing against the layout, but against one microbatch of one replica.
     pytest.importorskip("megatron.training")
     from megatron_balance.megatron import planning, ways
     from megatron_balance.planning.step_planner import StepPlanner
 
-    command = cluster.printed("single_node.sbatch", TECHNIQUE=technique, TOKENS="2048")
+    command = cluster.printed(TECHNIQUE=technique, TOKENS="2048")
     job = job_of(command, num_ranks=8)
     assert ways.way_reasons(job.args, job.config) == []
     assert ways.idle_reason(job.args, job.config, job.cluster()) is None
@@ -512,7 +426,7 @@ def test_the_plan_of_a_dry_run_is_what_the_technique_is_for(cluster, technique):
     else:
         assert len(step.members) == 1
         assert {plan.num_ranks for plan in step.plans} == {8}
-    one = cluster.printed("single_node.sbatch", TECHNIQUE=technique, CONTEXT="8", MICROBATCHES="1", TOKENS="2048")
+    one = cluster.printed(TECHNIQUE=technique, CONTEXT="8", MICROBATCHES="1", TOKENS="2048")
     before = job_of(one, num_ranks=8)
     said = ways.idle_reason(before.args, before.config, before.cluster())
     assert (said is not None) == (technique in ("hydraulis", "megatron", "wlb_llm"))
@@ -522,11 +436,11 @@ def test_the_plan_of_a_dry_run_is_what_the_technique_is_for(cluster, technique):
 @pytest.mark.megatron
 @pytest.mark.parametrize("technique", PLANNERS)
 def test_a_planner_without_anything_to_place_or_deal_says_so(cluster, technique):
-    """On one GPU; and a topology of one group."""
+    # On one GPU; and a topology of one group.
     pytest.importorskip("megatron.training")
     from megatron_balance.megatron import ways
 
-    command = cluster.printed("single_node.sbatch", TECHNIQUE=technique, MICROBATCHES="1", SLURM_GPUS_ON_NODE="1")
+    command = cluster.printed(TECHNIQUE=technique, MICROBATCHES="1", SLURM_GPUS_ON_NODE="1")
     job = job_of(command, num_ranks=1)
     assert f"planner {technique} " in str(ways.idle_reason(job.args, job.config, job.cluster()))
     if technique == "knapformer":
@@ -538,48 +452,39 @@ def test_a_planner_without_anything_to_place_or_deal_says_so(cluster, technique)
 
 
 def test_one_variable_names_the_machine_and_without_it_the_machine_says(cluster):
-    assert "--balance-cluster" not in cluster.printed("single_node.sbatch")
-    named = cluster.printed("single_node.sbatch", CLUSTER="h100")
-    config = load_config(after(named, "--balance-config"), cluster=after(named, "--balance-cluster"))
-    assert config.cluster is not None
-    assert (config.cluster.build().name, config.cluster.names_machine) == ("h100", True)
-    own = cluster.folder / "ours.yaml"
-    own.write_text("base: h200\nranks_per_nic: 2\n")
-    command = cluster.printed("single_node.sbatch", CLUSTER=str(own), IMAGE="/images/balance.sqsh")
-    assert after(command, "--balance-cluster") == str(own)
-    assert f"{own.parent}:{own.parent}" in mounts(command)
-    config = load_config(after(command, "--balance-config"), cluster=str(own))
-    assert config.cluster is not None
-    assert config.cluster.build().ranks_per_nic == 2
-
-
-def test_a_configuration_of_ones_own_is_there_in_the_container(cluster):
-    """With what it names beside it, such as a cost table."""
-    own = cluster.folder / "mine" / "balance.yaml"
+    assert "--balance-cluster" not in cluster.printed()
+    own = cluster.folder / "machines" / "ours.yaml"
     own.parent.mkdir()
-    own.write_text("planner: zeppelin\n")
-    command = cluster.printed("single_node.sbatch", IMAGE="/images/balance.sqsh", BALANCE_CONFIG=str(own))
-    assert after(command, "--balance-config") == str(own)
-    assert f"{own.parent}:{own.parent}" in mounts(command)
+    own.write_text("base: h200\nranks_per_nic: 2\n")
+    for named, machine, ranks_per_nic in (("h100", "h100", 1), (str(own), "h200", 2)):
+        command = cluster.printed(CLUSTER=named, IMAGE="/images/balance.sqsh")
+        assert after(command, "--balance-cluster") == named
+        config: Any = load_config(after(command, "--balance-config"), cluster=named)
+        built = config.cluster.build()
+        assert (built.name, built.ranks_per_nic, config.cluster.names_machine) == (machine, ranks_per_nic, True)
+        assert (f"{own.parent}:{own.parent}" in mounts(command)) == (named != "h100")
 
 
-def test_with_an_image_the_job_runs_in_a_container(cluster):
+def test_with_an_image_the_job_runs_in_a_container_that_has_ones_own_files(cluster):
     own = cluster.folder / "mine" / "pretrain_gpt.py"
+    config = cluster.folder / "ours" / "balance.yaml"  # with what it names beside it, such as a cost table
     own.parent.mkdir()
     own.touch()
+    config.parent.mkdir()
+    config.write_text("planner: zeppelin\n")
     given = {"SCRIPT": str(own), "MOUNTS": "/cache:/cache", "CHECKPOINTS": "/scratch/run"}
-    command = cluster.printed("single_node.sbatch", IMAGE="/images/balance.sqsh", **given)
+    command = cluster.printed(IMAGE="/images/balance.sqsh", BALANCE_CONFIG=str(config), **given)
     assert "--container-image=/images/balance.sqsh" in command
-    wanted = {"/cache:/cache", "/scratch/run:/scratch/run", f"{own.parent}:{own.parent}", f"{ROOT}:{ROOT}"}
-    assert wanted <= {*mounts(command)}
+    assert after(command, "--balance-config") == str(config)
+    beside = {f"{path}:{path}" for path in (own.parent, config.parent, ROOT)}
+    assert beside | {"/cache:/cache", "/scratch/run:/scratch/run"} <= {*mounts(command)}
     at = command.index("-m")
     assert command[at : at + 3] == ["-m", "megatron_balance.launch", str(own)]
     assert (after(command, "--save"), after(command, "--load")) == ("/scratch/run", "/scratch/run")
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
+def test_a_mistake_is_one_sentence_before_anything_starts(cluster):
+    for variables, said in (
         ({"EXPERIMENT": "llama-8b"}, "EXPERIMENT=llama-8b"),
         ({"TECHNIQUE": "zepelin"}, "TECHNIQUE=zepelin: no such planner; there are: auto "),
         ({"CLUSTER": "h1000"}, "CLUSTER=h1000: no such file or name; there are: a800"),
@@ -587,45 +492,31 @@ def test_with_an_image_the_job_runs_in_a_container(cluster):
         ({"DATA": "/nowhere/corpus"}, "no /nowhere/corpus.bin"),
         ({"SCRIPT": "/nowhere/pretrain.py"}, "SCRIPT=/nowhere/pretrain.py: no such file"),
         ({"EXPERIMENT": "llama-13b", "SLURM_GPUS_ON_NODE": "1"}, "cannot hold tensor parallelism of 2"),
-    ],
-    ids=["experiment", "technique", "cluster", "no data", "wrong data", "script", "tensor parallelism"],
-)
-def test_a_mistake_is_one_sentence_before_anything_starts(cluster, variables, said):
-    done = cluster.run("single_node.sbatch", **variables)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert said in done.stderr
-    assert not cluster.calls.exists()
-
-
-def test_what_slurm_would_refuse_is_said(cluster):
-    (cluster.folder / "bin" / "sbatch").write_text(
-        "#!/bin/sh\necho 'sbatch: error: Requested node configuration is not available' >&2\nexit 1\n"
-    )
+    ):
+        done = cluster.run("single_node.sbatch", **variables)
+        assert (done.returncode, done.stderr.startswith("error: ")) == (2, True)
+        assert said in done.stderr
+        assert not cluster.calls.exists()
+    refusal = "sbatch: error: Requested node configuration is not available"  # Slurm's own
+    (cluster.folder / "bin" / "sbatch").write_text(f"#!/bin/sh\necho '{refusal}' >&2\nexit 1\n")
     done = cluster.run("multi_node.sbatch", "--dry-run")
-    assert done.returncode == 2
-    assert "Requested node configuration is not available" in done.stderr
+    assert (done.returncode, refusal in done.stderr) == (2, True)
 
 
 # Locks of the set-up and of the image: hashes, no proprietary package, and the bill of materials.
 
 
 def test_locks_hold_what_the_package_asks_for_with_hashes_and_no_host():
-    requirements = pytest.importorskip("packaging.requirements")
-    table = {"": project()["dependencies"], **extras()}
-    wanted = {
-        "image": ("",),
-        "train": ("", "train", "report"),
-        "dev": ("", "train", "torch", "dev", "docs", "gurobi", "highs"),
-    }
+    wanted = {"image": [""], "train": ["", "train", "report"]}
+    wanted["dev"] = ["", "train", "torch", "dev", "docs", "gurobi", "highs"]
     versions: dict[str, dict[str, str]] = {}
     for path in sorted(LOCKS.glob("*.txt")):
         inside = packages(path.read_text())  # raises for an entry without a hash
         assert len({package.name for package in inside}) == len(inside), path.name
         assert "://" not in path.read_text(), f"{path.name}: which index serves it is not the lock's business"
         versions[path.stem] = {package.name: package.version for package in inside}
-    for lock, names_ in wanted.items():
-        for requirement in map(requirements.Requirement, (word for name in names_ for word in table[name])):
+    for lock, extras in wanted.items():
+        for requirement in requirements(*extras):
             if requirement.name in ("megatron-balance", "numpy" if lock == "image" else ""):
                 continue
             of_base = lock == "image" and requirement.name == "pydantic"
@@ -638,20 +529,17 @@ def test_the_image_has_no_proprietary_package_unless_asked():
     assert not [p.name for p in packages((LOCKS / "image.txt").read_text()) if p.name == "gurobipy"]
     assert re.search(r"^ARG GUROBI=$", DOCKERFILE, re.MULTILINE)
     step = next(line for line in DOCKERFILE.splitlines() if line.startswith("RUN if") and "gurobi.txt" in line)
+    shell = ["bash", "-c", "pip() { echo installs; }; " + step.removeprefix("RUN ")]
     for given, installs in (("", 0), ("1", 1)):
-        done = ended(
-            ["bash", "-c", "pip() { echo installs; }; " + step.removeprefix("RUN ")],
-            env={"PATH": os.environ["PATH"], "GUROBI": given},
-            check=True,
-        )
+        done = ended(shell, env={"PATH": os.environ["PATH"], "GUROBI": given}, check=True)
         assert done.stdout.count("installs") == installs
 
 
 def test_the_bill_of_materials_names_every_package_of_a_lock_and_what_needs_it():
     lock = (LOCKS / "image.txt").read_text() + (LOCKS / "pydantic.txt").read_text()
-    told = bill(lock, project())
+    told = bill(lock, PROJECT)
     assert (told["bomFormat"], told["specVersion"]) == ("CycloneDX", "1.6")
-    assert told == bill(lock, project()), "of one lock there is one bill"
+    assert told == bill(lock, PROJECT), "of one lock there is one bill"
     assert [component["name"] for component in told["components"]] == re.findall(r"^([a-z0-9-]+)==", lock, re.MULTILINE)
     assert lock.count("--hash=") == sum(len(component["hashes"]) for component in told["components"])
     needs = {line["ref"].split("@")[0]: {on.split("@")[0] for on in line["dependsOn"]} for line in told["dependencies"]}
@@ -660,7 +548,7 @@ def test_the_bill_of_materials_names_every_package_of_a_lock_and_what_needs_it()
     assert "pkg:pypi/mdurl" not in needs["pkg:pypi/megatron-balance"]
     for broken, said in ((lock.replace("--hash=", "--size="), "line 2: expected"), ("rich==15.0.0\n", "no hash")):
         with pytest.raises(ValueError, match=said):
-            bill(broken, project())
+            bill(broken, PROJECT)
 
 
 def test_continuous_integration_says_what_it_installs():

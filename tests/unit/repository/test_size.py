@@ -15,27 +15,17 @@ from tools.size_report import PARTS, budgets, figures, over, shape_of, table, tw
 SLACK = 0.01
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, float]:
-    return figures(working_tree())
-
-
-def test_budgets_are_kept(found):
+def test_budgets_are_kept_and_lowered_to_what_was_reached():
+    found = figures(working_tree())
     sys.stdout.write("\n".join(table(found, None)))
     wrong = over(found, budgets())
     assert not wrong, "cut elsewhere, or raise tools/budgets.yaml in this commit and say for what:\n" + "\n".join(wrong)
-
-
-def test_budgets_are_lowered_to_what_was_reached(found):
     lavish = [
         f"{name}: {found[name]:g} of {limit:g}"
         for name, limit in budgets().items()
         if abs(limit - found[name]) > max(1, SLACK * limit) and not over(found, {name: limit})
     ]
     assert not lavish, "tools/budgets.yaml allows more than is needed; lower it:\n" + "\n".join(lavish)
-
-
-def test_every_part_has_a_budget():
     assert {f"{part} lines" for part in PARTS} <= budgets().keys()
 
 
@@ -71,12 +61,12 @@ def test_an_underscore_before_an_imported_name_is_not_private_and_names_are_told
 # folders of some names (dist, build, venv) without a word.
 
 ROOT = Path(__file__).resolve().parents[3]
-PYTHON_FILES = [file for file in working_tree() if file.suffix == ".py"] if (ROOT / ".git").exists() else []
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout")
-def test_pytest_passes_over_no_folder_of_tests(request: pytest.FixtureRequest) -> None:
-    tests = [file for file in PYTHON_FILES if file.parts[0] == "tests"]
+def test_pytest_passes_over_no_folder_of_tests_and_the_linter_reads_every_source(request) -> None:
+    files = [file for file in working_tree() if file.suffix == ".py"]
+    tests = [file for file in files if file.parts[0] == "tests"]
     passed_over = request.config.getini("norecursedirs")
     assert "dist" in passed_over, "where pytest looks is no longer what this test thinks"
     folders = {part for file in tests for part in file.parts[:-1]}
@@ -84,17 +74,12 @@ def test_pytest_passes_over_no_folder_of_tests(request: pytest.FixtureRequest) -
     assert [name for name in folders if any(fnmatch(name, pattern) for pattern in passed_over)] == []
     named = [file for file in tests if file.name.endswith("_test.py")]
     assert named == [], "pytest would take these for tests; ours are called test_*.py"
-
-
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout")
-def test_the_linter_reads_every_source() -> None:
-    read = ended([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=ROOT, check=True).stdout.splitlines()
-    assert sorted({ROOT / file for file in PYTHON_FILES} - set(map(Path, read))) == []
+    shown = ended([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=ROOT, check=True).stdout
+    assert sorted({ROOT / file for file in files} - set(map(Path, shown.splitlines()))) == []
 
 
 # The contracts of the layers, which scripts/test.sh holds, can fail; heavy libraries come late.
 
-TOP = Path(__file__).resolve().parents[3]
 
 # By contract, a file and an import in it that breaks it.
 FORBIDDEN = {
@@ -108,14 +93,13 @@ FORBIDDEN = {
 
 
 def test_forbidden_imports_are_caught(tmp_path):
-    """All in one copy of the package; each is found by its own contract."""
+    # All in one copy of the package; each is found by its own contract.
     pytest.importorskip("importlinter", reason="import-linter comes with the extra 'dev'")
-    shutil.copytree(
-        TOP / "megatron_balance", tmp_path / "megatron_balance", ignore=shutil.ignore_patterns("__pycache__", "configs")
-    )
-    shutil.copy(TOP / "pyproject.toml", tmp_path)
+    copy, left_out = tmp_path / "megatron_balance", shutil.ignore_patterns("__pycache__", "configs")
+    shutil.copytree(ROOT / "megatron_balance", copy, ignore=left_out)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for module, name in FORBIDDEN.values():
-        with (tmp_path / "megatron_balance" / module).open("a") as file:
+        with (copy / module).open("a") as file:
             file.write(f"\nimport {name}\n")
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache"]
     result = ended(command, cwd=tmp_path)
@@ -147,5 +131,5 @@ assert not loaded("torch", "megatron."), "a table, bytes on the wire, lengths"
 
 
 def test_planning_imports_late_what_it_may_not_need():
-    done = ended([sys.executable, "-c", LATE], cwd=TOP)
+    done = ended([sys.executable, "-c", LATE], cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,4 @@
-"""NCCL's communicators of a pool: which, how many, when they are made, and how much of a GPU each
-may take. NCCL itself is a stand-in."""
+"""NCCL's communicators of a pool, on a stand-in: which, when they are made, how much each may take."""
 
 from datetime import timedelta
 from inspect import signature
@@ -19,8 +18,6 @@ from megatron_balance.runtime.groups import Behind
 from megatron_balance.runtime.transport import Streamed
 
 torch = pytest.importorskip("torch")
-
-LINKS = ("inter_node", "intra_node", "dispatch", "combine")
 
 
 class Communicator(dist.ProcessGroup):
@@ -54,6 +51,10 @@ class Nccl:
     def all_reduce(self, _x: Any, group: Any) -> None:
         self.log.append(("first use", group))
 
+    def new(self, rank: int | None = None) -> list[Communicator]:
+        """Groups that were made, all or a rank's."""
+        return [group for what, group in self.log if what == "new" and (rank is None or rank in group.ranks)]
+
 
 @pytest.fixture
 def make(monkeypatch):
@@ -61,18 +62,12 @@ def make(monkeypatch):
 
     def made(rank: int, pools: list[list[int]], ranks_per_node: int, **options: Any) -> tuple[groups.Groups, Nccl]:
         nccl = Nccl(rank)
-        stand_in = SimpleNamespace(
-            get_rank=lambda: rank,
-            get_backend=lambda: "nccl",
-            new_group=nccl.new_group,
-            all_reduce=nccl.all_reduce,
-            ProcessGroup=dist.ProcessGroup,
-            ProcessGroupNCCL=SimpleNamespace(
-                Options=lambda is_high_priority_stream: SimpleNamespace(
-                    high=is_high_priority_stream, config=SimpleNamespace(max_ctas=None)
-                )
-            ),
+        made = {"get_rank": lambda: rank, "get_backend": lambda: "nccl", "ProcessGroup": dist.ProcessGroup}
+        options_of = lambda is_high_priority_stream: SimpleNamespace(  # noqa: E731
+            high=is_high_priority_stream, config=SimpleNamespace(max_ctas=None)
         )
+        calls = {"new_group": nccl.new_group, "all_reduce": nccl.all_reduce}
+        stand_in = SimpleNamespace(**made, **calls, ProcessGroupNCCL=SimpleNamespace(Options=options_of))
         monkeypatch.setattr(groups, "dist", stand_in)
         monkeypatch.setattr(groups, "torch", SimpleNamespace(zeros=lambda *_, device: device, device=torch.device))
         return groups.make_groups(pools, ranks_per_node, **options), nccl
@@ -80,116 +75,97 @@ def make(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(
-    ("size", "per_node", "communicators"),
-    [(8, 4, 10), (64, 8, 10), (8, 8, 3), (8, 1, 3), (1, 1, 0)],
-    ids=["two nodes", "eight nodes", "one node", "a rank a node", "one rank"],
-)
-def test_a_rank_has_few_communicators_whatever_the_number_of_ranks(make, size, per_node, communicators):
-    """Two for collectives (pool, node) and one for each of at most eight streams."""
-    made, nccl = make(0, [list(range(size))], per_node)
-    mine = [group for what, group in nccl.log if what == "new" and 0 in group.ranks]
-    assert len(mine) == communicators
-    assert (made.streams is None) == (size == 1)
+def test_a_rank_has_few_communicators_whatever_the_number_of_ranks(make):
+    # Two for collectives (pool, node) and one for each of at most eight streams.
+    for size, per_node, communicators in ((8, 4, 10), (64, 8, 10), (8, 8, 3), (8, 1, 3), (1, 1, 0)):
+        made, nccl = make(0, [list(range(size))], per_node)
+        assert len(nccl.new(0)) == communicators, (size, per_node)
+        assert (made.streams is None) == (size == 1)
 
 
 def test_every_communicator_is_used_at_the_start_by_all_its_ranks_and_in_one_order(make):
     orders = []
     for rank in range(4):
         _, nccl = make(rank, [[0, 1, 2, 3]], 2)
-        created = [tuple(group.ranks) for what, group in nccl.log if what == "new"]
-        mine = [group for what, group in nccl.log if what == "new" and rank in group.ranks]
         used = [group for what, group in nccl.log if what == "first use"]
-        assert sorted(map(id, used)) == sorted(map(id, mine))
-        orders.append((created, [len(group.ranks) for group in used]))
+        assert sorted(map(id, used)) == sorted(map(id, nccl.new(rank)))
+        orders.append(([group.ranks for group in nccl.new()], [len(group.ranks) for group in used]))
     assert all(order == orders[0] for order in orders)
+    created = [[group.ranks for group in make(rank, [[0, 2], [1, 3]], 1)[1].new()] for rank in range(4)]
+    assert all(order == created[0] for order in created), "two pools make each other's groups"
 
 
 def test_every_communicator_has_the_timeout_it_was_given(make):
-    """Torch's own would hold a job up for ten minutes where a rank is frozen."""
+    # Torch's own would hold a job up for ten minutes where a rank is frozen.
     _, nccl = make(0, [list(range(8))], 4, timeout=timedelta(seconds=7))
-    new = [group for what, group in nccl.log if what == "new"]
-    assert {group.given_timeout for group in new} == {timedelta(seconds=7)}
-    assert {group.options._timeout for group in new} == {timedelta(seconds=7)}, "torch warns of another"
-
-
-def test_two_pools_make_each_others_groups_in_the_same_order(make):
-    logs = [make(rank, [[0, 2], [1, 3]], 1)[1].log for rank in range(4)]
-    created = [[tuple(group.ranks) for what, group in log if what == "new"] for log in logs]
-    assert all(order == created[0] for order in created)
+    assert {group.given_timeout for group in nccl.new()} == {timedelta(seconds=7)}
+    assert {group.options._timeout for group in nccl.new()} == {timedelta(seconds=7)}, "torch warns of another"
 
 
 def test_a_rank_that_fails_aborts_all_its_communicators_in_one_nccl_group(make):
     made, nccl = make(0, [[0, 1, 2, 3], [4, 5, 6, 7]], 2)
-    mine = [group for what, group in nccl.log if what == "new" and 0 in group.ranks]
-    log: list[str] = []
+    issued, log, mine = list[str](), list[str](), nccl.new(0)
     for group in mine:
         group.log = log
     transport = object.__new__(Streamed)
     transport.groups = made
-    issued: list[str] = []
     made.issues.put(made, lambda: issued.append("a later leg"), Behind.LAUNCH)
     transport.fail()
     made.issues.flush()
     assert issued == [], "peers are gone: nothing more is issued"
     assert log == ["start", *["abort"] * len(mine), "end"]
-    assert not any(group.log for what, group in nccl.log if what == "new" and 0 not in group.ranks)
+    assert not any(group.log for group in nccl.new() if 0 not in group.ranks)
     groups.single().abort()  # there is nothing to abort
 
 
 def test_limits_reach_the_communicators_of_their_link(make):
     limits = CommunicationChoice(inter_node_sms=4, intra_node_sms=12).sms
-    _, nccl = make(0, [list(range(8))], 4, sms=limits)
-    new = [group for what, group in nccl.log if what == "new"]
-    whole, *nodes = new[:3]
+    whole, *nodes = make(0, [list(range(8))], 4, sms=limits)[1].new()
     assert whole.options.config.max_ctas == 4  # collectives of the pool cross nodes
-    assert [node.options.config.max_ctas for node in nodes] == [12, 12]
+    assert [node.options.config.max_ctas for node in nodes[:2]] == [12, 12]
     names = [name for name, _ in groups.stream_groups(8, 4)]
-    for name, group in zip(names, new[3:], strict=True):
+    for name, group in zip(names, nodes[2:], strict=True):
         assert group.options.config.max_ctas == (4 if name.startswith("inter_node") else 12), name
         assert group.options.high == name.startswith(("inter_node", "dispatch", "combine"))
+    for pool, per_node, given, wanted in ((8, 4, {}, None), (4, 8, {"intra_node": 6, "inter_node": 2}, 6)):
+        _, nccl = make(0, [list(range(pool))], per_node, sms=given)
+        # Without limits NCCL chooses; one node's pool is limited as links inside a node.
+        assert {group.options.config.max_ctas for group in nccl.new()} == {wanted}
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
 def test_the_stand_in_asks_for_nothing_that_torchs_nccl_has_not():
-    """Its options take no field that they do not know, and need no GPU."""
+    # Its options take no field that they do not know, and need no GPU.
     timeout = timedelta(seconds=7)
     options = groups._nccl_options("inter_node moved", {"inter_node": 4, "intra_node": 12}, timeout)
     assert (options.config.max_ctas, options.is_high_priority_stream, options._timeout) == (4, True, timeout)
     inside, own = groups._nccl_options("intra_node", {}), dist.ProcessGroupNCCL.Options()
     assert (inside.config.max_ctas, inside.is_high_priority_stream) == (own.config.max_ctas, False)
     assert {"ranks", "timeout", "backend", "pg_options"} <= signature(dist.new_group).parameters.keys()
-    for name in ("_group_start", "_group_end"):
-        assert hasattr(dist.ProcessGroupNCCL, name)
-    for name in ("abort", "_get_backend"):
-        assert hasattr(dist.ProcessGroup, name)
+    assert all(hasattr(dist.ProcessGroupNCCL, name) for name in ("_group_start", "_group_end"))
+    assert all(hasattr(dist.ProcessGroup, name) for name in ("abort", "_get_backend"))
 
 
 def test_what_stays_inside_a_node_has_a_communicator_of_the_node(make):
-    """NCCL gives all pairs of a communicator the channels of the one that gets the fewest."""
+    # NCCL gives all pairs of a communicator the channels of the one that gets the fewest.
     for rank, node in ((0, [0, 1, 2, 3]), (6, [4, 5, 6, 7])):
         made, nccl = make(rank, [list(range(8))], 4)
-        own = {id(group): group for what, group in nccl.log if what == "new"}
         for name in groups.stream_names(8, 4):
             group = made.streams._groups[name]
-            assert id(group) in own
+            assert any(group is each for each in nccl.new())
             assert group.ranks == (list(range(8)) if name.startswith("inter_node") else node), name
 
 
-@pytest.mark.parametrize(
-    ("size", "per_node", "inside"),
-    [
+def test_communicators_inside_nodes_cover_every_node_of_several_ranks():
+    for size, per_node, inside in (
         (8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        (6, 4, [(0, 1, 2, 3), (4, 5)]),
-        (5, 4, [(0, 1, 2, 3)]),
-        (8, 0, [tuple(range(8))]),
-    ],
-    ids=["even", "a smaller last node", "a lone last rank", "nodes not known"],
-)
-def test_communicators_inside_nodes_cover_every_node_of_several_ranks(size, per_node, inside):
-    made = groups.stream_groups(size, per_node)
-    assert [members for name, members in made if name == "dispatch moved"] == inside
-    assert [members for name, members in made if name == "inter_node"] == [tuple(range(size))]
+        (6, 4, [(0, 1, 2, 3), (4, 5)]),  # a smaller last node
+        (5, 4, [(0, 1, 2, 3)]),  # a lone last rank
+        (8, 0, [tuple(range(8))]),  # nodes are not known
+    ):
+        made = groups.stream_groups(size, per_node)
+        assert [members for name, members in made if name == "dispatch moved"] == inside
+        assert [members for name, members in made if name == "inter_node"] == [tuple(range(size))]
 
 
 def test_a_stream_has_the_priority_of_its_communicator(make, monkeypatch):
@@ -201,40 +177,25 @@ def test_a_stream_has_the_priority_of_its_communicator(make, monkeypatch):
     assert {cuda.has_high_priority(name) for name in names} == {False, True}
 
 
-def test_without_limits_nccl_chooses(make):
-    _, nccl = make(0, [list(range(8))], 4)
-    assert {group.options.config.max_ctas for what, group in nccl.log if what == "new"} == {None}
+def test_the_section_is_checked(tmp_path):
+    path = tmp_path / "run.yaml"
 
+    def loaded(text: str) -> CommunicationChoice:
+        path.write_text(f"planner: zeppelin\ncommunication: {text}\n")
+        return load_config(path).communication
 
-def test_one_nodes_pool_is_limited_as_links_inside_a_node(make):
-    _, nccl = make(0, [list(range(4))], 8, sms={"intra_node": 6, "inter_node": 2})
-    assert {group.options.config.max_ctas for what, group in nccl.log if what == "new"} == {6}
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+    for text, said in (
         ("{inter_node_sms: 0}", "communication.inter_node_sms: expected at least 1, got 0"),
         ("{inter_node_sm: 4}", "did you mean 'inter_node_sms'"),
         ("{intra_node_sms: many}", "communication.intra_node_sms: expected a whole number"),
         ("16", "communication: expected safe or keys such as inter_node_sms, got 16"),
         ("unsafe", "communication: expected safe or keys such as inter_node_sms, got 'unsafe'"),
-    ],
-)
-def test_the_section_is_checked(tmp_path, text, said):
-    path = tmp_path / "run.yaml"
-    path.write_text(f"planner: zeppelin\ncommunication: {text}\n")
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
-        load_config(path)
-
-
-def test_the_section_is_read_and_written_back(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("planner: zeppelin\ncommunication: {inter_node_sms: 8}\n")
-    assert load_config(path).communication.sms == {"inter_node": 8}
-    assert load_config(path).communication == CommunicationChoice(inter_node_sms=8)
-    path.write_text("planner: zeppelin\ncommunication: safe\n")
-    assert load_config(path).communication == CommunicationChoice(safe=True)
+    ):
+        with pytest.raises(ConfigError, match=said):
+            loaded(text)
+    assert loaded("{inter_node_sms: 8}").sms == {"inter_node": 8}
+    assert loaded("{inter_node_sms: 8}") == CommunicationChoice(inter_node_sms=8)
+    assert loaded("safe") == CommunicationChoice(safe=True)
 
 
 def test_the_safe_order_is_a_fact_of_the_pool(make):

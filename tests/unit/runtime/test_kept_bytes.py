@@ -4,7 +4,7 @@ import ast
 import gc
 import importlib
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_balance import runtime
-from megatron_balance.analysis.backward import MicrobatchBytes, microbatch_bytes
+from megatron_balance.analysis.backward import microbatch_bytes
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InvalidProgramError
@@ -41,8 +41,6 @@ from tests.support.silent import ShapeKernel
 from tests.support.strategies import EVERY_PATTERN
 from tests.unit.compile.test_streams import Written
 
-pytest.importorskip("torch")
-
 HEADS, KV_HEADS, DIM, RANKS = 8, 4, 64, 8
 MODEL, CLUSTER = Model(HEADS, KV_HEADS, DIM), Cluster(RANKS, 4)
 # Planners, and the rule of one whose other rule takes another comm pattern.
@@ -56,20 +54,6 @@ CASES = [
 LENGTHS = (900, 4000, 333, 70, 1200, 2500, 64, 1500)
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Counts of each rank's bound plan, by policy, beside the prediction."""
-
-    predicted: MicrobatchBytes
-    by_policy: dict[Policy, list[PeakBytes]]
-
-
-def plan_of(planner: str, rule: str, *, remapped: bool) -> MicrobatchPlan:
-    options = {"tokens_per_rank": 2200} | ({"rule": rule} if rule else {})
-    choice = choose_planner(planner, options, layers=choose_layers(planner, "always", remapped))
-    return choice.plan(Batch(LENGTHS), CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL))
-
-
 def count(plan: MicrobatchPlan, rank: int, policy: Policy) -> PeakBytes:
     groups = Groups(rank, RANKS, tuple(range(RANKS)), None, buffers=BufferPool(cpu=True))
     shape = AttentionShape(HEADS, KV_HEADS, DIM)
@@ -78,34 +62,28 @@ def count(plan: MicrobatchPlan, rank: int, policy: Policy) -> PeakBytes:
     return found
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def counted(request: pytest.FixtureRequest) -> Counted:
-    planner, rule, remapped = request.param
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kept_bytes_are_those_that_the_runtime_counts(case):
+    planner, rule, remapped = case
     try:
         plan = plan_of(planner, rule, remapped=remapped)
     except ConfigError as error:
         pytest.skip(str(error))
-    return Counted(
-        microbatch_bytes([plan], MODEL), {policy: [count(plan, r, policy) for r in range(RANKS)] for policy in POLICIES}
-    )
+    predicted = microbatch_bytes([plan], MODEL)
+    found = {policy: [count(plan, rank, policy) for rank in range(RANKS)] for policy in POLICIES}
+    assert predicted.kept.tolist() == [each.kept_bytes for each in found["keep"]]
+    assert all(each.kept_bytes == 0 for each in found["replay"])
+    assert (predicted.replayed <= predicted.kept).all()
+    # On the fullest rank gradients and messages on their way are estimated, within a factor of 1.7.
+    for policy, held in (("keep", predicted.kept), ("replay", predicted.replayed)):
+        needed = (held + predicted.working).max()
+        assert 0.6 * needed < max(each.call_bytes for each in found[policy]) < 1.5 * needed
 
 
-def test_kept_bytes_are_those_that_the_runtime_counts(counted):
-    assert counted.predicted.kept.tolist() == [each.kept_bytes for each in counted.by_policy["keep"]]
-    assert all(each.kept_bytes == 0 for each in counted.by_policy["replay"])
-
-
-def test_a_call_needs_about_the_bytes_predicted_on_the_fullest_rank(counted):
-    """Gradients and messages on their way are estimated, within a factor of 1.7."""
-    held = {"keep": counted.predicted.kept, "replay": counted.predicted.replayed}
-    for policy, found in counted.by_policy.items():
-        beside = np.array([each.call_bytes for each in found])
-        predicted = held[policy] + counted.predicted.working
-        assert 0.6 * predicted.max() < beside.max() < 1.5 * predicted.max()
-
-
-def test_a_replayed_call_never_holds_more_inputs_than_a_kept_one(counted):
-    assert (counted.predicted.replayed <= counted.predicted.kept).all()
+def plan_of(planner: str, rule: str, *, remapped: bool) -> MicrobatchPlan:
+    options = {"tokens_per_rank": 2200} | ({"rule": rule} if rule else {})
+    choice = choose_planner(planner, options, layers=choose_layers(planner, "always", remapped))
+    return choice.plan(Batch(LENGTHS), CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL))
 
 
 # Memory that calls share: when it is taken back, what is waited for first, and that the same calls
@@ -130,9 +108,7 @@ def test_memory_comes_back_with_the_last_tensor_on_it() -> None:
     assert address(buffer(pool, 100)) != at
     del view
     assert address(buffer(pool, 100)) == at
-
-
-def test_what_autograd_saves_is_in_use() -> None:
+    # What autograd saves is in use.
     pool = BufferPool(cpu=True)
     x = pool.empty((8,), torch.float32, CPU).fill_(3.0)
     at, weight = address(x), torch.ones(8, requires_grad=True)
@@ -157,13 +133,22 @@ def test_shapes_and_types_and_alignment() -> None:
     for value, x in enumerate(held):
         x.fill_(value)
     assert [int(x.sum()) for x in held] == [0, 15, 30, 45]
+    # Slabs are as large as a plan asks for.
+    pool = BufferPool(cpu=True)
+    pool.reserve(3 * SLAB)
+    assert pool.held_bytes == 0
+    parts = [buffer(pool, SLAB // 2) for _ in range(6)]
+    assert (pool.num_slabs, pool.held_bytes) == (1, 3 * SLAB)
+    parts.append(buffer(pool, 1))
+    assert pool.num_slabs == 2
+    large = buffer(pool, 7 * SLAB)
+    assert (pool.num_slabs, large.numel()) == (3, 7 * SLAB)
 
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 5 * ALIGN), st.integers(0, 5)), min_size=1, max_size=40))
 def test_the_same_calls_find_the_same_places(sizes: list[tuple[int, int]]) -> None:
-    """Each buffer lives for some of the next ones. No two at once share a byte, and a second time
-    round takes no slab more.
-    """
+    # Each buffer lives for some of the next ones. No two at once share a byte, and a second time
+    # round takes no slab more.
     pool = BufferPool(cpu=True)
     places = []
     for _ in range(3):
@@ -179,18 +164,6 @@ def test_the_same_calls_find_the_same_places(sizes: list[tuple[int, int]]) -> No
     assert places[0] == places[1] == places[2]
     assert pool.num_slabs == 1
     assert pool.peak_bytes <= pool.held_bytes == SLAB
-
-
-def test_slabs_are_as_large_as_a_plan_asks_for() -> None:
-    pool = BufferPool(cpu=True)
-    pool.reserve(3 * SLAB)
-    assert pool.held_bytes == 0
-    parts = [buffer(pool, SLAB // 2) for _ in range(6)]
-    assert (pool.num_slabs, pool.held_bytes) == (1, 3 * SLAB)
-    parts.append(buffer(pool, 1))
-    assert pool.num_slabs == 2
-    large = buffer(pool, 7 * SLAB)
-    assert (pool.num_slabs, large.numel()) == (3, 7 * SLAB)
 
 
 def test_what_another_stream_uses_is_used_again_last_and_waited_for() -> None:
@@ -213,7 +186,7 @@ def test_what_another_stream_uses_is_used_again_last_and_waited_for() -> None:
 
 
 def test_a_fence_that_was_passed_is_not_waited_for_again() -> None:
-    """Received, waited for and read: the memory is as free as any other."""
+    # Received, waited for and read: the memory is as free as any other.
     pool, waited = BufferPool(cpu=True), []
     received = pool.empty((SLAB // 2,), torch.uint8, CPU, received=True)
     early, late = (pool.fence("stream", name, waited.append) for name in ("early", "late"))
@@ -227,9 +200,8 @@ def test_a_fence_that_was_passed_is_not_waited_for_again() -> None:
 
 
 def test_a_fence_is_for_who_needs_it_and_for_its_own_bytes_only() -> None:
-    """Three buffers that other streams use are all the memory there is. What is received into one of
-    them is no matter of the compute stream, and the other two stay behind their fences.
-    """
+    # Three buffers that other streams use are all the memory there is. What is received into one of
+    # them is no matter of the compute stream, and the other two stay behind their fences.
     pool, waited = BufferPool(cpu=True), []
     held = [buffer(pool, SLAB // 4) for _ in range(3)] + [buffer(pool, SLAB // 4 - ALIGN), buffer(pool, ALIGN)]
     ends = [pool.fence(f"stream {at}", at, waited.append) for at in range(3)]
@@ -272,34 +244,28 @@ def imported(path: Path) -> set[str]:
     return {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 
-@pytest.mark.parametrize(("shelf", "choose"), [("kernels", "choose_kernel"), ("movers", "choose_mover")])
-def test_a_protocol_knows_no_implementation_and_no_implementation_the_choice(shelf: str, choose: str) -> None:
-    package = f"megatron_balance.runtime.{shelf}"
-    assert hasattr(importlib.import_module(package), choose)
-    assert not {name for name in imported(ROOT / shelf / "base.py") if name.startswith(package)}
-    for path in (ROOT / shelf).rglob("*.py"):
-        assert f"{package}.{choose}" not in imported(path), path
-
-
-def test_optional_libraries_are_imported_by_choosing_them_only() -> None:
+def test_a_protocol_knows_no_implementation_and_no_implementation_the_choice() -> None:
+    for shelf, choose in (("kernels", "choose_kernel"), ("movers", "choose_mover")):
+        package = f"megatron_balance.runtime.{shelf}"
+        assert hasattr(importlib.import_module(package), choose)
+        assert not {name for name in imported(ROOT / shelf / "base.py") if name.startswith(package)}
+        for path in (ROOT / shelf).rglob("*.py"):
+            assert f"{package}.{choose}" not in imported(path), path
+    # Optional libraries are imported by choosing them only.
     code = "import sys, megatron_balance.runtime.attention; print(*sys.modules)"
     out = ended([sys.executable, "-c", code], check=True, cwd=ROOT.parents[1]).stdout.split()
     assert "megatron_balance.runtime.movers" in out
     assert not set(OPTIONAL) & set(out)
 
 
-# (seq, start, stop, head_start, head_stop, buffer, row): s0[0:10) in two buffers, s1[4:8) split by
-# heads
-INSTANCES = [(0, 0, 6, 0, 2, 0, 0), (0, 6, 10, 0, 2, 3, 0), (1, 4, 8, 0, 1, 1, 5), (1, 4, 8, 1, 2, 2, 0)]
-
-
 def test_a_region_lies_in_row_ranges_of_the_buffers_that_hold_it() -> None:
-    whole = RegionIndex(np.array(INSTANCES[:2]))
-    assert whole.resolve(np.array([[0, 4, 9, 1, 2]]).T).T.tolist() == [
-        [0, 0, 2, 0, 1, 0, 4, 1],
-        [0, 2, 3, 0, 1, 3, 0, 1],
-    ]
-    split = RegionIndex(np.array(INSTANCES)).resolve(np.array([[1, 5, 7, 0, 2]]).T)
+    # (seq, start, stop, head_start, head_stop, buffer, row): s0[0:10) in two buffers, s1[4:8) split
+    # by heads
+    instances = np.array([(0, 0, 6, 0, 2, 0, 0), (0, 6, 10, 0, 2, 3, 0), (1, 4, 8, 0, 1, 1, 5), (1, 4, 8, 1, 2, 2, 0)])
+    whole = RegionIndex(instances[:2])
+    found = whole.resolve(np.array([[0, 4, 9, 1, 2]]).T).T
+    assert found.tolist() == [[0, 0, 2, 0, 1, 0, 4, 1], [0, 2, 3, 0, 1, 3, 0, 1]]
+    split = RegionIndex(instances).resolve(np.array([[1, 5, 7, 0, 2]]).T)
     assert split[RowRange.BUFFER].tolist() == [1, 2]
     assert split[RowRange.BUFFER_ROW].tolist() == [6, 1]
     assert split[RowRange.HEAD].tolist() == [0, 1]
@@ -318,30 +284,28 @@ KV_BYTES, Q_BYTES = 2 * TOKENS * TWO_HEADS * EIGHT * 2, TOKENS * FOUR_HEADS * EI
 class Moved(TorchDispatchMode):
     """Bytes that operators on gradients read and write: zeroing, copying, adding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
+    num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name, tensors = func.overloadpacket.__name__, [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-        if name in ("zero_", "fill_"):
-            self.num_bytes += tensors[0].nbytes
-        elif name == "copy_":
-            self.num_bytes += sum(x.nbytes for x in tensors)
-        elif name == "add_":
-            self.num_bytes += tensors[0].nbytes + sum(x.nbytes for x in tensors)
-        elif name == "index_add_":
-            self.num_bytes += 3 * tensors[-1].nbytes
-        elif name == "_to_copy":
-            self.num_bytes += tensors[0].nbytes + result.nbytes
+        sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        match func.overloadpacket.__name__:
+            case "zero_" | "fill_":
+                self.num_bytes += sizes[0]
+            case "copy_":
+                self.num_bytes += sum(sizes)
+            case "add_":
+                self.num_bytes += sizes[0] + sum(sizes)
+            case "index_add_":
+                self.num_bytes += 3 * sizes[-1]
+            case "_to_copy":
+                self.num_bytes += sizes[0] + result.nbytes
         return result
 
 
 def moved_a_round(wire: GradientWire) -> float:
-    """Bytes that the sums of a round take on rank 7 of a ring, which attends to all rounds: those of
-    the backward less those of a ring that is a round shorter.
-    """
+    # Bytes that the sums of a round take on rank 7 of a ring, which attends to all rounds: those of
+    # the backward less those of a ring that is a round shorter.
     found = []
     for ranks in (EIGHT_RANKS, EIGHT_RANKS - 1):
         plan = by_hand.pool("ring", (TOKENS * ranks,), ranks, heads=(FOUR_HEADS, TWO_HEADS))
@@ -361,12 +325,10 @@ def moved_a_round(wire: GradientWire) -> float:
 
 
 def test_a_round_of_a_ring_moves_each_gradient_once() -> None:
-    """Rank 0's last half of the queries attends in every round. Its dq is added to the total: read
-    in bf16, the total read and written in fp32. Its dk and dv are added to what the next rank sent.
-
-    Zeroing a total for every round, adding to it, and adding what was received, were 63,488 bytes
-    here in place of 30,720.
-    """
+    # Rank 0's last half of the queries attends in every round. Its dq is added to the total: read
+    # in bf16, the total read and written in fp32. Its dk and dv are added to what the next rank
+    # sent. Zeroing a total for every round, adding to it, and adding what was received, were 63,488
+    # bytes here in place of 30,720.
     dq = 5 * Q_BYTES / 2
     assert moved_a_round("fp32") == dq + 5 * KV_BYTES
     assert moved_a_round("bf16") == dq + 3 * KV_BYTES, "as Transformer Engine's ring: three tensors in bf16"
@@ -375,11 +337,8 @@ def test_a_round_of_a_ring_moves_each_gradient_once() -> None:
 def test_a_gradient_is_kept_where_it_is_the_first_of_its_buffer_and_all_of_it() -> None:
     plan = by_hand.pool("ring", (TOKENS * 4,), 4, heads=(FOUR_HEADS, TWO_HEADS))
     groups = Groups(0, 4, (0, 1, 2, 3), None, streams=Written())  # pyright: ignore[reportArgumentType]
-    steps = (
-        bind(plan, 0, AttentionShape(FOUR_HEADS, TWO_HEADS, EIGHT), groups=groups, kernel="plain")
-        .phases["backward"]
-        .steps
-    )
+    bound = bind(plan, 0, AttentionShape(FOUR_HEADS, TWO_HEADS, EIGHT), groups=groups, kernel="plain")
+    steps = bound.phases["backward"].steps
     launches = [step for step in steps if isinstance(step, GradLaunch)]
     assert [len(step.dk_sums.kept) for step in launches] == [1, 1, 1, 1]
     assert [len(step.dk_sums.added.runs) for step in launches] == [0, 0, 0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from megatron_balance.runtime.recorder import PhaseTraffic, Trace
 from megatron_balance.runtime.transport import Gloo
 from tests.support.strategies import ALL_PLANNERS, EVERY_PATTERN, Case, plan
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 
 def message(peer: int, kind: Kind, rows: tuple[int, int], heads: tuple[int, int], buffer: int = 0) -> steps.PeerMessage:
@@ -32,44 +33,29 @@ def message(peer: int, kind: Kind, rows: tuple[int, int], heads: tuple[int, int]
     return steps.PeerMessage(peer, kind, steps.Packed((run,), run.count, run.num_heads, (None,)))
 
 
-def test_heads_of_other_peers_are_taken_together() -> None:
-    """Gradients of queries with those of keys, which go elsewhere."""
-    received = [
-        message(peer, kind, (0, 10), (2 * peer, 2 * peer + 2))
-        for peer in (1, 2, 3)
-        for kind in (Kind.Q_GRAD, Kind.KV_GRAD)
-    ]
+def test_messages_that_meet_no_earlier_one_are_taken_together() -> None:
+    # Heads of other peers: gradients of queries with those of keys, which go elsewhere.
+    kinds = (Kind.Q_GRAD, Kind.KV_GRAD)
+    received = [message(peer, kind, (0, 10), (2 * peer, 2 * peer + 2)) for peer in (1, 2, 3) for kind in kinds]
     assert arrivals(received) == ((0, 1, 2, 3, 4, 5),)
-
-
-def test_an_exchange_that_sums_on_the_way_brings_one_peers_messages() -> None:
-    received = tuple(message(peer, Kind.KV_GRAD, (0, 10), (0, 2)) for peer in (1, 2, 3))
-    exchange = steps.ExchangeStep(
-        *(0, 0, "", "reduce_scatter", (0, 1, 2, 3), (), received, 0, {}, {}, frozenset(), ""),
-        arrivals=arrivals(received),
-    )
+    # A key-value head that several ranks used: its gradients are added in order.
+    rows = [(0, 10), (5, 15), (12, 20), (30, 40)]
+    received = [message(peer, Kind.KV_GRAD, each, (0, 2)) for peer, each in enumerate(rows)]
+    assert arrivals(received) == ((0, 3), (1,), (2,))
+    # Received inputs become buffers of their own and meet nothing.
+    inputs = [(peer, kind) for peer in (1, 2) for kind in (Kind.Q, Kind.KV)]
+    received = [steps.PeerMessage(peer, kind, steps.Packed((), 8, 2), peer) for peer, kind in inputs]
+    assert arrivals(received) == ((0, 2), (1, 3))
+    # An exchange that sums on the way brings one peer's messages.
+    summed = tuple(message(peer, Kind.KV_GRAD, (0, 10), (0, 2)) for peer in (1, 2, 3))
+    members = (0, 0, "", "reduce_scatter", (0, 1, 2, 3), (), summed, 0, {}, {}, frozenset(), "")
+    exchange = steps.ExchangeStep(*members, arrivals=arrivals(summed))
     assert exchange.arrivals == ((0,), (1,), (2,))
     assert _taken_together(exchange, 1) == [(0,)]
 
 
-def test_what_meets_an_earlier_message_comes_behind_it_and_behind_what_that_came_behind() -> None:
-    """A key-value head that several ranks used: its gradients are added in order."""
-    rows = [(0, 10), (5, 15), (12, 20), (30, 40)]
-    received = [message(peer, Kind.KV_GRAD, each, (0, 2)) for peer, each in enumerate(rows)]
-    assert arrivals(received) == ((0, 3), (1,), (2,))
-
-
-def test_received_inputs_become_buffers_of_their_own_and_meet_nothing() -> None:
-    received = [
-        steps.PeerMessage(peer, kind, steps.Packed((), 8, 2), peer) for peer in (1, 2) for kind in (Kind.Q, Kind.KV)
-    ]
-    assert arrivals(received) == ((0, 2), (1, 3))
-
-
 # A proxy's thread on a transport that only writes down: order, look-ahead, what it counts, and what
 # it says when a piece is lost.
-
-torch = pytest.importorskip("torch")
 
 FORM = CallForm.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
 ARRIVES, LEAVES = steps.Hop(0, "dispatch", 6, "dispatch", False), steps.Hop(5, "across", 8, "inter_node", True)
@@ -97,42 +83,34 @@ class Wire:
             monkeypatch.setattr(transport, name, lambda x, peer, tag, _, name=name: self.begin(name, x, peer, tag))
         monkeypatch.setattr(transport, "break_off", lambda _: self.log.append(("break off",)))
 
-    def begin(self, name: str, x: Any, peer: int, tag: int) -> Wire:
+    def begin(self, name: str, x: Any, peer: int, tag: int) -> SimpleNamespace:
         self.log.append((name, peer, tag, x.nbytes))
-        wire = Wire.__new__(Wire)
-        wire.log, wire.lost = self.log, tag if tag == self.lost else None
-        return wire
+        return SimpleNamespace(wait=lambda timeout: self.wait(timeout, tag))
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta, tag: int) -> None:
         assert timeout > timedelta(0)
-        if self.lost is not None:
+        if tag == self.lost:
             raise RuntimeError("Connection closed by peer")
 
 
 def test_pieces_are_passed_on_in_order_with_receives_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    wire = Wire(monkeypatch)
-    trace: Trace = []
+    wire, trace = Wire(monkeypatch), Trace()
     passing = relaying([relay_task(exchange) for exchange in range(40)], trace)
     passing.end()
-    assert [entry for entry in wire.log if entry[0] == "send"] == [("send", 5, 100 * i + 8, 64) for i in range(40)]
-    assert [entry for entry in wire.log if entry[0] == "receive"] == [
-        ("receive", 0, 100 * i + 6, 64) for i in range(40)
-    ]
-    ahead = [entry[0] for entry in wire.log].index("send")
-    assert 1 < ahead < 40
+    sent, received = ([entry for entry in wire.log if entry[0] == what] for what in ("send", "receive"))
+    assert sent == [("send", 5, 100 * i + 8, 64) for i in range(40)]
+    assert received == [("receive", 0, 100 * i + 6, 64) for i in range(40)]
+    assert 1 < wire.log.index(sent[0]) < 40
     assert passing.traffic == PhaseTraffic(relayed_bytes=40 * 64, inter_node_bytes_sent=40 * 64)
-    assert [(e.stream, e.op, e.leg, e.role) for e in trace[:2]] == [
-        ("dispatch", 0, "dispatch", "send_proxy"),
-        ("inter_node", 0, "across", "send_proxy"),
-    ]
+    legs = [(e.stream, e.op, e.leg, e.role) for e in trace[:2]]
+    assert legs == [("dispatch", 0, "dispatch", "send_proxy"), ("inter_node", 0, "across", "send_proxy")]
 
 
 def test_a_piece_without_bytes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
     # 16 bytes: one piece of the two.
-    tiny = steps.RelayTask(0, 0, 0, ((Kind.Q, 1, 1),), steps.ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES))
-    whole = tiny._replace(route=tiny.route._replace(index=1))
-    relaying([tiny, whole]).end()
+    tiny = relay_task(0)._replace(carried=((Kind.Q, 1, 1),))
+    relaying([tiny, tiny._replace(route=tiny.route._replace(index=1))]).end()
     assert wire.log == [("receive", 0, 6, 16), ("send", 5, 8, 16)]
 
 
@@ -165,32 +143,26 @@ class Held:
 def test_shipped_tables_are_the_same_objects_in_one_aligned_block():
     one, two = torch.arange(5, dtype=torch.int32), torch.arange(7, dtype=torch.int64)
     blocks, empty = torch.arange(12, dtype=torch.int32).reshape(3, 4), torch.empty(0, dtype=torch.int64)
-    held, before = [one, two, blocks, empty], [x.clone() for x in (one, two, blocks, empty)]
+    held = [one, two, blocks, empty]
+    before = [x.clone() for x in held]
     num_bytes = ship([*held, one], CPU)
-    for table, expected in zip(held, before, strict=True):
-        assert torch.equal(table, expected)
+    assert all(map(torch.equal, held, before))
     assert {table.untyped_storage().data_ptr() for table in held} == {one.untyped_storage().data_ptr()}
     assert one.untyped_storage().nbytes() == num_bytes == 32 + 48 + 64
     assert all(table.data_ptr() % ALIGN == 0 for table in held if table.numel())
 
 
-def test_nothing_to_ship_is_no_copy(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "to", None)
-    assert ship([], CPU) == 0
-    assert ship([torch.empty(0, dtype=torch.int32)], CPU) == 0
+def test_a_shipment_is_one_copy_and_nothing_to_ship_none(monkeypatch):
+    copies, to = list[int](), torch.Tensor.to
 
-
-def test_a_shipment_is_one_copy(monkeypatch):
-    copies: list[int] = []
-    to = torch.Tensor.to
-
-    def counted(self, *args, **kwargs):
+    def counted(self, *args, **more):
         copies.append(self.nbytes)
-        return to(self, *args, **kwargs)
+        return to(self, *args, **more)
 
     monkeypatch.setattr(torch.Tensor, "to", counted)
-    tables = [torch.arange(n) for n in range(1, 40)]
-    assert [ship(tables, CPU)] == copies
+    assert ship([], CPU) == ship([torch.empty(0, dtype=torch.int32)], CPU) == 0
+    assert copies == []
+    assert [ship([torch.arange(n) for n in range(1, 40)], CPU)] == copies
 
 
 def test_tables_are_found_in_tuples_lists_and_dataclasses():
@@ -200,12 +172,7 @@ def test_tables_are_found_in_tuples_lists_and_dataclasses():
 
 
 CASE = Case(Batch((300, 90, 41, 17, 130, 6)), Cluster(4, 2), Model(8, 4, 8), 160, seed=5)
-VARIED = {
-    "plain": CASE,
-    "remapped": replace(CASE, remapped=True),
-    "routed": replace(CASE, remapped=True, routing=(1, 1)),
-}
-
+VARIED = (CASE, replace(CASE, remapped=True), replace(CASE, remapped=True, routing=(1, 1)))
 WAYS = (("keep", "fp32"), ("replay", "bf16"))
 EACH = [(planner, *way) for planner in EVERY_PATTERN for way in WAYS]
 EACH += [(name, *WAYS[at % 2]) for at, name in enumerate(ALL_PLANNERS) if name not in EVERY_PATTERN]
@@ -217,17 +184,17 @@ def test_all_tables_of_a_microbatch_are_one_copy_at_bind(planner, policy, wire):
     from tests.support.silent import count
 
     launches = set()
-    for name, case in VARIED.items():
+    for case in VARIED:
         for rank in (0, 3):
             found = count(plan(planner, case), rank, policy, wire, strided=rank > 0)
-            assert (found.at_bind, found.in_layers) == (1, 0), (name, rank)
+            assert (found.at_bind, found.in_layers) == (1, 0), (case, rank)
             launches |= set(found.launches)
     assert "add_rows" in launches
 
 
 @pytest.mark.parametrize("planner", ["te_ring", "random_shares", "random_task_table", "random_once_per_node"])
 def test_every_table_that_a_step_holds_is_shipped(planner, monkeypatch):
-    """Those that only the plain mover asks for, too: it may be named on a GPU."""
+    # Those that only the plain mover asks for, too: it may be named on a GPU.
     pytest.importorskip("triton")
     from megatron_balance.runtime import bind as binding
     from tests.support.silent import count
@@ -243,7 +210,7 @@ def test_every_table_that_a_step_holds_is_shipped(planner, monkeypatch):
         return found
 
     monkeypatch.setattr(binding, "_tables_of", seen)
-    for case in VARIED.values():
+    for case in VARIED:
         for rank in (0, 3):
             count(plan(planner, case), rank, "replay", "fp32", strided=rank > 0)
     assert all(held)

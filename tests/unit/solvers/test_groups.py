@@ -31,39 +31,26 @@ from megatron_balance.solvers.groups import arrange, blocks, needed, rank_tokens
 from megatron_balance.solvers.makespan import MachinesProblem, Stairs, by_weights
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "wanted"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9))]
-)
-def test_sizes_are_powers_of_two_and_all_ranks(num_ranks: int, wanted: tuple[int, ...]) -> None:
-    assert sizes(num_ranks) == wanted
-
-
-def test_the_smallest_size_that_holds_a_sequence_is_needed_and_else_the_largest() -> None:
+def test_sizes_and_blocks_of_groups() -> None:
+    wanted = {1: (1,), 2: (1, 2), 6: (1, 2, 4, 6), 8: (1, 2, 4, 8), 9: (1, 2, 4, 8, 9)}
+    assert {num_ranks: sizes(num_ranks) for num_ranks in wanted} == wanted
+    # The smallest size that holds a sequence is needed, and else the largest.
     assert [needed(length, 100, (1, 2, 4, 6)) for length in (1, 100, 101, 400, 401, 9999)] == [1, 1, 2, 4, 6, 6]
-
-
-def test_blocks_lie_inside_nodes_if_a_node_holds_one() -> None:
+    # Blocks lie inside nodes if a node holds one; larger groups choose first.
     assert blocks(2, 6, 3) == [range(2), range(3, 5)]
     assert blocks(4, 12, 3) == [range(4), range(4, 8), range(8, 12)]
     assert blocks(6, 6, 3) == [range(6)]
-
-
-def test_larger_groups_choose_first_and_fill_nodes() -> None:
     assert arrange([1, 4, 2, 1], 8, 4) == [(6,), (0, 1, 2, 3), (4, 5), (7,)]
     assert arrange([4, 1, 1], 6, 3) == [(0, 1, 2, 3), (4,), (5,)]
     assert arrange([], 4, 2) == []
 
 
-@given(
-    wanted=st.lists(st.integers(1, 8), max_size=8).filter(lambda own: sum(own) <= 16),
-    node_size=st.sampled_from([1, 2, 4, 8, 16]),
-)
+@given(st.lists(st.integers(1, 8), max_size=8).filter(lambda own: sum(own) <= 16), st.sampled_from([1, 2, 4, 8, 16]))
 def test_groups_are_disjoint_and_of_the_wanted_sizes(wanted: list[int], node_size: int) -> None:
     chosen = arrange(wanted, 16, node_size)
     assert [len(ranks) for ranks in chosen] == wanted
     taken = [rank for ranks in chosen for rank in ranks]
-    assert len(set(taken)) == len(taken)
-    assert all(0 <= rank < 16 for rank in taken)
+    assert len(set(taken)) == len(taken) == len(set(taken) & set(range(16)))
     assert all(list(ranks) == sorted(ranks) for ranks in chosen)
 
 
@@ -93,23 +80,26 @@ def test_the_program_is_never_worse_than_its_start() -> None:
     lengths, pipelines = [9000, 5000, 4000, 3000, 3000, 800, 400], [TP8, TP4, TP4_PP2]
     ours = slowest_s(lengths, pipelines, dispatch(lengths, pipelines))
     assert slowest_s(lengths, pipelines, exact(lengths, pipelines)) <= ours
-
-
-def test_a_sequence_that_no_pipeline_holds_is_named() -> None:
     with pytest.raises(InfeasibleError, match="30000 tokens, the best pipeline's MaxLen is 28000"):
         dispatch([5, 30000], [TP8, TP4])
     with pytest.raises(InfeasibleError, match="30000 tokens, the pipeline's MaxLen is 28000"):
         pack([5, 30000], TP8)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "pipelines"), [([100], [TP4] * 4), ([], [TP4]), ([500] * 8, [TP4] * 4), ([9000, 10], [TP4, TP2_PP4])]
-)
-def test_few_and_equal_sequences(lengths: list[int], pipelines: list[PipelineCost]) -> None:
-    answer = dispatch(lengths, pipelines)
-    assert sorted(seq for own in answer for seq in own) == list(range(len(lengths)))
-    if lengths == [500] * 8:
-        assert [len(own) for own in answer] == [2] * 4
+def test_few_and_equal_sequences() -> None:
+    four = [TP4] * 4
+    for lengths, pipelines in (([100], four), ([], [TP4]), ([500] * 8, four), ([9000, 10], [TP4, TP2_PP4])):
+        answer = dispatch(lengths, pipelines)
+        assert sorted(seq for own in answer for seq in own) == list(range(len(lengths)))
+    assert [len(own) for own in dispatch([500] * 8, four)] == [2] * 4
+    cost = PipelineCost(0.0, 1.0, 5.0, 2, 10)
+    assert sorted(map(len, dispatch([4, 4], [cost] * 3))) == [0, 1, 1]
+    assert cost.bound_s([4, 4, 4]) == 12 + 12 / 10 * 5 + (4 + 4 / 10 * 5 + 5), "c once a microbatch"
+    assert cost.bound_s([]) == 0.0
+    # One pipeline takes all.
+    alone = [PipelineCost(1e-9, 1e-5, 5e-3, 4, 4096)]
+    for count, filled in itertools.product((0, 1, 5, 400), (False, True)):
+        assert dispatch([100] * count, alone, filled=filled) == (tuple(range(count)),)
 
 
 @pytest.mark.parametrize("pipeline", KINDS, ids=str)
@@ -121,28 +111,24 @@ def test_microbatches_hold_every_sequence_once_and_fit(pipeline: PipelineCost) -
         assert sorted(seq for own in bins for seq in own) == list(range(len(lengths)))
         assert all(own and sum(lengths[seq] for seq in own) <= pipeline.max_tokens for own in bins)
         microbatches = [[lengths[seq] for seq in own] for own in bins]
-        slowest = max((microbatch_s(own, pipeline) for own in microbatches), default=0.0)
+        slowest = max(microbatch_s(own, pipeline) for own in microbatches)
         bound = (pipeline.stages - 1 + len(microbatches)) * slowest  # Eq. 1
         assert pipeline.bound_s(lengths) <= bound * (1 + 1e-9)
         assert clock_s(microbatches, pipeline) <= bound * (1 + 1e-9)
 
 
 def test_the_program_packs_more_evenly_within_its_nodes() -> None:
-    """Items of 5, 4, 3, 3 and 3 s into two microbatches: the longest first leaves 10 and 8 s."""
-    pipeline = PipelineCost(0.0, 1.0, 5.0, 2, 10)
-    lengths = [5, 4, 3, 3, 3]
+    # Items of 5, 4, 3, 3 and 3 s into two microbatches: the longest first leaves 10 and 8 s.
+    pipeline, lengths = PipelineCost(0.0, 1.0, 5.0, 2, 10), [5, 4, 3, 3, 3]
     assert [sum(lengths[seq] for seq in own) for own in pack(lengths, pipeline)] == [8, 10]
     exactly = pack(lengths, pipeline, node_limit=20)
     assert sorted(sum(lengths[seq] for seq in own) for own in exactly) == [9, 9]
     # Three of 6 need three microbatches of 10, which the longest first finds; two hold none of them.
     assert pack([6, 6, 6], PipelineCost(0, 1, 100, 2, 10), node_limit=5) == ((0,), (1,), (2,))
     # The longest first needs four of 10 tokens, the program three.
-    tight = [6, 5, 5, 4, 4, 3, 3]
-    one = PipelineCost(0, 1, 1, 1, 10)
+    tight, one = [6, 5, 5, 4, 4, 3, 3], PipelineCost(0, 1, 1, 1, 10)
     assert (len(pack(tight, one)), len(pack(tight, one, node_limit=20))) == (4, 3)
-
-
-def test_a_pipeline_of_one_stage_runs_as_few_microbatches_as_hold_its_sequences() -> None:
+    # A pipeline of one stage runs as few microbatches as hold its sequences.
     assert len(pack([6, 3, 3, 2, 2], PipelineCost(0, 1, 100, 1, 16))) == 1
     assert len(pack([6, 3, 3, 2, 2], PipelineCost(0, 1, 1e-3, 1, 8))) == 2
 
@@ -160,28 +146,27 @@ def test_the_clock_is_the_simulators(stages: int, count: int) -> None:
 
 
 def test_util_tokens_is_the_first_length_near_the_best() -> None:
-    util = util_tokens(TP8)
-
-    def per_token(length: int) -> float:
-        return (TP8.sequence_s(length) + TP8.c) / length
-
-    best = min(per_token(length) for length in range(1, TP8.max_tokens + 1, 7))
+    util, per_token = util_tokens(TP8), lambda length: (TP8.sequence_s(length) + TP8.c) / length
+    best = min(map(per_token, range(1, TP8.max_tokens + 1, 7)))
     assert per_token(util) <= best / 0.85 * (1 + 1e-6) < per_token(util - 1) * (1 + 1e-6)
 
 
 # Sequences to unlike pipelines: near the best, and no slower than the paper's way.
 
 
-def drawn_pipelines(rng: random.Random, mixed: bool) -> tuple[list[int], list[PipelineCost]]:
+def drawn_pipelines(seed: int, mixed: bool) -> tuple[list[int], list[PipelineCost]]:
     """Sequences and pipelines. `mixed`: pipeline parallelism of 1, 2 and 4 side by side."""
-    pipelines: list[PipelineCost] = []
+    rng, pipelines = random.Random(seed), list[PipelineCost]()
     for _ in range(rng.choice([2, 3, 4, 8, 12])):
         ranks, stages = rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 4]) if mixed else 1
         a, b, c = 1e-9 * rng.uniform(0.9, 1.1) / ranks, 1e-5 / ranks, 5e-3 * rng.uniform(0.5, 1.5)
         pipelines.append(PipelineCost(a, b, c, stages, 4096 * ranks))
     most = max(pipeline.max_tokens for pipeline in pipelines)
-    count = rng.choice([5, 9, 20, 50, 120])
-    return [min(most, max(1, int(rng.lognormvariate(6, 1.3)))) for _ in range(count)], pipelines
+    return skewed(rng, rng.choice([5, 9, 20, 50, 120]), 6, 1.3, most), pipelines
+
+
+def skewed(rng: random.Random, count: int, mean: float, spread: float, most: int) -> list[int]:
+    return [min(most, max(1, int(rng.lognormvariate(mean, spread)))) for _ in range(count)]
 
 
 def lower_bound(problem: MachinesProblem) -> float:
@@ -199,15 +184,14 @@ def seconds(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned:
     return float(problem.seconds(of).max())
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_weights_are_the_same_where_logarithms_round_otherwise(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on processors with other vector instructions, where all ranks must plan alike."""
-    problem = problem_of(*drawn_pipelines(random.Random(seed), mixed=True))
-    before = by_weights(problem, rounds=80)[1].tolist()
+def test_weights_are_the_same_where_logarithms_round_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on processors with other vector instructions, where all ranks must plan alike.
+    problems = [problem_of(*drawn_pipelines(seed, mixed=True)) for seed in range(6)]
+    before = [by_weights(problem, rounds=80)[1].tolist() for problem in problems]
     for name in ("log", "exp"):
         exact = getattr(np, name)
         monkeypatch.setattr(np, name, lambda x, exact=exact: np.nextafter(exact(x), np.inf))
-    assert by_weights(problem, rounds=80)[1].tolist() == before
+    assert [by_weights(problem, rounds=80)[1].tolist() for problem in problems] == before
 
 
 def least_of_all(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> float:
@@ -222,28 +206,22 @@ def least_of_all(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> f
     return float((total + problem.behind * largest + problem.start_s * (largest > 0)).max(axis=1).min())
 
 
-CASES = [drawn_pipelines(random.Random(number), mixed=number % 3 == 0) for number in range(18)]
+STAGED = [PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384)] * 4
+CASES = [drawn_pipelines(number, mixed=number % 3 == 0) for number in range(18)]
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_every_sequence_of_a_makespan_goes_once_to_a_pipeline_that_holds_it(case: int) -> None:
-    lengths, pipelines = CASES[case]
-    found = dispatch(lengths, pipelines)
-    for answer in (found, greedy(lengths, pipelines, trials=5)):
-        assert sorted(seq for seqs in answer for seq in seqs) == list(range(len(lengths)))
-        for pipeline, seqs in zip(pipelines, answer, strict=True):
-            assert all(lengths[seq] <= pipeline.max_tokens for seq in seqs)
-    assert dispatch(lengths, pipelines) == found
-    assert lower_bound(problem_of(lengths, pipelines)) <= seconds(lengths, pipelines, found) * (1 + 1e-9)
-
-
-def test_it_is_no_slower_than_algorithm_1() -> None:
-    """By a tenth of a per cent at most, and faster in the mean."""
-    ratios = [
-        seconds(lengths, pipelines, dispatch(lengths, pipelines))
-        / seconds(lengths, pipelines, greedy(lengths, pipelines, trials=20))
-        for lengths, pipelines in CASES
-    ]
+def test_every_sequence_of_a_makespan_goes_once_to_a_pipeline_that_holds_it_no_slower_than_by_algorithm_1() -> None:
+    ratios = []
+    for lengths, pipelines in CASES:
+        found, theirs = dispatch(lengths, pipelines), greedy(lengths, pipelines, trials=20)
+        for answer in (found, theirs):
+            assert sorted(seq for seqs in answer for seq in seqs) == list(range(len(lengths)))
+            for pipeline, seqs in zip(pipelines, answer, strict=True):
+                assert all(lengths[seq] <= pipeline.max_tokens for seq in seqs)
+        assert dispatch(lengths, pipelines) == found
+        found_s = seconds(lengths, pipelines, found)
+        assert lower_bound(problem_of(lengths, pipelines)) <= found_s * (1 + 1e-9)
+        ratios.append(found_s / seconds(lengths, pipelines, theirs))
     assert max(ratios) <= 1.001
     assert np.mean(ratios) < 0.995
 
@@ -251,56 +229,41 @@ def test_it_is_no_slower_than_algorithm_1() -> None:
 def test_small_cases_are_as_good_as_all_assignments() -> None:
     ratios: list[float] = []
     for number in range(8):
-        lengths, pipelines = drawn_pipelines(random.Random(100 + number), mixed=number % 2 == 0)
-        pipelines = sorted(pipelines, key=lambda each: -each.max_tokens)[:3]
-        lengths = lengths[:7]
+        lengths, pipelines = drawn_pipelines(100 + number, mixed=number % 2 == 0)
+        lengths, pipelines = lengths[:7], sorted(pipelines, key=lambda each: -each.max_tokens)[:3]
         ratios.append(seconds(lengths, pipelines, dispatch(lengths, pipelines)) / least_of_all(lengths, pipelines))
     assert max(ratios) <= 1.01
     assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= 7
 
 
-def test_fewer_sequences_than_pipelines_and_c_once_a_microbatch() -> None:
-    cost = PipelineCost(0.0, 1.0, 5.0, 2, 10)
-    assert sorted(map(len, dispatch([4, 4], [cost] * 3))) == [0, 1, 1]
-    assert cost.bound_s([4, 4, 4]) == 12 + 12 / 10 * 5 + (4 + 4 / 10 * 5 + 5)
-    assert cost.bound_s([]) == 0.0
-
-
 def test_of_many_sequences_only_some_pipelines_with_stages_take_long_ones() -> None:
-    """Each such pipeline waits for its longest microbatch again."""
-    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384)] * 4
-    rng = random.Random(1)
-    lengths = [min(16384, max(1, int(rng.lognormvariate(5.6, 1.5)))) for _ in range(400)]
-    problem = problem_of(lengths, pipelines)
+    # Each such pipeline waits for its longest microbatch again.
+    lengths = skewed(random.Random(1), 400, 5.6, 1.5, 16384)
+    problem = problem_of(lengths, STAGED)
     plain = makespan.greedy(problem, np.argsort(-problem.work.min(axis=0), kind="stable").tolist())
-    found = seconds(lengths, pipelines, dispatch(lengths, pipelines))
+    found = seconds(lengths, STAGED, dispatch(lengths, STAGED))
     assert found < 0.96 * problem.seconds(plain).max()
-    assert lower_bound(problem_of(lengths, pipelines)) <= found < 1.004 * lower_bound(problem_of(lengths, pipelines))
+    assert lower_bound(problem) <= found < 1.004 * lower_bound(problem)
     assert by_weights(problem, 80)[0] < 0.98 * found, "the bound by weights counts the longest sequence alone"
-
-
-def test_unlike_pipelines_with_stages_come_within_a_hundredth_of_the_bound() -> None:
-    """Machines open where those before are full, though one more long sequence would still fit in."""
-    kinds = (PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384), PipelineCost(2e-9, 2e-5, 5e-3, 4, 8192))
-    pipelines = [kinds[0], *[kinds[1]] * 3, *[PipelineCost(4e-9, 4e-5, 5e-3, 1, 2048)] * 4]
-    rng = random.Random(2)
-    lengths = [min(16384, max(1, int(rng.lognormvariate(5.6, 1.5)))) for _ in range(400)]
+    # Unlike pipelines: machines open where those before are full, though one more long sequence
+    # would still fit in.
+    unlike = [(1, 2, 16384), *[(2, 4, 8192)] * 3, *[(4, 1, 2048)] * 4]
+    pipelines = [PipelineCost(n * 1e-9, n * 1e-5, 5e-3, stages, most) for n, stages, most in unlike]
+    lengths = skewed(random.Random(2), 400, 5.6, 1.5, 16384)
     found = seconds(lengths, pipelines, dispatch(lengths, pipelines))
     assert lower_bound(problem_of(lengths, pipelines)) <= found < 1.01 * lower_bound(problem_of(lengths, pipelines))
 
 
 def test_no_assignment_comes_below_the_bound() -> None:
-    """All assignments of few sequences to pipelines with unlike stages."""
     for number in range(12):
-        lengths, pipelines = drawn_pipelines(random.Random(900 + 3 * number), mixed=True)
-        lengths, pipelines = lengths[:6], pipelines[:4]
-        most = max(each.max_tokens for each in pipelines)
-        lengths = [min(length, most) for length in lengths]
+        lengths, pipelines = drawn_pipelines(900 + 3 * number, mixed=True)
+        pipelines = pipelines[:4]
+        lengths = [min(length, max(each.max_tokens for each in pipelines)) for length in lengths[:6]]
         assert lower_bound(problem_of(lengths, pipelines)) <= least_of_all(lengths, pipelines) * (1 + 1e-9)
 
 
 def test_stairs_open_a_machine_where_those_before_are_full() -> None:
-    """Items of 4, 3, 2, 1, 1 and 1 s on two machines that count their largest again."""
+    # Items of 4, 3, 2, 1, 1 and 1 s on two machines that count their largest again.
     work = np.array([[4.0, 3.0, 2.0, 1.0, 1.0, 1.0]])
     two = np.zeros(2, dtype=np.int64)
     problem = MachinesProblem(work, two, np.ones(2), np.zeros(2), np.array([6, 5, 4, 3, 2, 1]))
@@ -319,7 +282,7 @@ def test_stairs_open_a_machine_where_those_before_are_full() -> None:
 
 
 def test_where_one_item_alone_takes_the_time_machines_stay_even() -> None:
-    """Stairs would fill the second machine to the time of the first."""
+    # Stairs would fill the second machine to the time of the first.
     sizes = np.array([1000, *[1] * 200])
     problem = MachinesProblem(sizes[None] / 100, np.zeros(3, dtype=np.int64), np.ones(3), np.zeros(3), sizes)
     loads = problem.seconds(makespan.assign(problem))
@@ -328,7 +291,7 @@ def test_where_one_item_alone_takes_the_time_machines_stay_even() -> None:
 
 
 def test_what_counts_again_may_be_more_than_an_item_works() -> None:
-    """Items of 5 and 1 s, of which the second counts 3 s where it is the largest."""
+    # Items of 5 and 1 s, of which the second counts 3 s where it is the largest.
     kind = np.zeros(2, dtype=np.int64)
     problem = MachinesProblem(np.array([[5.0, 1.0]]), kind, np.ones(2), np.zeros(2), np.array([5, 1]), np.array([3.0]))
     assert problem.seconds(np.array([0, 1])).tolist() == [10, 4]
@@ -343,26 +306,12 @@ def test_what_counts_again_may_be_more_than_an_item_works() -> None:
 
 
 def test_dispatch_counts_the_microbatches_that_packing_makes() -> None:
-    """Short sequences wait for a well-filled microbatch, too: even pipelines end sooner, packed."""
-    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384)] * 4
-    rng = random.Random(1)
-    lengths = [min(16384, max(1, int(rng.lognormvariate(6, 1.5)))) for _ in range(300)]
-    (plain, filled) = (dispatch(lengths, pipelines, filled=filled) for filled in (False, True))
-    assert max(packed(lengths, pipelines, filled)[1]) < 0.99 * max(packed(lengths, pipelines, plain)[1])
-    assert seconds(lengths, pipelines, plain) < seconds(lengths, pipelines, filled), "by Eq. 3 alone"
-    assert deal(lengths, pipelines) == packed(lengths, pipelines, filled)
-
-
-@pytest.mark.parametrize("count", [1, 5, 400])
-@pytest.mark.parametrize("filled", [False, True])
-def test_one_pipeline_takes_all(count: int, filled: bool) -> None:
-    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 4, 4096)]
-    assert dispatch([100] * count, pipelines, filled=filled) == (tuple(range(count)),)
-    assert dispatch([], pipelines, filled=filled) == ((),)
-
-
-def test_where_nothing_counts_again_there_are_no_stairs() -> None:
-    assert Stairs.of(alike(5), np.array([0.5])) is None
+    # Short sequences wait for a well-filled microbatch, too: even pipelines end sooner, packed.
+    lengths = skewed(random.Random(1), 300, 6, 1.5, 16384)
+    (plain, filled) = (dispatch(lengths, STAGED, filled=filled) for filled in (False, True))
+    assert max(packed(lengths, STAGED, filled)[1]) < 0.99 * max(packed(lengths, STAGED, plain)[1])
+    assert seconds(lengths, STAGED, plain) < seconds(lengths, STAGED, filled), "by Eq. 3 alone"
+    assert deal(lengths, STAGED) == packed(lengths, STAGED, filled)
 
 
 def alike(num_items: int) -> MachinesProblem:
@@ -374,6 +323,7 @@ def alike(num_items: int) -> MachinesProblem:
 
 def test_a_swap_makes_the_longest_first_even() -> None:
     problem = alike(5)
+    assert Stairs.of(problem, np.array([0.5])) is None, "where nothing counts again there are no stairs"
     found = makespan.greedy(problem, range(5))
     assert problem.seconds(found).tolist() == [7, 5]
     makespan.improve(problem, found, 0.0)
@@ -383,8 +333,8 @@ def test_a_swap_makes_the_longest_first_even() -> None:
 
 
 def test_machines_that_end_together_still_change_what_is_cheaper_on_the_other() -> None:
-    """The longest first ends even, with sequences where they cost more; no move or swap helps."""
-    lengths, pipelines = drawn_pipelines(random.Random(403), mixed=False)
+    # The longest first ends even, with sequences where they cost more; no move or swap helps.
+    lengths, pipelines = drawn_pipelines(403, mixed=False)
     problem = problem_of(lengths, pipelines)
     even = makespan.greedy(problem, np.argsort(-problem.work.min(axis=0), kind="stable").tolist())
     makespan.improve(problem, even, 0.0)
@@ -394,7 +344,7 @@ def test_machines_that_end_together_still_change_what_is_cheaper_on_the_other() 
 
 
 def test_the_bound_is_that_of_the_best_weights_of_unlike_machines() -> None:
-    """One kind does long items in less time, the other short ones: half a second each is the least."""
+    # One kind does long items in less time, the other short ones: half a second each is the least.
     work = np.array([[1.0] * 4 + [2.0] * 4, [2.0] * 4 + [1.0] * 4]) / 8
     kind = np.array([0, 1])
     problem = MachinesProblem(work, kind, np.zeros(2), np.zeros(2), np.ones(8, dtype=np.int64))
