@@ -46,7 +46,7 @@ def model_of(plan: MicrobatchPlan) -> Model:
 
 
 def from_ops(plan: MicrobatchPlan) -> dict[str, Any]:
-    """Figures of a plan by counting every row of the whole forward program."""
+    # Figures of a plan by counting every row of the whole forward program.
     model, ranks = model_of(plan), range(plan.num_ranks)
     kv: list[set[tuple[int, ...]]] = [set() for _ in ranks]
     inter: list[set[tuple[int, ...]]] = [set() for _ in ranks]
@@ -101,9 +101,8 @@ def from_ops(plan: MicrobatchPlan) -> dict[str, Any]:
 
 
 def largest_exchange_from_ops(plan: MicrobatchPlan) -> list[int]:
-    """Token-heads of keys that the largest exchange of attention brings each rank; without a remap,
-    which brings some of them itself.
-    """
+    # Token-heads of keys that the largest exchange of attention brings each rank; without a remap,
+    # which brings some of them itself.
     program = expand(replace(plan, moves=NO_MOVES, routing=None) if plan.moves else plan)
     brought = [Counter[int]() for _ in range(plan.num_ranks)]
     for op in (op for op in program.forward if isinstance(op, Exchange)):
@@ -311,7 +310,7 @@ BASE = Strategy.parse("4*tp2-pp1-cp1")
 
 
 def test_the_base_as_a_strategy_moves_what_all_gather_and_reduce_scatter_do() -> None:
-    """32B on 64 A800s, <16,1,1> x 4: a quarter of a sixteenth from each of three others."""
+    # 32B on 64 A800s, <16,1,1> x 4: a quarter of a sixteenth from each of three others.
     cluster, model = load_cluster("a800-ib").build(), load_model("llama2-32b")
     model = replace(model, num_heads=64, num_kv_heads=64, head_dim=104)
     base = Strategy.parse("4*tp16-pp1-cp1")
@@ -319,7 +318,7 @@ def test_the_base_as_a_strategy_moves_what_all_gather_and_reduce_scatter_do() ->
 
 
 def test_bytes_are_those_of_weights_that_ranks_lack() -> None:
-    """Each of four TP 2 ranks of two pipelines pulls its half but for the quarter that it owns."""
+    # Each of four TP 2 ranks of two pipelines pulls its half but for the quarter that it owns.
     strategy = Strategy.parse("2*tp2-pp1-cp1")
     found = change(BASE, strategy, EIGHT_LAYERS, CLUSTER).traffic.described(CLUSTER)
     per_rank = held_bytes(strategy, EIGHT_LAYERS, 8)[0] / 6
@@ -335,7 +334,7 @@ def test_bytes_are_those_of_weights_that_ranks_lack() -> None:
 def test_what_is_uncovered_is_what_a_clock_says(
     given_works: list[tuple[int, int, int]], pull: list[int], push: list[int]
 ) -> None:
-    """One microbatch a pipeline, four layers, at most four slots of them."""
+    # One microbatch a pipeline, four layers, at most four slots of them.
     slots = max(4 // stages for stages, _, _ in given_works)
     pull_s, push_s = (np.array([*each[: slots + 1], each[5]], dtype=float) for each in (pull, push))
     moved = Change(4, pull_s, push_s, (0.0, 0.0), WeightTraffic(np.zeros((2, 1, 2, 2), dtype=np.int64)))
@@ -373,7 +372,7 @@ def test_without_overlap_all_of_it_is_uncovered() -> None:
 
 
 def test_roles_share_the_memory_of_the_largest() -> None:
-    """The base layout is no role."""
+    # The base layout is no role.
     strategies = tuple(map(Strategy.parse, ("tp1-pp1-cp1+tp2-pp1-cp1", "tp4-pp1-cp1", "4*tp2-pp1-cp1")))
     found = role_bytes(Layouts(BASE, strategies), EIGHT_LAYERS, 8)
     whole = held_bytes(Strategy.parse("tp1-pp1-cp1"), EIGHT_LAYERS, 8)[0]
@@ -391,7 +390,7 @@ def test_the_base_where_nobody_says_one() -> None:
 
 
 def test_seconds_are_those_of_the_fullest_link_or_nic():
-    """Four ranks on two nodes, a NIC for two; [way, rank, inside or between nodes, direction]."""
+    # Four ranks on two nodes, a NIC for two; [way, rank, inside or between nodes, direction].
     table = np.zeros((2, 4, 2, 2), dtype=np.int64)
     table[0, :, 0] = [[100, 40], [40, 100], [0, 0], [0, 0]]
     table[0, :, 1] = [[30, 0], [30, 0], [0, 20], [0, 40]]

@@ -46,7 +46,7 @@ RESULT_KEYS = {
 
 
 def test_json_has_the_documented_keys_for_every_planner(run):
-    """Several planners give one document with each."""
+    # Several planners give one document with each.
     asked = " ".join(f"--planner {planner}" for planner in PLANNERS)
     machine = "--ranks 8 --ranks-per-node 4 --tokens-per-rank 1024"
     planners = run.json(f"plan {asked} {machine} --lengths {LENGTHS} --verify --json")["planners"]
@@ -124,7 +124,7 @@ def test_option_of_one_of_several_planners(run):
 
 
 def layers_of(run, options: str) -> tuple[str, bool, int, int]:
-    """Routing, remapping, and what comes of them."""
+    # Routing, remapping, and what comes of them.
     report = run.json(f"plan --ranks 8 --ranks-per-node 4 --lengths {LENGTHS} --json --verify {options}")
     (result,) = report["results"]
     return report["routing"], report["remapping"], result["routed_transfers"], result["remap"]["tokens_moved"]
@@ -248,7 +248,7 @@ USUAL = "--planner te_ring --lengths 4"
     ],
 )
 def test_mistake_is_one_line_and_exit_code_2(run, options, expected):
-    """`&` stands for the usual command."""
+    # `&` stands for the usual command.
     assert expected in run.error(f"plan {options.replace('&', USUAL)}")
 
 
@@ -442,8 +442,7 @@ def test_numbers_that_no_machine_has_room_for_are_refused_at_once(run: CommandLi
 def test_a_traceback_has_an_exit_code_of_its_own(
     run: CommandLine, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, said: str
 ) -> None:
-    """1 says that a plan does not hold."""
-
+    # 1 says that a plan does not hold.
     def fails(*_: object) -> None:
         raise error
 

@@ -45,7 +45,7 @@ def test_json_says_what_was_proved(plan_file, run):
 
 
 def test_dropping_any_line_of_the_program_is_found(tmp_path, run):
-    """Of a dispatch, whose program is short and has every kind of line."""
+    # Of a dispatch, whose program is short and has every kind of line.
     plan_file = tmp_path / "plan.json"
     run.printed(f"plan --planner distca --ranks 2 --ranks-per-node 2 --lengths 900,7 --out {plan_file}")
     lines = body_of(plan_file)["program"]
@@ -76,7 +76,7 @@ def test_program_of_another_plan_is_found(plan_file, tmp_path, run):
 
 
 def test_program_with_another_exchange_id_is_found(plan_file, run):
-    """It computes the same, but it is not what the ranks run."""
+    # It computes the same, but it is not what the ranks run.
     lines = body_of(plan_file)["program"]
     last = max(number for number, line in enumerate(lines) if line.startswith("exchange "))
     word, number, rest = lines[last].split(" ", 2)

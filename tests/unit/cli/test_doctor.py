@@ -14,8 +14,7 @@ from megatron_balance.profiling import hardware
 
 @pytest.fixture
 def stack(monkeypatch):
-    """The distributions this machine appears to have; torch is never started."""
-
+    # The distributions this machine appears to have; torch is never started.
     def have(torch: dict[str, object] | None = None, **versions: str) -> dict[str, doctor.Check]:
         def version(distribution: str) -> str:
             if distribution in versions:
@@ -164,9 +163,8 @@ AFFINITY = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
 
 def topology(num_gpus: int, link: str, nics: dict[str, dict[int, str]], *, legend: bool = True) -> str:
-    """Text of `nvidia-smi topo -m`: tabs, an underlined header, a legend. `nics`: by name, how near
-    to which GPU.
-    """
+    # Text of `nvidia-smi topo -m`: tabs, an underlined header, a legend. `nics`: by name, how near
+    # to which GPU.
     gpus = [f"GPU{i}" for i in range(num_gpus)]
     shown = [f"NIC{i}" for i in range(len(nics))] if legend else list(nics)
     lines = ["\x1b[4m\t" + "\t".join([*gpus, *shown, *AFFINITY]) + "\x1b[0m"]
@@ -214,7 +212,7 @@ def infiniband(
 
 
 def at_bus(root: Path, pci: str) -> None:
-    """The device at the end of the way `pci` from a root port, and its entry on the bus."""
+    # The device at the end of the way `pci` from a root port, and its entry on the bus.
     bus = root / "sys/bus/pci/devices"
     bus.mkdir(parents=True, exist_ok=True)
     (root / "sys/devices" / pci).mkdir(parents=True, exist_ok=True)
@@ -233,9 +231,8 @@ def loaded(node: hardware.Node, tmp_path: Path):
 
 @pytest.fixture
 def dgx_h100(tmp_path):
-    """8 H100, a NIC of 400 Gb/s behind each one's switch, and two of storage on a host bridge; one
-    more port is down.
-    """
+    # 8 H100, a NIC of 400 Gb/s behind each one's switch, and two of storage on a host bridge; one
+    # more port is down.
     compute = {f"mlx5_{n}": {gpu: "PXB"} for gpu, n in enumerate((0, 3, 4, 5, 6, 9, 10, 11))}
     storage: dict[str, dict[int, str]] = {"mlx5_1": {}, "mlx5_7": {}}
     for name in compute:
@@ -318,7 +315,7 @@ def test_a_node_without_any_network_says_so_and_loads(tmp_path):
 
 
 def test_where_the_topology_says_nothing_the_pci_bus_decides(tmp_path):
-    """Two root ports, a switch behind each, with two GPUs and a NIC behind either."""
+    # Two root ports, a switch behind each, with two GPUs and a NIC behind either.
     for at, pci in enumerate(("0000:1b:00.0", "0000:1f:00.0", "0000:23:00.0", "0000:27:00.0")):
         at_bus(tmp_path, f"pci0000:{at // 2}0/0000:{at // 2}0:01.0/0000:0{at}:00.0/{pci}")
     infiniband(tmp_path, "mlx5_0", "200 Gb/sec (4X HDR)", pci="pci0000:10/0000:10:01.0/0000:0a:00.0/0000:a0:00.0")

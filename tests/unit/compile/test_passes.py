@@ -42,7 +42,7 @@ def case(model: Model = CAUSAL_MODEL, **options: object) -> Case:
 
 
 def needed(planned: MicrobatchPlan, rank: int) -> set[tuple[int, int]]:
-    """Keys that the queries of a rank see and that it does not hold, token by token."""
+    # Keys that the queries of a rank see and that it does not hold, token by token.
     held = Projector(planned).attention_layout(rank).tolist()
     own = {(seq, token) for seq, start, stop in held for token in range(start, stop)}
     first = WINDOW.size - 1
@@ -51,7 +51,7 @@ def needed(planned: MicrobatchPlan, rank: int) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 def test_a_rank_is_brought_the_keys_that_it_needs_and_no_others(planner: str) -> None:
-    """In one exchange before one launch, whatever the comm patterns of the causal plan."""
+    # In one exchange before one launch, whatever the comm patterns of the causal plan.
     windowed = under(plan(planner, case()), WINDOW)
     program = prove(windowed, "keep")
     arrived: list[set[tuple[int, int]]] = [set() for _ in range(windowed.num_ranks)]
@@ -71,7 +71,7 @@ def test_a_rank_is_brought_the_keys_that_it_needs_and_no_others(planner: str) ->
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 def test_tokens_stay_where_the_causal_plan_has_them(planner: str) -> None:
-    """Also after a remap, which the layers of both masks make; the window's may be routed alone."""
+    # Also after a remap, which the layers of both masks make; the window's may be routed alone.
     causal = plan(planner, case(remapped=True, routing=(1, 1)))
     windowed = under(causal, WINDOW)
     assert [layout(windowed, r).tolist() for r in range(4)] == [layout(causal, r).tolist() for r in range(4)]
@@ -99,7 +99,7 @@ def test_a_model_of_windows_is_planned_with_its_pairs_and_bytes(planner: str) ->
 
 
 def test_the_simulator_sees_the_keys_that_do_not_travel() -> None:
-    """GPT-OSS's window of 128 keys on one long sequence over two nodes."""
+    # GPT-OSS's window of 128 keys on one long sequence over two nodes.
     model = Model(64, 8, 64, attention="window_128")
     cluster = Cluster(16, 8)
 
@@ -244,8 +244,7 @@ def moves(*rows: tuple[int, int, int]) -> Rows:
 
 
 def two_zones(*moved: tuple[int, int, int], pattern: str = "ring") -> MicrobatchPlan:
-    """Sequence 0 over ranks 0 and 1, sequence 1 on rank 1, sequence 2 on rank 2; rank 3 has
-    nothing."""
+    # Sequence 0 over ranks 0 and 1, sequence 1 on rank 1, sequence 2 on rank 2; rank 3 has nothing.
     zones = (by_hand.zone("intra_node", pattern, (0, 1), (0,)), by_hand.local(1, 1), by_hand.local(2, 2))
     return by_hand.plan((16, 10, 6), 4, *zones, ranks_per_node=2, moves=moved)
 
@@ -280,8 +279,8 @@ def test_what_a_home_has_handed_over_it_no_longer_holds() -> None:
 
 
 def test_the_home_makes_the_first_hop_of_a_ring() -> None:
-    """Rank 1 holds s0[4:12); of these the last are owned by rank 3, which sends them to rank 0,
-    too: one transfer, not two."""
+    # Rank 1 holds s0[4:12); of these the last are owned by rank 3, which sends them to rank 0, too:
+    # one transfer, not two.
     plan = two_zones((1, 3, 14))
     assert Projector(plan).attention_layout(1).tolist() == [[0, 4, 8], [0, 8, 12], [1, 0, 5], [1, 5, 10]]
     remap_in = expand(plan).forward[0]
@@ -307,7 +306,7 @@ def test_a_first_hop_that_is_away_altogether_saves_an_exchange() -> None:
 
 
 def test_a_token_at_home_where_it_hops_to_takes_the_long_way() -> None:
-    """Rank 0 has handed s0[8:12) over to rank 1, so only rank 1 can bring it back."""
+    # Rank 0 has handed s0[8:12) over to rank 1, so only rank 1 can bring it back.
     plan = two_zones((1, 0, 14))
     hops = [
         row for op in expand(plan).forward[1:] if isinstance(op, Exchange) for row in op.transfers if row[0] == Kind.KV
@@ -328,7 +327,7 @@ def transfer(src: int, dst: int, tokens: int = 8) -> tuple[int, ...]:
 
 
 def routes_of(row: tuple[int, ...], nics: Nics) -> list[tuple[int, ...]]:
-    """Route rows of an exchange of this one transfer."""
+    # Route rows of an exchange of this one transfer.
     nobody = (Rows(Fragment.WIDTH),) * 16
     program = Program((8,), 1, 1, nobody, (Exchange(5, Rows.of(Transfer.WIDTH, [row])),))
     (routed,) = with_routes(program, nics).forward
@@ -391,7 +390,7 @@ def test_every_nic_carries_the_same_in_a_routed_ring() -> None:
 
 
 def test_a_rank_that_takes_no_part_passes_on() -> None:
-    """The ring is over ranks 3 and 4 alone; rank 0 sees their transfers and its own piece of them."""
+    # The ring is over ranks 3 and 4 alone; rank 0 sees their transfers and its own piece of them.
     plan = replace(ring(), zones=(Zone("inter_node", "ring", (3, 4), (0,)),))
     (only,) = project(plan, 0).forward
     assert isinstance(only, Exchange)

@@ -36,9 +36,8 @@ TILE_S = 4 * 128 * 128 * 128 / 500e12
 
 
 def causal(length: int, start: int = 0) -> list[int]:
-    """One pair of regions: queries [start, start + length) of a sequence over all keys up to them,
-    all heads.
-    """
+    # One pair of regions: queries [start, start + length) of a sequence over all keys up to them,
+    # all heads.
     return [0, start, start + length, 0, 32, 0, start + length, 0, 8]
 
 
@@ -225,7 +224,7 @@ def test_a_remap_takes_the_fullest_or_emptiest_ranks_link_and_the_nics_of_such_a
 
 
 def counted(pair: list[int]) -> tuple[int, int, int, int]:
-    """Tiles, thread blocks, tiles of the longest one, visible pairs; the slow way."""
+    # Tiles, thread blocks, tiles of the longest one, visible pairs; the slow way.
     _, q_start, q_stop, _, _, k_start, k_stop, _, _ = pair
     blocks: list[int] = []
     for first in range(q_start, q_stop, 128):
@@ -250,7 +249,7 @@ def test_tiles_are_those_that_one_by_one_counting_finds() -> None:
 
 @pytest.mark.parametrize("size", [1, 5, 128, 129, 300])
 def test_tiles_that_a_window_hides_whole_are_left_out(size: int) -> None:
-    """Of the queries of a rank and the keys that its halo has (`compile.halo`)."""
+    # Of the queries of a rank and the keys that its halo has (`compile.halo`).
     generator = np.random.default_rng(size)
     rows: list[list[int]] = []
     wanted: list[list[int]] = []
@@ -274,7 +273,7 @@ def test_head_dims_are_padded_to_the_next_kernel() -> None:
 
 
 def test_padding_a_head_dim_copies_every_operand_and_result_once() -> None:
-    """Two queries over three keys, named twice, one of two key heads; heads of 100 become 104."""
+    # Two queries over three keys, named twice, one of two key heads; heads of 100 become 104.
     pair = (0, 5, 7, 0, 2, 4, 7, 0, 1)
     pairs = np.array([pair, pair])
     launch = np.zeros(2, dtype=np.int64)

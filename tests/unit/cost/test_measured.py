@@ -195,7 +195,7 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def changed(*path: str | int, to: Any = ..., drop: bool = False) -> dict[str, Any]:
-    """The table's JSON with one value changed, dropped, or added."""
+    # The table's JSON with one value changed, dropped, or added.
     content: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(TABLE)))
     inner: Any = content
     for key in path[:-1]:
@@ -377,7 +377,7 @@ def test_the_kernels_long_rate_is_the_published_one() -> None:
 
 
 def test_a_preset_is_priced_at_the_kernel_that_auto_takes_in_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the compute capability of its GPUs, with torch and Transformer Engine installed."""
+    # By the compute capability of its GPUs, with torch and Transformer Engine installed.
     torch = pytest.importorskip("torch")
     from megatron_balance.runtime import kernels
 

@@ -138,9 +138,8 @@ def test_the_expert_part_is_that_of_the_products():
 
 
 def test_a_rank_reads_the_weights_of_its_own_experts_alone():
-    """DeepSeek-V3's on an H800: reading all 256 and the shared one takes 6.76 ms, computing the nine
-    that each of 4,096 tokens visits 4.10.
-    """
+    # DeepSeek-V3's on an H800: reading all 256 and the shared one takes 6.76 ms, computing the nine
+    # that each of 4,096 tokens visits 4.10.
     cluster = load_cluster("h800").build(num_ranks=64)
     expert = 3 * 7168 * 2048
     computing_s, reading_s = 4096 * 9 * 2 * expert / (0.8 * 989e12), 257 * expert * 2 / 3.35e12

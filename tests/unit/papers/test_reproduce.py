@@ -49,7 +49,7 @@ def two_rows(effort: Effort) -> list[Row]:
 
 @pytest.fixture
 def sketch(monkeypatch) -> Paper:
-    """A paper of two small tables in place of the real ones."""
+    # A paper of two small tables in place of the real ones.
     paper = Paper(
         "A sketch (arXiv 0)",
         MappingProxyType({"table1": PaperTable("one", two_rows, 3), "fig2": PaperTable("two", two_rows)}),
@@ -163,7 +163,7 @@ ONE = Effort(1)
 
 @pytest.fixture(scope="module")
 def small() -> ZeppelinCase:
-    """3B on two nodes of cluster A."""
+    # 3B on two nodes of cluster A.
     return ZeppelinCase("llama-3b", "a800", 16)
 
 
@@ -177,9 +177,8 @@ def named(rows: list[Row], start: str) -> Row:
 
 
 def test_all_systems_move_in_backward_what_transformer_engine_moves(small):
-    """Keys and values again and their gradients, both in bf16: twice the forward's bytes, over
-    every NIC.
-    """
+    # Keys and values again and their gradients, both in bf16: twice the forward's bytes, over every
+    # NIC.
     call = attention_call(TE.plans(small, (64 * K,))[0], small.machine, small.setup.policy)
     nics = slice(2 * small.cluster.num_ranks, None)
     forward, backward = (outcome.bytes_moved[nics].sum() for outcome in call)
@@ -215,15 +214,14 @@ def test_rounds_in_series_are_slower_than_overlapped_ones_and_faster_than_one_ni
 
 
 def test_gathering_is_ahead_of_a_ring_over_one_nic(small):
-    """Figure 9: LLaMA CP gathers over all NICs of a node, and reduce-scatters gradients over all of
-    them.
-    """
+    # Figure 9: LLaMA CP gathers over all NICs of a node, and reduce-scatters gradients over all of
+    # them.
     lengths = small.batches("prolong64k", 1)[0]
     assert LLAMA.step_s(small, lengths) < TE.step_s(small, lengths)
 
 
 def test_more_nics_leave_less_to_gain(small):
-    """Cluster C has a NIC for each GPU; A has one for two."""
+    # Cluster C has a NIC for each GPU; A has one for two.
     lengths = small.batches("arxiv", 1)[0]
     other = ZeppelinCase("llama-3b", "h200", 16)
     gain = [TE.step_s(case, lengths) / ZEPPELIN.step_s(case, lengths) for case in (small, other)]
@@ -489,7 +487,7 @@ def test_a_standard_error_is_that_of_the_blocks() -> None:
 
 
 def test_every_row_of_table_2_is_on_the_same_global_batches(monkeypatch) -> None:
-    """The solver's stood on a thirtieth of them."""
+    # The solver's stood on a thirtieth of them.
     seen = []
     method = wlb_llm.Method(1.2, 0.01, 8, 1.0, 0.1, 0.1)
     monkeypatch.setattr(wlb_llm, "measure", lambda batches, _: seen.append(batches) or method)

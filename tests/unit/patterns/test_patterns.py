@@ -49,7 +49,7 @@ PATTERNS = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_excha
 
 
 def cut(length: int, size: int) -> list[list[tuple[int, int]]]:
-    """The fragments of one sequence on each of `size` ranks."""
+    # The fragments of one sequence on each of `size` ranks.
     placed = zigzag(np.array([length]), np.array([0]), size)
     return [[(a, b) for _, a, b in fragments(placed, rank).tolist()] for rank in range(size)]
 
@@ -71,7 +71,7 @@ def test_chunks_differ_by_at_most_one_token(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ranks_attend_nearly_the_same(size: int) -> None:
-    """The causal pairs of a rank differ from the mean by less than two query rows."""
+    # The causal pairs of a rank differ from the mean by less than two query rows.
     for length in range(2 * size, 70):
         pairs = [sum(q + 1 for a, b in rank for q in range(a, b)) for rank in cut(length, size)]
         assert max(pairs) - min(pairs) <= 2 * length, (length, size)
@@ -140,8 +140,8 @@ def test_a_zone_on_one_rank_moves_nothing(pattern: str) -> None:
 
 
 def test_a_ring_of_two_trades_only_what_is_needed() -> None:
-    """Rank 0 needs both chunks of rank 1; rank 1 needs only the low chunk of rank 0 (the high one
-    comes last)."""
+    # Rank 0 needs both chunks of rank 1; rank 1 needs only the low chunk of rank 0 (the high one
+    # comes last).
     expected = """\
 program lengths 8 heads 2 kv_heads 1 policy none
 owner r0 s0[0:2) s0[6:8)
@@ -197,7 +197,7 @@ def test_a_program_without_replays_is_the_same_but_for_them(pattern: str) -> Non
 
 
 def test_a_ring_passes_a_fragment_no_further_than_it_is_needed() -> None:
-    """Of 2G chunks only 2G - 1 leave owner at all: no other query may see the last one."""
+    # Of 2G chunks only 2G - 1 leave owner at all: no other query may see the last one.
     program = expand(pool("ring", (24,), 3))
     sent = {row[1:4] for op in program.forward if isinstance(op, Exchange) for row in op.transfers}
     assert (0, 20, 24) not in sent
@@ -398,7 +398,7 @@ CLUSTER = Cluster(12, 4)
 
 
 def zones(mask: Mask) -> Iterator[tuple[Context, AnyPlanZone]]:
-    """Zones of every kind, of random plans, each in its context."""
+    # Zones of every kind, of random plans, each in its context.
     model = Model(8, 2, 16, attention="full" if mask == FULL else "causal")
     for seed in range(12):
         rng = np.random.default_rng(seed)
@@ -409,7 +409,7 @@ def zones(mask: Mask) -> Iterator[tuple[Context, AnyPlanZone]]:
 
 
 def rows_of(sends: Sends, rank: int | None = None) -> list[tuple[int, ...]]:
-    """(exchange, transfer) of all that moves, or that `rank` sends; without targets of all-gathers."""
+    # (exchange, transfer) of all that moves, or that `rank` sends; without targets of all-gathers.
     number, rows = sends.transfers()
     gathers = [at for at, call in sends.calls.items() if call.collective == "all_gather"]
     table = np.column_stack([number, rows])

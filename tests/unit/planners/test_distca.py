@@ -57,7 +57,7 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 40)).map(lambda pair: (floa
 def plain(
     start: float, stop: float, share: float, resident: float, size_q: float, size_kv: float
 ) -> tuple[float, float]:
-    """The best plain shard of one item."""
+    # The best plain shard of one item.
     items = PlainItems(3, TaskSizes(size_q, size_kv))
     items.set(1, (start, stop), seconds=1.0)
     queries, key_stop = items.cheapest(np.full(3, share), np.full(3, resident))
@@ -159,7 +159,7 @@ def test_no_server_is_above_the_tolerance_in_pairs_nor_in_seconds_and_tokens_are
 
 
 def _kernel_s(made: MicrobatchPlan) -> list[float]:
-    """Seconds of the cost model's kernel for each rank's tasks, tiles computed whole."""
+    # Seconds of the cost model's kernel for each rank's tasks, tiles computed whole.
     (zone,) = made.zones
     assert isinstance(zone, TaskTable)
     tasks = as_array(zone.tasks)
@@ -177,7 +177,7 @@ def test_work_is_as_even_in_the_kernels_seconds_tiles_computed_whole() -> None:
 
 
 def _sent_away(zone: object) -> list[int]:
-    """Outputs that come back to the owner to each rank: of its queries that another one attends."""
+    # Outputs that come back to the owner to each rank: of its queries that another one attends.
     assert isinstance(zone, TaskTable)
     away = [0] * CLUSTER.num_ranks
     for owner, seq, start, stop in zone.fragments:
@@ -330,7 +330,7 @@ def test_no_task_is_empty_where_a_surplus_is_lost_in_rounding(
 
 @pytest.mark.filterwarnings("error")
 def test_a_part_that_moves_for_no_bytes_is_no_division_by_zero() -> None:
-    """So light that it rounds to no query, where all its keys are at hand."""
+    # So light that it rounds to no query, where all its keys are at hand.
     cluster, model = load_cluster("h200").build(num_ranks=32, ranks_per_node=8), load_model("llama3-8b")
     plan = make_planner("distca", cluster, model, tolerance=0.01, least_score=10.0)([22, 48, 45, 12, 5])
     assert plan.num_tokens == 132
@@ -351,7 +351,7 @@ Span = tuple[int, int]
 
 
 def planned(owned: list[Owner], num_ranks: int, model: Model = flat_cost.MODEL, **options: object) -> MicrobatchPlan:
-    """The plan of tokens at the owner at (rank, seq, start, stop), each pair as dear as any other."""
+    # The plan of tokens at the owner at (rank, seq, start, stop), each pair as dear as any other.
     lengths = [0] * (1 + max(seq for _, seq, _, _ in owned))
     for _, seq, _, stop in owned:
         lengths[seq] = max(lengths[seq], stop)
@@ -361,23 +361,22 @@ def planned(owned: list[Owner], num_ranks: int, model: Model = flat_cost.MODEL, 
 
 
 def attended_spans(plan: MicrobatchPlan, rank: int, seq: int) -> list[Span]:
-    """Queries of a sequence that a rank attends."""
+    # Queries of a sequence that a rank attends.
     (zone,) = plan.zones
     assert isinstance(zone, TaskTable)
     return [(q0, q1) for server, s, q0, q1, _, _ in zone.tasks if (server, s) == (rank, seq)]
 
 
 def cheapest_cut(item: Span, num_pairs: float, query_bytes: float, at_hand: int = 0) -> Span:
-    """Of all runs of an item's blocks that have so many pairs or more, one of the fewest bytes."""
+    # Of all runs of an item's blocks that have so many pairs or more, one of the fewest bytes.
     edges = range(item[0], item[1] + 1, BLOCK)
     enough = [cut for cut in combinations(edges, 2) if pairs(*cut) >= num_pairs]
     return min(enough, key=lambda cut: cut_bytes(cut, query_bytes, at_hand))
 
 
 def cut_bytes(cut: Span, query_bytes: float, at_hand: int = 0) -> float:
-    """Bytes that a server receives for a run of queries, their outputs' way back included in
-    `query_bytes`.
-    """
+    # Bytes that a server receives for a run of queries, their outputs' way back included in
+    # `query_bytes`.
     return (cut[1] - cut[0]) * query_bytes + max(0, cut[1] - at_hand) * KEY_BYTES
 
 
@@ -423,7 +422,7 @@ def test_the_closed_form_of_head_tail_pairs_is_what_the_cut_at_blocks_takes(bloc
 
 
 def made_servers(owned: list[Owner], num_ranks: int, shards: str, most_held: float = inf) -> Servers:
-    """State of a scheduling that has not begun."""
+    # State of a scheduling that has not begun.
     seconds = Seconds.of(FlatCost(flat_cost.MODEL, pair=PAIR_S), max(stop for _, _, _, stop in owned))
     edges = Edges.of(np.array(owned, dtype=np.int64), BLOCK, seconds)
     kind = Plain if shards == "plain" else HeadTail
@@ -431,7 +430,7 @@ def made_servers(owned: list[Owner], num_ranks: int, shards: str, most_held: flo
 
 
 def keys_of(spans: list[Span]) -> set[int]:
-    """Keys by number of their block, which is exact: everything here is whole blocks."""
+    # Keys by number of their block, which is exact: everything here is whole blocks.
     return {block for start, stop in spans for block in range(start // BLOCK, stop // BLOCK)}
 
 
@@ -440,15 +439,14 @@ def held(servers: Servers, server: int, seq: int) -> set[int]:
 
 
 def needed(servers: Servers, server: int, seq: int, but: Piece | None = None) -> set[int]:
-    """Keys of a sequence that the pieces of a server see, but for one piece."""
+    # Keys of a sequence that the pieces of a server see, but for one piece.
     own = [piece for piece in servers.pieces[server] if servers.seq(piece) == seq and piece != but]
     return keys_of([(0, servers.shards.key_stop(piece)) for piece in own])
 
 
 def assert_books_are_right(servers: Servers, num_seqs: int) -> None:
-    """Compare the keys missing, freed, at hand and received of every server and piece with sets of
-    keys.
-    """
+    # Compare the keys missing, freed, at hand and received of every server and piece with sets of
+    # keys.
     pieces = [(source, piece) for source, own in enumerate(servers.pieces) for piece in own]
     for server in range(len(servers.pieces)):
         arrives = [needed(servers, server, seq) - held(servers, server, seq) for seq in range(num_seqs)]
@@ -499,9 +497,8 @@ def test_keys_at_home_and_of_earlier_tasks_are_free_whatever_moves_where(shards:
 
 
 def test_a_cut_reaches_as_far_as_the_keys_that_are_at_hand() -> None:
-    """Rank 1 needs all keys of rank 0 for its own queries: then the queries with most keys are the
-    cheapest part, not those further in.
-    """
+    # Rank 1 needs all keys of rank 0 for its own queries: then the queries with most keys are the
+    # cheapest part, not those further in.
     owned, own = (0, 8192), (8192, 9216)
     plan = planned([(0, 0, *owned), (1, 0, *own)], 2)
     report = plan_statistics(plan, flat_cost.MODEL)
@@ -514,9 +511,8 @@ def test_a_cut_reaches_as_far_as_the_keys_that_are_at_hand() -> None:
 
 
 def test_keys_at_home_count_for_a_server_that_has_given_their_queries_away() -> None:
-    """Rank 0 is emptied into rank 1, and then takes of the sequence whose first keys it still
-    holds; of the other one it has none.
-    """
+    # Rank 0 is emptied into rank 1, and then takes of the sequence whose first keys it still holds;
+    # of the other one it has none.
     first = LONG * 5 // 16
     plan = planned([(0, 1, 0, first), (1, 2, 0, first // 2), (2, 0, 0, LONG), (2, 1, first, LONG)], 16, tolerance=0.03)
     start, stop = attended_spans(plan, 1, 1)[0]
@@ -527,9 +523,8 @@ def test_keys_at_home_count_for_a_server_that_has_given_their_queries_away() -> 
 
 
 def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -> None:
-    """Rank 2 holds half of the keys that its queries see, and would save the other nano-batch; rank
-    1 would need all of them.
-    """
+    # Rank 2 holds half of the keys that its queries see, and would save the other nano-batch; rank
+    # 1 would need all of them.
     owned: list[Owner] = [(0, 0, 0, LONG), (0, 1, 0, 512), (1, 2, 0, 1024), (2, 1, 512, 1024)]
     joined, apart = (
         planned(owned, 16, empty_light_servers=empty_light_servers) for empty_light_servers in (True, False)
@@ -545,10 +540,8 @@ def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -
 
 
 def test_a_query_costs_the_bytes_of_its_output_too() -> None:
-    """Eight query heads to a key head: a part of few queries lies far out.
-
-    Were outputs free, the cheapest one would lie further in.
-    """
+    # Eight query heads to a key head: a part of few queries lies far out.
+    # Were outputs free, the cheapest one would lie further in.
     model = Model(num_heads=16, num_kv_heads=2, head_dim=16)  # keys of `KEY_BYTES`
     query_bytes, item = 2 * 512, (0, LONG)
     plan = planned([(0, 0, *item), (1, 1, 0, 102 * BLOCK)], 2, model, tolerance=0.02)
@@ -561,10 +554,8 @@ def test_a_query_costs_the_bytes_of_its_output_too() -> None:
 
 
 def _one_long_and_28(short: int, *, empty_light_servers: bool = True) -> tuple[MicrobatchPlan, int]:
-    """A sequence on 4 servers and a short one on each of 28.
-
-    The plan, and how many short ones the busiest of these servers attends.
-    """
+    # A sequence on 4 servers and a short one on each of 28.
+    # The plan, and how many short ones the busiest of these servers attends.
     num_long, num_ranks = 4, 32
     owned: list[Owner] = [(rank, 0, rank * LONG // num_long, (rank + 1) * LONG // num_long) for rank in range(num_long)]
     owned += [(num_long + seq, 1 + seq, 0, short) for seq in range(num_ranks - num_long)]
@@ -577,16 +568,14 @@ def _one_long_and_28(short: int, *, empty_light_servers: bool = True) -> tuple[M
 
 
 def test_light_servers_that_together_fill_none_stay_apart() -> None:
-    """Joined, two would have four fifths of the mean, and need the long sequence's keys for what is
-    left.
-    """
+    # Joined, two would have four fifths of the mean, and need the long sequence's keys for what is
+    # left.
     assert _one_long_and_28(18 * BLOCK)[1] == 1
 
 
 def test_light_servers_are_joined_where_that_saves_keys() -> None:
-    """Half full ones: two of these joined are full, and take nothing of the long one, whose keys
-    one fills.
-    """
+    # Half full ones: two of these joined are full, and take nothing of the long one, whose keys one
+    # fills.
     (joined, most), (apart, _) = (
         _one_long_and_28(22 * BLOCK, empty_light_servers=empty_light_servers) for empty_light_servers in (True, False)
     )
@@ -602,9 +591,8 @@ def test_light_servers_are_joined_where_that_saves_keys() -> None:
 
 
 def test_short_sequences_count_as_long_as_they_take() -> None:
-    """As many pairs on either rank, but one of a run of a single tile takes 1.7 times as long as
-    one of a long run.
-    """
+    # As many pairs on either rank, but one of a run of a single tile takes 1.7 times as long as one
+    # of a long run.
     model, cluster = Model(num_heads=32, num_kv_heads=32, head_dim=128), Cluster(2, 2)
     cost = AnalyticCost(cluster, model)
     num_short, length = 512, 22 * BLOCK
@@ -619,9 +607,8 @@ def test_short_sequences_count_as_long_as_they_take() -> None:
 
 
 def seconds(spans: Sequence[tuple[int, ...]], cost: AnalyticCost) -> Floats:
-    """Of two ranks: of the queries (rank, seq, start, stop), those up to `stop` less those up to
-    `start`.
-    """
+    # Of two ranks: of the queries (rank, seq, start, stop), those up to `stop` less those up to
+    # `start`.
     upto = {at: cost.attention_s(pairs(0, at), at) if at else 0.0 for _, _, *span in spans for at in span}
     rank = [rank for rank, *_ in spans]
     return np.bincount(rank, [upto[stop] - upto[start] for _, _, start, stop in spans], 2)

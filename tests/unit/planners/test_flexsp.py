@@ -115,7 +115,7 @@ def test_a_program_whose_first_node_would_take_seconds_is_not_tried(caplog: pyte
 
 @pytest.mark.parametrize("tokens_per_rank", [10**7, 10**9])
 def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    """As that of a small model on a GPU, which `report --run` of a trial has."""
+    # As that of a small model on a GPU, which `report --run` of a trial has.
     small = Model(8, 4, 4, num_layers=2, hidden_size=32, ffn_size=64, bytes_per_element=4)
     for lengths in ((300, 1, 1, 7, 300), (1, 1, 140, 300, 20, 20, 20, 7, 1, 20, 300, 20, 20, 7, 7, 7)):
         with caplog.at_level(logging.DEBUG):
@@ -175,7 +175,7 @@ def problems(draw: st.DrawFn) -> flexsp.GroupsProblem:
 
 
 def brute_force(problem: flexsp.GroupsProblem) -> float:
-    """The lowest makespan over all sizes and assignments."""
+    # The lowest makespan over all sizes and assignments.
     best = float("inf")
     for count in range(1, problem.num_ranks + 1):
         for sizes in product(problem.sizes, repeat=count):

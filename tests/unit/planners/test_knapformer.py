@@ -203,9 +203,8 @@ def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() 
 
 @pytest.mark.parametrize("topology", ["g12n2+g1n8", "g4n8"])
 def test_experts_wait_for_the_rank_with_the_most_tokens(topology: str) -> None:
-    """Each rank's exchange was priced by its own tokens, which are not those of the slowest rank where
-    topologies are mixed, and in the backward as twice the forward's.
-    """
+    # Each rank's exchange was priced by its own tokens, which are not those of the slowest rank
+    # where topologies are mixed, and in the backward as twice the forward's.
     cluster = load_cluster("a800").build(num_ranks=32, ranks_per_node=4)
     cost = planning_cost(cluster, EXPERTS, None)
     planned = knapformer.plan(

@@ -34,7 +34,7 @@ def planned(lengths: tuple[tuple[int, ...], ...], context: StepContext = CONTEXT
 
 
 def rings(step: StepPlan) -> list[list[tuple[tuple[int, ...], int]]]:
-    """By microbatch, ranks of each zone and tokens in it."""
+    # By microbatch, ranks of each zone and tokens in it.
     return [
         [(zone.ranks, sum(plan.lengths[seq] for seq in zone.seqs)) for zone in plan.zones if isinstance(zone, Zone)]
         for plan in step.plans
@@ -42,7 +42,7 @@ def rings(step: StepPlan) -> list[list[tuple[tuple[int, ...], int]]]:
 
 
 def test_full_samples_go_to_the_replicas_in_turn() -> None:
-    """90 + 10, 60 + 40 and 50 + 50 fill three samples of 100 tokens; 70 + 30 a fourth."""
+    # 90 + 10, 60 + 40 and 50 + 50 fill three samples of 100 tokens; 70 + 30 a fourth.
     step = planned(((90, 50, 10, 60), (40, 70, 30, 50)), tokens_per_rank=25, context_parallel=4)
     assert rings(step) == [[((0, 1, 2, 3), 100), ((4, 5, 6, 7), 100)]] * 2
     assert sorted(seq for (seqs,) in step.members for seq in seqs) == list(range(8))

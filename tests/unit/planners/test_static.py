@@ -142,7 +142,7 @@ def test_the_note_says_which_and_why() -> None:
 
 
 def test_a_remap_that_gains_less_than_it_moves_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks with more tokens have less attention here."""
+    # Ranks with more tokens have less attention here.
     cluster = load_cluster("a800").build(num_ranks=16, ranks_per_node=8)
     planner = make_planner("knapformer", cluster, LLAMA, Layers(routing="pays", remap=True, remap_when="pays"))
     plan = planner(REMAPPED)
@@ -160,7 +160,7 @@ def test_a_note_is_no_decision() -> None:
 
 
 def test_a_plan_that_does_not_fit_is_not_chosen() -> None:
-    """hybrid_dp is faster, but holds more tokens on one rank than te_ring."""
+    # hybrid_dp is faster, but holds more tokens on one rank than te_ring.
     names = ("hybrid_dp", "te_ring")
     roomy = auto(MIXED, planners=names, layers=Layers())
     machine = Machine(CLUSTER, LLAMA, AnalyticCost(CLUSTER, LLAMA))
@@ -180,7 +180,7 @@ def test_where_nothing_fits_it_says_so() -> None:
 
 
 def test_where_nothing_fits_a_little_memory_is_not_worth_seconds() -> None:
-    """ulysses needs least by some MB, and takes two fifths longer than zeppelin."""
+    # ulysses needs least by some MB, and takes two fifths longer than zeppelin.
     tight, names = replace(CLUSTER, memory_bytes=1e10), ("ulysses", "zeppelin")
     machine = Machine(tight, LLAMA, AnalyticCost(tight, LLAMA))
     least, fast = (estimate(make_planner(name, tight, LLAMA)(MIXED), machine) for name in names)

@@ -48,10 +48,9 @@ def documents(*lengths: int) -> list[wlb_llm.Document]:
 
 
 def test_algorithm_1_by_hand() -> None:
-    """Work of n tokens: n + n^2 / 10. The 10 (20) goes first; three of 5 (7.5 each) follow into the
-    other microbatch. That has more then, so a 4 joins the 10; a 6 would be more than 15 tokens with
-    either.
-    """
+    # Work of n tokens: n + n^2 / 10. The 10 (20) goes first; three of 5 (7.5 each) follow into the
+    # other microbatch. That has more then, so a 4 joins the 10; a 6 would be more than 15 tokens
+    # with either.
     packed = wlb_llm.by_workload(documents(10, 5, 5, 5, 4), 2, 15, lambda n: n + n * n / 10)
     assert [[each.length for each in microbatch] for microbatch in packed.microbatches] == [[10, 4], [5, 5, 5]]
     assert packed.left == ()
@@ -118,7 +117,7 @@ def test_delay_off_trains_what_was_dealt_and_repacking_moves_it() -> None:
 
 
 def test_without_a_capacity_and_a_next_step_what_fits_no_microbatch_of_one_length_is_trained_too() -> None:
-    """It failed, since no capacity is no whole number."""
+    # It failed, since no capacity is no whole number.
     once = replace(CONTEXT, may_carry=False)
     step, carry = plan(((400, 300), (200, 150)), context=once, packing="fixed", context_tokens=500)
     assert (sorted(chain(*members(step))), carry) == ([0, 1, 2, 3], EMPTY)
@@ -221,7 +220,7 @@ def test_tune_weighs_imbalance_against_delay() -> None:
 
 
 def test_table_2_counts_and_ours_reaches_it() -> None:
-    """Fewer batches than the figures in docs have; the bounds that hold there hold here, too."""
+    # Fewer batches than the figures in docs have; the bounds that hold there hold here, too.
     batches = table2.global_batches("wlb-skew", 96)
     assert all(sum(sample) <= table2.WINDOW for batch in batches for sample in batch)
     original = table2.measure(batches, table2.context(packing="original"))
@@ -279,7 +278,7 @@ def test_long_documents_cut_on_their_own_are_even_and_packed_ones_are_not() -> N
 
 
 def test_the_sooner_one_is_chosen_for_each_microbatch() -> None:
-    """Many short documents are better packed, a long one on its own."""
+    # Many short documents are better packed, a long one on its own.
     for lengths, better, worse in ((SHORT, "sequence", "document"), ((40_000, 4000, 4000), "document", "sequence")):
         assert slowest_s(made(better, lengths)) < slowest_s(made(worse, lengths))
         assert made("adaptive", lengths) == made(better, lengths)
@@ -303,7 +302,7 @@ def test_the_second_zone_begins_with_the_ranks_that_have_no_token_more_yet() -> 
 
 def test_no_document_too_short_for_all_chunks_is_cut_beside_packed_ones() -> None:
     def alone(lengths: tuple[int, ...]) -> list[int]:
-        """Documents on their own of each candidate."""
+        # Documents on their own of each candidate.
         tried = wlb_llm.candidates(lengths, 4, "mixed")
         return [sum(len(zone.seqs) for zone in zones if zone.name == "document") for zones in tried]
 
@@ -312,7 +311,7 @@ def test_no_document_too_short_for_all_chunks_is_cut_beside_packed_ones() -> Non
 
 
 def test_predicted_seconds_are_of_all_launches_forward_and_backward() -> None:
-    """Each rank launches once a zone; the flat machine takes 1 s forward and 2 s backward."""
+    # Each rank launches once a zone; the flat machine takes 1 s forward and 2 s backward.
     model = Model(2, 2, 16)
     context = Context(np.array([64, 64]), 2, 2, 4, 4)
     zones = [
@@ -323,7 +322,7 @@ def test_predicted_seconds_are_of_all_launches_forward_and_backward() -> None:
 
 
 def test_what_is_gathered_and_its_gradients_count_at_the_rate_of_the_slowest_link() -> None:
-    """A rank of each of two nodes, 10 tokens each: a step of 1,280 bytes out and 2,560 back."""
+    # A rank of each of two nodes, 10 tokens each: a step of 1,280 bytes out and 2,560 back.
     cluster, model = Cluster(2, 1, ranks_per_nic=1), Model(2, 2, 16, bytes_per_element=2)
     context = Context(np.array([20]), 2, 2, 2, 1)
     (zones,) = wlb_llm.candidates([20], 2, "document")

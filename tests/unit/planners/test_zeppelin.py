@@ -34,7 +34,7 @@ MODEL = Model(32, 32, 128)
 
 
 def plan_of(lengths: list[int], cluster: Cluster, **options: Any) -> MicrobatchPlan:
-    """Rings of single ranks, unless another rule is named."""
+    # Rings of single ranks, unless another rule is named.
     return make_planner("zeppelin", cluster, MODEL, **{"rule": "groups", "group_size": 1, **options})(lengths)
 
 
@@ -104,7 +104,7 @@ def test_zones_are_issued_inter_node_then_intra_node_then_local() -> None:
 
 
 def test_sequences_are_on_the_fewest_neighbours_that_stay_below_the_target() -> None:
-    """Of four groups with 19.25 seconds each in the mean."""
+    # Of four groups with 19.25 seconds each in the mean.
     seconds, tokens = [40.0, 30.0, 5.0, 2.0], [4, 3, 2, 1]
     assert aligned(seconds, tokens, 4, 27.0, 100) == [(0, 1), (2, 3), (2,), (3,)]
     assert aligned(seconds, tokens, 4, 22.0, 100) == [(0, 1), (2, 3), (2,), (3,)]
@@ -132,9 +132,8 @@ def test_the_closed_form_of_rings_of_groups_is_near_the_estimate_of_their_plan(n
 
 
 def drawn(seed: int, num_seqs: int = 60) -> list[int]:
-    """Long-tailed lengths of 64 tokens a rank of 16 ranks, to the token, and more than one sequence
-    of a length.
-    """
+    # Long-tailed lengths of 64 tokens a rank of 16 ranks, to the token, and more than one sequence
+    # of a length.
     rng = random.Random(seed)
     weights = [rng.lognormvariate(0, 1.2) for _ in range(num_seqs)]
     lengths = [max(1, int(1024 * weight / sum(weights))) for weight in weights]
@@ -146,9 +145,8 @@ def drawn(seed: int, num_seqs: int = 60) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_thresholds_that_are_passed_over_would_not_have_fit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Whether nothing is known of what found no room before; without slack, hardly any threshold
-    works out.
-    """
+    # Whether nothing is known of what found no room before; without slack, hardly any threshold
+    # works out.
     lengths, cluster, zone = drawn(seed), Cluster(16, 4), zeppelin._InterNodeZone  # pyright: ignore[reportPrivateUsage]
     slack = 64 + seed // 5
     found, tries = zeppelin.paper_placement(lengths, cluster, slack), list[int]()
@@ -181,7 +179,7 @@ LONG = (212_365, 42_000, 7_779)
 
 
 def planned(lengths: tuple[int, ...], **options: Any) -> tuple[MicrobatchPlan, Machine, Machine]:
-    """A plan for 512 H800, told their memory; prices and the simulated machine."""
+    # A plan for 512 H800, told their memory; prices and the simulated machine.
     cluster = load_cluster("h800").build(num_ranks=32)
     machine, cost = Machine(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK)), planning_cost(cluster, DEEPSEEK, None)
     memory = step_memory(StageSetup(machine, SETUP)).of_microbatches(STAGES)
@@ -196,9 +194,8 @@ def waves_of(plan: MicrobatchPlan) -> int:
 
 
 def test_a_placement_comes_in_the_waves_whose_keys_layers_have_room_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three waves of a long sequence are faster than two whose keys come again, as simulated too. In
-    two, one such microbatch of 16 made all layers of the step replay.
-    """
+    # Three waves of a long sequence are faster than two whose keys come again, as simulated too. In
+    # two, one such microbatch of 16 made all layers of the step replay.
     kept, prices, machine = planned(LONG)
     monkeypatch.setattr(zeppelin, "_surely_keeps", lambda *_: True)
     replayed, *_ = planned(LONG)
@@ -265,7 +262,7 @@ def test_no_rank_owns_or_receives_more_than_the_bound(lengths: list[int], name: 
 
 
 def test_without_waves_that_leave_room_the_faster_of_both_searches_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that fit, the one of the shorter layer."""
+    # Of those that fit, the one of the shorter layer.
     (kept, prices, _), (replayed, *_) = planned(LONG), planned(LONG, num_waves=2)
     context = StepContext(prices.cluster, prices.model, prices.cost, memory=prices.memory, options=ZeppelinOptions())
     search = search_of(LONG, context)
@@ -297,5 +294,5 @@ def _in(plan: MicrobatchPlan, number: int) -> tuple[SharedZone]:
 
 
 def search_of(lengths: Sequence[int], context: StepContext) -> Search:
-    """The search for a plan of one microbatch, whatever it holds."""
+    # The search for a plan of one microbatch, whatever it holds.
     return Search(tuple(lengths), context, sum(lengths))

@@ -46,7 +46,7 @@ RINGS = (1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15
 
 
 def cluster(num_ranks: int = 64) -> Cluster:
-    """Nodes of eight H200."""
+    # Nodes of eight H200.
     return Cluster(num_ranks, 8, attention_efficiency=0.374)
 
 
@@ -76,7 +76,7 @@ def test_rings_of_groups_are_taken_where_the_estimate_of_whole_plans_has_them_ah
 
 
 def test_they_are_asked_for_where_waves_would_leave_heads_idle() -> None:
-    """12 heads over groups of 8: as even as that can be is a third more than groups of 4 take."""
+    # 12 heads over groups of 8: as even as that can be is a third more than groups of 4 take.
     own = replace(load_cluster("h200").build(num_ranks=16, ranks_per_node=8), attention_kernel="flash_attn")
     model = load_model("moe-8x550m")
     prices = Machine(own, model, AnalyticCost(own, model))
@@ -135,7 +135,7 @@ def test_sizes_of_groups_share_nics_evenly_and_go_beyond_a_node() -> None:
 
 @pytest.mark.parametrize("name", ["zeppelin", "auto"])
 def test_a_size_of_groups_that_does_not_fit_the_nics_is_left_out_of_the_search(name: str) -> None:
-    """Nodes of three ranks, of which two share a NIC: rings over groups of a node cannot be priced."""
+    # Nodes of three ranks, of which two share a NIC: rings over groups of a node cannot be priced.
     cluster = load_cluster("a800").build(num_ranks=6, ranks_per_node=3)
     assert make_planner(name, cluster, load_model("llama-7b"))([9000, 700, 300]).num_tokens == 10000
 
@@ -181,7 +181,7 @@ def test_the_estimate_is_near_the_simulator() -> None:
 
 
 def test_a_lead_hides_the_exchange_of_heads() -> None:
-    """As much as its attention takes: without one the step is 2 % longer."""
+    # As much as its attention takes: without one the step is 2 % longer.
     plan, own = plan_of(MIXED), cluster()
     zone = zone_of(plan)
     assert zone.lead > 0
@@ -192,7 +192,7 @@ def test_a_lead_hides_the_exchange_of_heads() -> None:
 
 
 def test_hosts_that_are_the_limit_make_fewer_waves() -> None:
-    """Every wave takes a host two group calls and ten launches, forward and backward."""
+    # Every wave takes a host two group calls and ten launches, forward and backward.
     own = cluster()
     slow = replace(own, host_call_s=350e-6, host_launch_s=300e-6)
     machine = Machine(slow, MODEL, AnalyticCost(slow, MODEL), host=AnalyticCost(slow, MODEL).host)
@@ -205,7 +205,7 @@ def test_hosts_that_are_the_limit_make_fewer_waves() -> None:
 
 
 def test_where_keys_show_it_also_begins_with_rings_of_groups() -> None:
-    """Without that it took 0.6 % longer than the rings, with it 0.7 % less."""
+    # Without that it took 0.6 % longer than the rings, with it 0.7 % less.
     lengths, own = (19597, 18312, 8898, 10139, 8108, 482), cluster(16)  # as drawn for arXiv, 64k
     assert step_s(plan_of(lengths, own), own) < step_s(plan_of(lengths, own, rule="groups"), own)
 
@@ -246,7 +246,7 @@ def test_the_price_of_waves_under_a_full_mask_is_near_the_simulator(name: str) -
 
 
 def test_under_a_window_every_rank_has_one_run_of_tokens() -> None:
-    """As many as the others; so that of a sequence only the keys before a run lie on another rank."""
+    # As many as the others; so that of a sequence only the keys before a run lie on another rank.
     lengths, own, model = MIXED, cluster(), replace(MODEL, attention="window_1024")
     plan = make_planner("zeppelin", own, model)(lengths)
     held = fragments(plan)
