@@ -83,12 +83,11 @@ def test_no_cut_at_blocks_costs_fewer_bytes_than_the_closed_form_for_plain_shard
             assert size_q * queries + size_kv * max(0.0, key_stop - resident) <= cut * (1 + 1e-9)
 
 
-def test_the_best_plain_shard_moves_from_the_head_of_an_item_to_its_end_as_queries_grow_dearer() -> None:
+def test_the_best_plain_shard_follows_the_price_of_queries_and_the_keys_at_hand() -> None:
+    # The best plain shard moves from the head of an item to its end as queries grow dearer.
     found = [plain(0, 1000, 0.25, 0, size_q, 1.0)[1] for size_q in (1e-9, 1.0, 1e9)]
     assert found == pytest.approx([500, 577.35, 1000], rel=1e-3)
-
-
-def test_keys_at_hand_are_free_so_that_a_shard_reaches_as_far_as_they_do() -> None:
+    # Keys at hand are free so that a shard reaches as far as they do.
     assert plain(0, 1000, 0.25, 0, 1e-9, 1.0)[1] == pytest.approx(500)
     assert plain(0, 1000, 0.25, 800, 1e-9, 1.0)[1] == pytest.approx(800)
 
@@ -102,9 +101,8 @@ def test_sequences_lie_one_after_the_other_as_many_tokens_on_each_rank(
     assert held.sum() == sum(lengths)
     assert held.max() - held.min() <= 1
     assert (np.diff(owned[:, 0]) >= 0).all()
-    assert [(seq, token) for _, seq, start, stop in owned.tolist() for token in (start, stop - 1)] == sorted(
-        (seq, token) for _, seq, start, stop in owned.tolist() for token in (start, stop - 1)
-    )
+    ends = [(seq, token) for _, seq, start, stop in owned.tolist() for token in (start, stop - 1)]
+    assert ends == sorted(ends)
 
 
 def attended(tasks: Ints, lengths: list[int]) -> list[list[tuple[int, int]]]:
@@ -168,12 +166,31 @@ def _kernel_s(made: MicrobatchPlan) -> list[float]:
     return COST.attend_s(regions, tasks[:, 0], made.num_ranks).tolist()
 
 
-def test_work_is_as_even_in_the_kernels_seconds_tiles_computed_whole() -> None:
+def test_batches_that_are_hard_to_even_out_are_even() -> None:
+    # Work is as even in the kernels seconds tiles computed whole.
     # Half of the tokens are in documents that end just inside their second tile: a fifth of the
     # pairs and half of the time.
     lengths = [137] * (8 * 4096 // 137) + [640] * (8 * 4096 // 640)
     seconds = _kernel_s(make_planner("distca", CLUSTER, MODEL, tolerance=0.02)(lengths))
     assert max(seconds) <= 1.15 * sum(seconds) / len(seconds)
+    # Light work is shed by any server before the limit gives way.
+    # 262,144 tokens of code. In the end nobody has room for a block of the long sequence, and the
+    # two servers with most room have only blocks that no other one has room for.
+    lengths = [1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15674, 32352]
+    made = make_planner("distca", Cluster(64, 8), GROUPED, tolerance=0.02)(lengths)
+    assert plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.02
+    # Room is not made back and forth.
+    # 2,048 short sequences and blocks of the longest ones that take half of a server's time: room
+    # for one is made in several moves.
+    weights = [random.Random(seq).lognormvariate(0, 1.3) for seq in range(2048)]
+    lengths = [max(1, int(2**21 * weight / sum(weights))) for weight in weights]
+    made = make_planner("distca", Cluster(512, 8), GROUPED, tolerance=0.02)(lengths)
+    # padding is an eighth of the time, so that seconds decide
+    assert plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.07
+    # Tolerance zero is as even as whole blocks come.
+    made = make_planner("distca", CLUSTER, MODEL, tolerance=0.0)(BATCHES[0])
+    # a block at the end of the long sequence is 6 % of a rank's work
+    assert plan_statistics(made, MODEL)["imbalance"]["attention"] < 1.03
 
 
 def _sent_away(zone: object) -> list[int]:
@@ -187,37 +204,18 @@ def _sent_away(zone: object) -> list[int]:
     return away
 
 
-def test_light_work_is_shed_by_any_server_before_the_limit_gives_way() -> None:
-    # 262,144 tokens of code. In the end nobody has room for a block of the long sequence, and the
-    # two servers with most room have only blocks that no other one has room for.
-    lengths = [1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15674, 32352]
-    made = make_planner("distca", Cluster(64, 8), GROUPED, tolerance=0.02)(lengths)
-    assert plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.02
-
-
-def test_room_is_not_made_back_and_forth() -> None:
-    # 2,048 short sequences and blocks of the longest ones that take half of a server's time: room
-    # for one is made in several moves.
-    weights = [random.Random(seq).lognormvariate(0, 1.3) for seq in range(2048)]
-    lengths = [max(1, int(2**21 * weight / sum(weights))) for weight in weights]
-    made = make_planner("distca", Cluster(512, 8), GROUPED, tolerance=0.02)(lengths)
-    # padding is an eighth of the time, so that seconds decide
-    assert plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.07
-
-
-def test_tolerance_zero_is_as_even_as_whole_blocks_come() -> None:
-    made = make_planner("distca", CLUSTER, MODEL, tolerance=0.0)(BATCHES[0])
-    # a block at the end of the long sequence is 6 % of a rank's work
-    assert plan_statistics(made, MODEL)["imbalance"]["attention"] < 1.03
-
-
-def test_less_is_received_the_more_the_tolerance_allows_and_the_more_is_known_to_be_at_hand() -> None:
-    received = [
-        sum(figures(BATCHES[1], tolerance=tolerance)["kv_tokens_received_per_rank"])
-        for tolerance in (0.02, 0.1, 0.3, 1.0)
-    ]
+def test_less_is_received_the_more_the_tolerance_allows_and_migrations_not_worth_it_are_left() -> None:
+    each = [figures(BATCHES[1], tolerance=tolerance) for tolerance in (0.02, 0.1, 0.3, 1.0)]
+    received = [sum(figures["kv_tokens_received_per_rank"]) for figures in each]
     assert all(later <= 1.01 * earlier for earlier, later in pairwise(received))  # greedily: hardly ever more
     assert received[-1] < 0.8 * received[0]
+    # Migrations that are not worth their bytes are left.
+    everything, nothing = (
+        figures(BATCHES[1], empty_light_servers=False, least_score=score)["query_tokens_received_per_rank"]
+        for score in (0.0, 1e9)
+    )
+    assert nothing == [0] * 16
+    assert sum(everything) > 0
 
 
 def test_a_server_takes_of_the_sequence_whose_keys_it_has() -> None:
@@ -229,7 +227,7 @@ def test_a_server_takes_of_the_sequence_whose_keys_it_has() -> None:
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 1 and q0 >= 1024} == {2, 0}
 
 
-def test_ranks_of_a_pool_hold_no_tokens_and_serve() -> None:
+def test_ranks_of_a_pool_hold_no_tokens_and_serve_and_are_one_a_node_unless_said_otherwise() -> None:
     made = make_planner("distca", CLUSTER, MODEL, servers="pool", pool_ranks=4)(BATCHES[1])
     held = [len(layout(made, rank)) for rank in range(16)]
     assert [rank for rank, fragments in enumerate(held) if not fragments] == [3, 7, 11, 15]
@@ -237,9 +235,7 @@ def test_ranks_of_a_pool_hold_no_tokens_and_serve() -> None:
     assert min(report["attention_pairs_per_rank"]) > 0
     assert report["imbalance"]["attention"] <= 1.1
     verify(make_planner("distca", Cluster(3, 3), MODEL, servers="pool", block=8)([100, 41]))
-
-
-def test_the_pool_is_one_rank_a_node_unless_said_otherwise_and_cannot_be_all_ranks() -> None:
+    # The pool is one rank a node unless said otherwise and cannot be all ranks.
     made = make_planner("distca", CLUSTER, MODEL, servers="pool")(BATCHES[1])
     assert [rank for rank in range(16) if not len(layout(made, rank))] == [7, 15]
     with pytest.raises(ConfigError, match=r"pool_ranks 16 of 16 ranks.*1 \.\. 15"):
@@ -250,24 +246,25 @@ def test_the_pool_is_one_rank_a_node_unless_said_otherwise_and_cannot_be_all_ran
 
 def test_caps_keep_migrations_within_what_a_server_may_receive_and_hold() -> None:
     def most(report: dict[str, Any]) -> int:
-        return max(
-            map(sum, zip(*(report[f"{what}_tokens_received_per_rank"] for what in ("kv", "query")), strict=True))
-        )
+        keys, queries = (report[f"{what}_tokens_received_per_rank"] for what in ("kv", "query"))
+        return max(map(sum, zip(keys, queries, strict=True)))
 
     free = figures(BATCHES[2])
     cap = most(free) - 2000
     assert most(figures(BATCHES[2], max_received_tokens=cap)) <= cap
     cap = max(free["kv_tokens_received_per_rank"]) + 4096 - 2000
     assert max(figures(BATCHES[2], max_kv_tokens=cap)["kv_tokens_received_per_rank"]) + 4096 <= cap
-
-
-def test_a_cap_that_a_ranks_own_queries_pass_is_an_error_that_says_what_would_do() -> None:
+    # A cap that a ranks own queries pass is an error that says what would do.
     with pytest.raises(
         InfeasibleError,
         match=r"rank \d+ would have \d+ tokens .* max_received_tokens is 100, .*Set max_received_tokens to 61440",
     ):
         make_planner("distca", CLUSTER, MODEL, max_received_tokens=100)(BATCHES[0])
     make_planner("distca", CLUSTER, MODEL, max_received_tokens=61440)(BATCHES[0])
+    # Caps that nobody can keep are told at once.
+    lengths = [random.Random(seq).randint(1000, 3000) for seq in range(900)] + [200_000] * 2
+    with pytest.raises(InfeasibleError, match="max_received_tokens is 150000"):
+        make_planner("distca", Cluster(512, 8), MODEL, max_received_tokens=150_000)(lengths)
 
 
 @pytest.mark.parametrize("shards", ["plain", "head_tail"])
@@ -295,21 +292,6 @@ def test_what_a_rank_gives_away_for_a_cap_is_shared_where_nobody_has_room_for_al
     tasks = schedule(owned, [4000, 900, 500], 4, COST, scheduling)
     given = tasks[(tasks[:, 1] == 0) & (tasks[:, 2] >= 3000)]
     assert sorted(given[:, 0].tolist()) == [2, 3]
-
-
-def test_caps_that_nobody_can_keep_are_told_at_once() -> None:
-    lengths = [random.Random(seq).randint(1000, 3000) for seq in range(900)] + [200_000] * 2
-    with pytest.raises(InfeasibleError, match="max_received_tokens is 150000"):
-        make_planner("distca", Cluster(512, 8), MODEL, max_received_tokens=150_000)(lengths)
-
-
-def test_migrations_that_are_not_worth_their_bytes_are_left() -> None:
-    everything, nothing = (
-        figures(BATCHES[1], empty_light_servers=False, least_score=score)["query_tokens_received_per_rank"]
-        for score in (0.0, 1e9)
-    )
-    assert nothing == [0] * 16
-    assert sum(everything) > 0
 
 
 # Cases in which a surplus is so small that it is lost in the rounding of sums of seconds.
@@ -397,9 +379,8 @@ def test_the_closed_form_of_head_tail_pairs_has_its_keys_and_is_the_best_of_all_
         items.set(row, (stop - nano_batch, stop), seconds=1.0)
     queries, key_stop = items.cheapest(np.arange(1, nano_batch + 1) / nano_batch)
     for moved, got, keys in zip(range(1, nano_batch + 1), queries.tolist(), key_stop.tolist(), strict=True):
-        cuts = [
-            2 * moved * size[0] + (stop - outer) * size[1] for outer in range(nano_batch - moved + 1)
-        ]  # the tail's keys
+        # The tail's keys.
+        cuts = [2 * moved * size[0] + (stop - outer) * size[1] for outer in range(nano_batch - moved + 1)]
         assert got == pytest.approx(2 * moved)
         assert keys == pytest.approx(stop - nano_batch + moved), "the tail's last query sees all keys up to itself"
         assert got * size[0] + keys * size[1] == pytest.approx(min(cuts))
@@ -526,14 +507,12 @@ def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -
     # Rank 2 holds half of the keys that its queries see, and would save the other nano-batch; rank
     # 1 would need all of them.
     owned: list[Owner] = [(0, 0, 0, LONG), (0, 1, 0, 512), (1, 2, 0, 1024), (2, 1, 512, 1024)]
-    joined, apart = (
-        planned(owned, 16, empty_light_servers=empty_light_servers) for empty_light_servers in (True, False)
-    )
+    joined, apart = (planned(owned, 16, empty_light_servers=each) for each in (True, False))
     assert attended_spans(joined, 2, 1)[-1][1] == 1024
     assert attended_spans(joined, 1, 1) == []
-    assert sum(plan_statistics(joined, flat_cost.MODEL)["bytes_received_per_rank"]["total"]) <= sum(
-        plan_statistics(apart, flat_cost.MODEL)["bytes_received_per_rank"]["total"]
-    )
+    reports = [plan_statistics(plan, flat_cost.MODEL) for plan in (joined, apart)]
+    total = [sum(report["bytes_received_per_rank"]["total"]) for report in reports]
+    assert total[0] <= total[1]
 
 
 # ---- Bytes that count
@@ -547,9 +526,7 @@ def test_a_query_costs_the_bytes_of_its_output_too() -> None:
     plan = planned([(0, 0, *item), (1, 1, 0, 102 * BLOCK)], 2, model, tolerance=0.02)
     (cut,) = attended_spans(plan, 1, 0)
     best, without = (cheapest_cut(item, pairs(*cut), size) for size in (query_bytes, query_bytes / 2))
-    assert cut_bytes(without, query_bytes) > 1.05 * cut_bytes(best, query_bytes), (
-        "a layout in which it makes no difference"
-    )
+    assert cut_bytes(without, query_bytes) > 1.05 * cut_bytes(best, query_bytes), "it makes no difference here"
     assert cut_bytes(cut, query_bytes) <= 1.01 * cut_bytes(best, query_bytes)
 
 
@@ -567,18 +544,15 @@ def _one_long_and_28(short: int, *, empty_light_servers: bool = True) -> tuple[M
     return plan, max(both)
 
 
-def test_light_servers_that_together_fill_none_stay_apart() -> None:
+def test_light_servers_are_joined_where_that_saves_keys_and_fills_them() -> None:
+    # Light servers that together fill none stay apart.
     # Joined, two would have four fifths of the mean, and need the long sequence's keys for what is
     # left.
     assert _one_long_and_28(18 * BLOCK)[1] == 1
-
-
-def test_light_servers_are_joined_where_that_saves_keys() -> None:
+    # Light servers are joined where that saves keys.
     # Half full ones: two of these joined are full, and take nothing of the long one, whose keys one
     # fills.
-    (joined, most), (apart, _) = (
-        _one_long_and_28(22 * BLOCK, empty_light_servers=empty_light_servers) for empty_light_servers in (True, False)
-    )
+    (joined, most), (apart, _) = (_one_long_and_28(22 * BLOCK, empty_light_servers=each) for each in (True, False))
     assert most == 2
     reports = [plan_statistics(plan, flat_cost.MODEL) for plan in (joined, apart)]
     keys = [sum(report["kv_tokens_received_per_rank"]) for report in reports]

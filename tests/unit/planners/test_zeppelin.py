@@ -66,6 +66,8 @@ PAPERS_RULE: list[tuple[list[int], tuple[int, int], int, list[tuple[str, tuple[i
     # + 400) / 4 = 500: ceil(3.2) = 4 and ceil(0.8) = 1 fragments, but 20 whole passes the capacity of
     # its rank (10 + 20 > 16), so it is split over all four.
     ([40, 20], (4, 4), 16, [("intra_node", (0, 1, 2, 3), [40, 20])]),
+    # Without slack everything goes across nodes.
+    ([23, 19, 14, 8], (8, 4), 8, [("inter_node", tuple(range(8)), [23, 19, 14, 8])]),
 ]
 
 
@@ -75,26 +77,21 @@ def test_paper_rule_by_hand(lengths, ranks, tokens, zones) -> None:
     assert zones_of(plan) == zones
 
 
-def test_paper_rule_without_slack_sends_everything_across_nodes() -> None:
-    plan = plan_of([23, 19, 14, 8], Cluster(8, 4), rule="paper", tokens_per_rank=8)
-    assert zones_of(plan) == [("inter_node", tuple(range(8)), [23, 19, 14, 8])]
-
-
 # Rule: groups
 
 
-def test_short_sequences_stay_local_where_attention_is_even() -> None:
+def test_zones_of_rings_are_local_where_attention_is_even_shared_and_in_order() -> None:
+    # Short sequences stay local where attention is even.
     plan = plan_of([500] * 16, Cluster(8, 4))
     assert {name for name, _, _ in zones_of(plan)} == {"local"}
     assert plan_statistics(plan, MODEL)["imbalance"] == {"tokens": 1.0, "attention": 1.0}
-
-
-def test_sequences_on_the_same_ranks_share_one_zone() -> None:
+    # Equal sequences that fill the ranks exactly stay local without slack.
+    plan = plan_of([8] * 8, Cluster(8, 4), tokens_per_rank=8)
+    assert {name for name, _, _ in zones_of(plan)} == {"local"}
+    # Sequences on the same ranks share one zone.
     plan = plan_of([1000] * 3, Cluster(2, 2), tokens_per_rank=1500)
     assert len({ranks for _, ranks, _ in zones_of(plan)}) == len(plan.zones)
-
-
-def test_zones_are_issued_inter_node_then_intra_node_then_local() -> None:
+    # Zones are issued inter node then intra node then local.
     order = ["inter_node", "intra_node", "local"]
     names = [
         name for name, _, _ in zones_of(plan_of([60000, 30000, 20000, 9000, 4000, 3000, 500, 400], Cluster(32, 8)))
@@ -162,11 +159,6 @@ def test_thresholds_that_are_passed_over_would_not_have_fit(monkeypatch: pytest.
 # Capacities, refusals and odd batches: tests/property/test_planners.py, of all planners
 
 
-def test_equal_sequences_that_fill_the_ranks_exactly_stay_local_without_slack() -> None:
-    plan = plan_of([8] * 8, Cluster(8, 4), tokens_per_rank=8)
-    assert {name for name, _, _ in zones_of(plan)} == {"local"}
-
-
 # Whether layers keep what they receive under a placement in waves, and what is taken where not.
 
 EXPERTS, STAGES = 32, 16
@@ -212,7 +204,9 @@ def test_a_placement_comes_in_the_waves_whose_keys_layers_have_room_to_keep(monk
     assert seconds[0] < 0.98 * seconds[1]
 
 
-def test_the_search_is_made_again_for_layers_that_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_is_made_again_for_layers_that_replay_unless_waves_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told, placed = list[bool](), Search.placed
 
     def noted(self: Search, *, replays: bool) -> InWaves | None:
@@ -222,9 +216,7 @@ def test_the_search_is_made_again_for_layers_that_replay(monkeypatch: pytest.Mon
     monkeypatch.setattr(Search, "placed", noted)
     planned(LONG)
     assert told == [False, True]
-
-
-def test_a_number_of_waves_that_is_asked_for_stays() -> None:
+    # A number of waves that is asked for stays.
     plan, *_ = planned(LONG, num_waves=2)
     assert waves_of(plan) == 2
 
