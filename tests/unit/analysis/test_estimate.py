@@ -48,7 +48,7 @@ NEAR: list[tuple[str, dict[str, Any], dict[str, Range]]] = [
 
 
 def drawn(seed: int, num_tokens: int, mean: float, sigma: float) -> list[int]:
-    """Lengths of a log-normal batch."""
+    # Lengths of a log-normal batch.
     generator, lengths = np.random.default_rng(seed), list[int]()
     while sum(lengths) < num_tokens:
         lengths.append(int(min(max(64, generator.lognormal(mean, sigma)), num_tokens - sum(lengths))))
@@ -109,9 +109,8 @@ def estimated(plan: MicrobatchPlan, cluster: Cluster, model: Model) -> Estimate:
 def test_an_estimate_is_near_what_the_simulator_says(
     name: str, options: dict[str, Any], mask: str, near: Range
 ) -> None:
-    """And neither is below what the planner cannot come below, nor the estimate below the physical
-    bound that `compare` prints.
-    """
+    # And neither is below what the planner cannot come below, nor the estimate below the physical
+    # bound that `compare` prints.
     for number, (causal, on, num_ranks, batch) in enumerate(CASES):
         if causal.latent_travels and PLANNERS[name].parts(options):
             continue
@@ -163,14 +162,14 @@ def test_zones_that_lie_alike_are_priced_as_one_by_one(
 
 
 def test_what_the_bound_of_a_ring_counts() -> None:
-    """One long document: rings cannot bring its keys round in the time that attending to it takes."""
+    # One long document: rings cannot bring its keys round in the time that attending to it takes.
     lengths, model = [16384], load_model("llama-7b")
     bounds = Bounds.of(lengths, A800, model, AnalyticCost(A800, model))
     assert bounds.rings() > 1.3 * bounds.even()
 
 
 def test_what_the_bound_of_sequences_whole_on_groups_counts() -> None:
-    """A long document takes as many ranks as heads reach at most; one of many sizes exchanges more."""
+    # A long document takes as many ranks as heads reach at most; one of many sizes exchanges more.
     model = load_model("llama-7b")
     cluster = load_cluster("h200").build(num_ranks=256, ranks_per_node=8)
 

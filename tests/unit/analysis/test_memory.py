@@ -71,7 +71,7 @@ def test_shared_experts_are_visited_and_dense_layers_have_none_of_the_others() -
 
 
 def test_ranks_with_the_same_experts_share_out_their_optimizer() -> None:
-    """Of 8 ranks two have each expert where 4 share them out, so each holds half of its optimizer."""
+    # Of 8 ranks two have each expert where 4 share them out, so each holds half of its optimizer.
     moe = replace(MODEL, num_experts=8, experts_per_token=2)
     experts = 4 * 8 * 3 * 512 * 1024
     memory = rank_memory(moe, 0, 0, Sharding(optimizer=8, experts=4))
@@ -135,15 +135,14 @@ MIXED = [30011, 19000, 7301, 6000, 5003, 4000, 3000, 2500, 2000, 1700, 1500, 120
 
 
 def of_deepseek(ranks: int, experts: int, recompute: str = "none") -> StepMemory:
-    """`ranks` of each of 16 stages, and as many microbatches as there are stages."""
+    # `ranks` of each of 16 stages, and as many microbatches as there are stages.
     stages = stages_of(DEEPSEEK, ranks, recompute=recompute, pipeline=STAGES, experts=experts)  # pyright: ignore[reportArgumentType]
     return StepMemory(DEEPSEEK, tuple(stages)).of_microbatches(STAGES)
 
 
 def test_the_state_of_a_rank_of_2048_gpus_is_the_sum_on_paper() -> None:
-    """128 ranks a stage; each has 4 of the 256 experts, which 2 ranks have. It was 4,160 GB, as if of
-    one stage with all experts.
-    """
+    # 128 ranks a stage; each has 4 of the 256 experts, which 2 ranks have. It was 4,160 GB, as if
+    # of one stage with all experts.
     latents = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168
     router = 7168 * 256
     others = LAYERS * (latents + EXPERT + router + 2 * 7168) + 3 / STAGES * (8 * EXPERT - router)
@@ -175,7 +174,7 @@ def test_the_state_of_a_rank_of_2048_gpus_is_the_sum_on_paper() -> None:
 def test_zeppelin_keeps_where_the_layout_that_runs_has_room(
     ranks: int, experts: int, recompute: str, tokens: int, replays: bool
 ) -> None:
-    """It replayed on any number of H800, whose ranks would each have held 671 billion parameters."""
+    # It replayed on any number of H800, whose ranks would each have held 671 billion parameters.
     cluster = load_cluster("h800").build(num_ranks=ranks)
     for memory, expected in ((None, True), (of_deepseek(ranks, experts, recompute), replays)):
         context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK), memory=memory)
@@ -203,7 +202,7 @@ def test_zeppelin_searches_and_compares_by_the_memory_that_it_is_told(
 
 
 def test_auto_takes_the_fastest_where_it_took_what_needs_the_least() -> None:
-    """On 512 H800, 32 ranks a stage."""
+    # On 512 H800, 32 ranks a stage.
     cluster = load_cluster("h800").build(num_ranks=32)
     context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK))
     steps = {
@@ -279,7 +278,7 @@ def test_whether_a_remap_stays_is_asked_of_the_same_memory(monkeypatch: pytest.M
 def test_an_estimate_is_of_the_experts_that_a_rank_has_and_of_the_way_to_the_others(
     experts: int, planner: PlannerChoice
 ) -> None:
-    """A layer of experts is as long as it is simulated, and as many layers keep."""
+    # A layer of experts is as long as it is simulated, and as many layers keep.
     cluster = load_cluster("h100").build(num_ranks=16, ranks_per_node=4)
     model = replace(load_model("moe-8x550m"), expert_split=experts)
     own = planning_cost(cluster, model, None)
@@ -334,7 +333,7 @@ def test_recomputation_makes_room_and_microbatches_in_flight_take_it() -> None:
 
 
 def test_what_a_preset_holds_by_default_is_what_its_memory_model_says() -> None:
-    """An H100 was said to hold 12,720 tokens of llama-7b, and 8,192 need more than it has."""
+    # An H100 was said to hold 12,720 tokens of llama-7b, and 8,192 need more than it has.
     assert capacity(load_cluster("h100").build(num_ranks=64), load_model("llama-7b")) < 8192
 
 
@@ -345,7 +344,7 @@ GPU_BYTES, ALL_RANKS = 80e9, 64
 
 
 def test_the_first_stage_holds_what_c1_counts() -> None:
-    """PP microbatches of its layers, its weights and gradients, its share of all optimizer state."""
+    # PP microbatches of its layers, its weights and gradients, its share of all optimizer state.
     table = head_module(LLAMA_32B).weights / 2
     stage = (num_parameters(LLAMA_32B) - 2 * table) / 4 / 8 + table / 8
     states = (2 + 4) * stage + OPTIMIZER_BYTES * num_parameters(LLAMA_32B) / ALL_RANKS

@@ -61,7 +61,7 @@ FACTS = ("phase", "microbatch", "call", "exchange", "track")
 
 
 def whole() -> list[Event]:
-    """Rank 0 sends to rank 1 twice: within a longer stay there, then as both begin together."""
+    # Rank 0 sends to rank 1 twice: within a longer stay there, then as both begin together.
     spans = [
         TrackSpan(0, "inter_node", "direct", 3e-6, 9e-6, "forward", 0, 0, 0, sent={1: 64}),
         TrackSpan(1, "inter_node", "direct", 1e-6, 8e-6, "forward", 0, 0, 0, received={0: 64}),
@@ -73,7 +73,7 @@ def whole() -> list[Event]:
 
 
 def of(events: list[Event], phase: str, index: int = 0) -> Event:
-    """An event by its phase."""
+    # An event by its phase.
     return [event for event in events if event["ph"] == phase][index]
 
 
@@ -106,12 +106,12 @@ def twice(phase: str) -> Callable[[list[Event]], None]:
 
 
 def to_the_outer_span(events: list[Event]) -> None:
-    """As our traces were: to the span that received before the sender began."""
+    # As our traces were: to the span that received before the sender began.
     events.remove(next(event for event in events if event["name"] == "arriving 0"))
 
 
 def numbered_from_0(events: list[Event]) -> None:
-    """As our traces were: rank 1's track 0 is taken for its track 1."""
+    # As our traces were: rank 1's track 0 is taken for its track 1.
     for event in events:
         if event["pid"] == 1:
             event["tid"] -= 3
@@ -141,7 +141,7 @@ MOVED = {
 
 
 def broken(tmp_path: Path, change: Callable[[list[Event]], None], said: str) -> Path:
-    """A trace after a change, which our reader refuses."""
+    # A trace after a change, which our reader refuses.
     events = whole()
     trace_reader.read(json.dumps({"traceEvents": events}))
     change(events)
@@ -177,7 +177,7 @@ def test_our_reader_refuses_what_the_processor_shows_otherwise(
 
 
 def test_our_reader_refuses_an_arrow_that_falls_to_a_span_that_is_over(tmp_path: Path) -> None:
-    """The processor takes it as it was meant, by luck: no other span has begun on that track."""
+    # The processor takes it as it was meant, by luck: no other span has begun on that track.
     broken(tmp_path, with_("f", 0, ts=8.5), "between spans: it falls to arriving 0")
 
 

@@ -46,7 +46,7 @@ def model_of(plan: MicrobatchPlan) -> Model:
 
 
 def from_ops(plan: MicrobatchPlan) -> dict[str, Any]:
-    """Figures of a plan by counting every row of the whole forward program."""
+    # Figures of a plan by counting every row of the whole forward program.
     model, ranks = model_of(plan), range(plan.num_ranks)
     kv: list[set[tuple[int, ...]]] = [set() for _ in ranks]
     inter: list[set[tuple[int, ...]]] = [set() for _ in ranks]
@@ -101,9 +101,8 @@ def from_ops(plan: MicrobatchPlan) -> dict[str, Any]:
 
 
 def largest_exchange_from_ops(plan: MicrobatchPlan) -> list[int]:
-    """Token-heads of keys that the largest exchange of attention brings each rank; without a remap,
-    which brings some of them itself.
-    """
+    # Token-heads of keys that the largest exchange of attention brings each rank; without a remap,
+    # which brings some of them itself.
     program = expand(replace(plan, moves=NO_MOVES, routing=None) if plan.moves else plan)
     brought = [Counter[int]() for _ in range(plan.num_ranks)]
     for op in (op for op in program.forward if isinstance(op, Exchange)):
@@ -141,24 +140,19 @@ def test_figures_of_any_planner_remapped_and_routed_are_those_of_the_ops(
     assert_figures_are_those_of_the_ops(plan, ranks_per_nic)
 
 
-def test_figures_of_a_rank_with_heads_of_two_groups_are_those_of_the_ops() -> None:
+def test_figures_of_small_plans() -> None:
+    # Figures of a rank with heads of two groups are those of the ops.
     zone = by_hand.zone("pool", "head_ring", range(4), (0, 1), 4)
     plan = by_hand.plan((40, 7), 4, zone, ranks_per_node=2, heads=(6, 3))
     assert_figures_are_those_of_the_ops(plan, ranks_per_nic=1)
-
-
-def test_imbalance_is_the_largest_load_over_the_mean() -> None:
+    # Imbalance is the largest load over the mean.
     plan = by_hand.plan((4, 2), 2, *by_hand.each_local(2), heads=(1, 1))
     assert plan_statistics(plan, model_of(plan))["imbalance"] == {"tokens": 4 / 3, "attention": 10 / 6.5}
-
-
-def test_an_empty_batch_is_balanced_and_moves_nothing() -> None:
+    # An empty batch is balanced and moves nothing.
     got = plan_statistics(by_hand.plan((), 2, heads=(1, 1)), Model(1, 1, 16))
     assert got["imbalance"] == {"tokens": 1.0, "attention": 1.0}
     assert got["tokens_per_rank"] == got["bytes_received_per_rank"]["total"] == [0, 0]
-
-
-def test_only_the_first_rank_of_a_node_receives_across_nodes_in_a_ring_in_node_order() -> None:
+    # Only the first rank of a node receives across nodes in a ring in node order.
     plan = by_hand.pool("ring", (64,), 4, ranks_per_node=2, heads=(1, 1))
     inter = plan_statistics(plan, model_of(plan))["kv_tokens_received_inter_node_per_rank"]
     assert [n > 0 for n in inter] == [True, False, True, False]
@@ -184,16 +178,13 @@ def of(other: float, kept: list[float], replayed: float = 0.0, layers: int = 4) 
     )
 
 
-def test_a_ring_of_64_ranks_keeps_the_keys_of_all_others():
+def test_a_ring_keeps_the_keys_of_all_others_and_a_head_exchange_its_heads_only():
     plan = by_hand.pool("ring", [64 * 4096], 64, ranks_per_node=8, heads=(32, 32))
     found = backward.step_bytes(
         [backward.microbatch_bytes([plan], LLAMA)], LLAMA, backward.Stage(32, Sharding(optimizer=64))
     )
     assert found.layers * found.kept.max() == 63 * 4096 * LLAMA.kv_bytes_per_token * 32
     assert round(found.layers * found.kept.max() / GB) == 135
-
-
-def test_a_head_exchange_keeps_its_heads_only():
     plan = by_hand.pool("head_exchange", [32 * 8192], 32, ranks_per_node=8, heads=(32, 32))
     found = backward.step_bytes(
         [backward.microbatch_bytes([plan], LLAMA)], LLAMA, backward.Stage(32, Sharding(optimizer=32))
@@ -228,6 +219,10 @@ def test_auto_keeps_in_as_many_layers_as_fit():
     assert backward.decide([step], "auto", None).keeping == 4
     assert backward.decide([step], "keep", 1.0).keeping == 4
     assert backward.decide([step], "replay", 100.0).keeping == 0
+    # Stages decide together by the fullest.
+    first, last = of(10.0, [2.0]), replace(of(10.0, [1.0]), stage=1)
+    assert backward.decide([first, last], "auto", 14.0 / backward.USABLE).keeping == 2
+    assert backward.decide([last], "auto", 14.0 / backward.USABLE).keeping == 4
 
 
 @given(
@@ -247,13 +242,8 @@ def test_a_mix_fits_and_one_layer_more_would_not(ranks, replayed, layers, memory
     assert not any(fits[keeping + 1 :])
 
 
-def test_stages_decide_together_by_the_fullest():
-    first, last = of(10.0, [2.0]), replace(of(10.0, [1.0]), stage=1)
-    assert backward.decide([first, last], "auto", 14.0 / backward.USABLE).keeping == 2
-    assert backward.decide([last], "auto", 14.0 / backward.USABLE).keeping == 4
-
-
-def test_pipeline_stages_hold_what_their_microbatches_in_flight_received():
+def test_microbatches_in_flight_are_held_and_what_is_computed_again_one_run_at_a_time():
+    # Pipeline stages hold what their microbatches in flight received.
     batches = [microbatch(kept=kept) for kept in (1, 5, 7, 2, 1)]
     kept = [
         backward.step_bytes(batches, MODEL, backward.Stage(2, Sharding(pipeline=2, stage=stage))).kept.max()
@@ -264,9 +254,7 @@ def test_pipeline_stages_hold_what_their_microbatches_in_flight_received():
     interleaved = backward.Stage(2, Sharding(pipeline=2, stage=0), chunks=2)
     assert interleaved.passes(5) == 5
     assert backward.step_bytes(batches, MODEL, interleaved).kept.max() == pytest.approx(14 / 3 * 5)
-
-
-def test_what_is_computed_again_is_held_for_one_run_at_a_time():
+    # What is computed again is held for one run at a time.
     full = backward.step_bytes([microbatch()], MODEL, backward.Stage(4, recompute=backward.Recomputed("uniform", 2)))
     plain = backward.step_bytes([microbatch()], MODEL, backward.Stage(4))
     assert (full.layers, plain.layers) == (2, 4)
@@ -321,21 +309,31 @@ CLUSTER = Cluster(num_ranks=8, ranks_per_node=4, intra_bytes_per_s=1e9, nic_byte
 BASE = Strategy.parse("4*tp2-pp1-cp1")
 
 
-def test_the_base_as_a_strategy_moves_what_all_gather_and_reduce_scatter_do() -> None:
-    """32B on 64 A800s, <16,1,1> x 4: a quarter of a sixteenth from each of three others."""
+def test_weights_that_ranks_lack_move_and_roles_share_memory() -> None:
+    # The base as a strategy moves what all gather and reduce scatter do.
+    # 32B on 64 A800s, <16,1,1> x 4: a quarter of a sixteenth from each of three others.
     cluster, model = load_cluster("a800-ib").build(), load_model("llama2-32b")
     model = replace(model, num_heads=64, num_kv_heads=64, head_dim=104)
     base = Strategy.parse("4*tp16-pp1-cp1")
     assert change(base, base, model, cluster).whole_s == pytest.approx(base_sync_s(base, model, cluster), rel=1e-3)
-
-
-def test_bytes_are_those_of_weights_that_ranks_lack() -> None:
-    """Each of four TP 2 ranks of two pipelines pulls its half but for the quarter that it owns."""
+    # Bytes are those of weights that ranks lack.
+    # Each of four TP 2 ranks of two pipelines pulls its half but for the quarter that it owns.
     strategy = Strategy.parse("2*tp2-pp1-cp1")
     found = change(BASE, strategy, EIGHT_LAYERS, CLUSTER).traffic.described(CLUSTER)
     per_rank = held_bytes(strategy, EIGHT_LAYERS, 8)[0] / 6
     assert found["pull_bytes"] == pytest.approx(4 * 2 * per_rank * 3 / 4, rel=0.01)
     assert found["push_bytes"] == 2 * found["pull_bytes"]
+    # Roles share the memory of the largest.
+    # The base layout is no role.
+    strategies = tuple(map(Strategy.parse, ("tp1-pp1-cp1+tp2-pp1-cp1", "tp4-pp1-cp1", "4*tp2-pp1-cp1")))
+    found = role_bytes(Layouts(BASE, strategies), EIGHT_LAYERS, 8)
+    whole = held_bytes(Strategy.parse("tp1-pp1-cp1"), EIGHT_LAYERS, 8)[0]
+    assert found == pytest.approx(np.array([1, 1 / 2, 1 / 2, 1 / 4, 0, 0, 0, 0]) * whole)
+    # The base where nobody says one.
+    mixed, even = Strategy.parse("tp4-pp1-cp1+tp2-pp2-cp1"), Strategy.parse("2*tp1-pp2-cp2")
+    assert base_for([mixed, even], 8) == even
+    assert base_for([mixed], 8) == Strategy.parse("2*tp4-pp1-cp1")
+    assert base_for([Strategy.parse("tp3-pp1-cp1+tp2-pp1-cp1")], 8) == Strategy.parse("4*tp2-pp1-cp1")
 
 
 @given(
@@ -346,7 +344,7 @@ def test_bytes_are_those_of_weights_that_ranks_lack() -> None:
 def test_what_is_uncovered_is_what_a_clock_says(
     given_works: list[tuple[int, int, int]], pull: list[int], push: list[int]
 ) -> None:
-    """One microbatch a pipeline, four layers, at most four slots of them."""
+    # One microbatch a pipeline, four layers, at most four slots of them.
     slots = max(4 // stages for stages, _, _ in given_works)
     pull_s, push_s = (np.array([*each[: slots + 1], each[5]], dtype=float) for each in (pull, push))
     moved = Change(4, pull_s, push_s, (0.0, 0.0), WeightTraffic(np.zeros((2, 1, 2, 2), dtype=np.int64)))
@@ -383,26 +381,11 @@ def test_without_overlap_all_of_it_is_uncovered() -> None:
     assert moved.pull_s.sum() == pytest.approx(moved.whole_s[0], rel=0.01)
 
 
-def test_roles_share_the_memory_of_the_largest() -> None:
-    """The base layout is no role."""
-    strategies = tuple(map(Strategy.parse, ("tp1-pp1-cp1+tp2-pp1-cp1", "tp4-pp1-cp1", "4*tp2-pp1-cp1")))
-    found = role_bytes(Layouts(BASE, strategies), EIGHT_LAYERS, 8)
-    whole = held_bytes(Strategy.parse("tp1-pp1-cp1"), EIGHT_LAYERS, 8)[0]
-    assert found == pytest.approx(np.array([1, 1 / 2, 1 / 2, 1 / 4, 0, 0, 0, 0]) * whole)
-
-
-def test_the_base_where_nobody_says_one() -> None:
-    mixed, even = Strategy.parse("tp4-pp1-cp1+tp2-pp2-cp1"), Strategy.parse("2*tp1-pp2-cp2")
-    assert base_for([mixed, even], 8) == even
-    assert base_for([mixed], 8) == Strategy.parse("2*tp4-pp1-cp1")
-    assert base_for([Strategy.parse("tp3-pp1-cp1+tp2-pp1-cp1")], 8) == Strategy.parse("4*tp2-pp1-cp1")
-
-
 # Bytes of pulls and pushes, and the seconds that links take for them
 
 
 def test_seconds_are_those_of_the_fullest_link_or_nic():
-    """Four ranks on two nodes, a NIC for two; [way, rank, inside or between nodes, direction]."""
+    # Four ranks on two nodes, a NIC for two; [way, rank, inside or between nodes, direction].
     table = np.zeros((2, 4, 2, 2), dtype=np.int64)
     table[0, :, 0] = [[100, 40], [40, 100], [0, 0], [0, 0]]
     table[0, :, 1] = [[30, 0], [30, 0], [0, 20], [0, 40]]

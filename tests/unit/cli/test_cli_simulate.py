@@ -29,7 +29,7 @@ INPUTS = "--lengths 9000,1200,700,64,64,17,1 --ranks 8 --ranks-per-node 4 --toke
 
 @pytest.mark.parametrize("planner", ["te_ring", "zeppelin", "distca", "hydraulis", "wlb_llm"])
 def test_simulate_has_the_documented_keys(run, planner):
-    """A planner of each kind; `compare` simulates all of them."""
+    # A planner of each kind; `compare` simulates all of them.
     found = run.json(f"simulate --planner {planner} {INPUTS} --json")
     assert set(found["step_s"]) == {"median", "p5", "p95"}
     assert found["tokens_per_s"] == pytest.approx(11046 / found["step_s"]["median"])
@@ -223,7 +223,7 @@ def test_a_trace_of_stages_that_attend_together_has_them_all(run, tmp_path):
     ],
 )
 def test_mistakes_are_one_sentence(run, command, message):
-    """`&` stands for the usual command."""
+    # `&` stands for the usual command.
     found = run.error(command.replace("&", f"simulate --planner te_ring {INPUTS}"))
     assert message is None or found == message
 
@@ -302,7 +302,7 @@ def test_parallelism_that_cannot_be_is_refused(run, options, words):
 
 
 def test_what_a_job_cannot_run_is_never_best(run, tmp_path):
-    """`te_ring` keeps all keys and does not fit; the fastest that fits is best, and stands first."""
+    # `te_ring` keeps all keys and does not fit; the fastest that fits is best, and stands first.
     path = tmp_path / "small.yaml"
     path.write_text("memory_bytes: 57.5e9\n")
     given = f"compare --planner te_ring --planner megatron --planner ulysses {INPUTS} --cluster {path} --policy keep"
@@ -317,9 +317,8 @@ def test_what_a_job_cannot_run_is_never_best(run, tmp_path):
 
 
 def test_a_model_like_deepseek_fits_as_its_jobs_run_it(run, tmp_path):
-    """61 layers are a prime number of them, and one more predicts a further token: no pipeline divides
-    them. Its experts fill the memory of a rank that has them all.
-    """
+    # 61 layers are a prime number of them, and one more predicts a further token: no pipeline
+    # divides them. Its experts fill the memory of a rank that has them all.
     keys = "qk_nope_head_dim: 8, qk_rope_head_dim: 4, v_head_dim: 8, kv_lora_rank: 16, q_lora_rank: 24"
     keys += ", n_routed_experts: 64, num_experts_per_tok: 4, moe_intermediate_size: 4096, n_shared_experts: 1"
     keys += ", num_hidden_layers: 13, num_nextn_predict_layers: 1, first_k_dense_replace: 1, hidden_act: silu"
@@ -338,7 +337,7 @@ def test_a_model_like_deepseek_fits_as_its_jobs_run_it(run, tmp_path):
 
 
 def test_planners_are_told_the_memory_that_is_simulated(run, monkeypatch, tmp_path):
-    """Stages, experts, recomputation, policy and microbatches in flight."""
+    # Stages, experts, recomputation, policy and microbatches in flight.
     told: list[StepMemory | None] = []
 
     def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
@@ -393,7 +392,7 @@ def test_replicas_hold_the_longest_sequence_or_what_is_asked(run):
 
 
 def test_the_baseline_has_its_fastest_size_of_replicas_and_the_smallest_beside_it(run, tmp_path):
-    """The fewest ranks that hold the longest sequence, 4 of 8, leave the others without work."""
+    # The fewest ranks that hold the longest sequence, 4 of 8, leave the others without work.
     given = "--planner megatron --lengths 60000,900,100 --ranks 8 --tokens-per-rank 16000"
     found = run.json(f"compare {given} --planner zeppelin --json")
     sizes = {each["context_parallel"]: each["step_s"] for each in found["baseline_sizes"]}
@@ -430,7 +429,7 @@ def test_a_planner_with_replicas_has_its_fastest_size_beside_any_baseline_and_al
 
 
 def test_the_baselines_size_is_the_fastest_of_those_that_fit(run, tmp_path):
-    """Over slow NICs replicas inside a node are faster, and one has two of the three sequences."""
+    # Over slow NICs replicas inside a node are faster, and one has two of the three sequences.
     path = tmp_path / "slow.yaml"
     path.write_text("num_ranks: 4\nranks_per_node: 2\nnic_bytes_per_s: 5e9\nmemory_bytes: 76e9\n")
     given = f"--model llama-7b --lengths 4000,4000,4000 --tokens-per-rank 4000 --policy replay --cluster {path}"
@@ -470,7 +469,7 @@ def test_tokens_of_a_step_become_the_microbatches_that_ranks_need(run):
 
 
 def write(folder: Path, step: int, rank: int, late_s: float = 0.0, **facts: object) -> None:
-    """One rank of two: rank 0 sends 64 bytes to rank 1, whose clock is `late_s` behind."""
+    # One rank of two: rank 0 sends 64 bytes to rank 1, whose clock is `late_s` behind.
     way = {"sent": {1: 64}} if not rank else {"received": {0: 64}}
     start_s, stop_s = (5.0, 7.0) if not rank else (5.5 - late_s, 8.0 - late_s)
     spans = [
@@ -522,8 +521,7 @@ def test_clocks_of_nodes_are_moved_until_nothing_arrives_before_it_is_sent(run: 
 
 
 def test_clocks_of_nodes_that_no_move_puts_right_stay() -> None:
-    """Each of two nodes hears from the other a second before that speaks."""
-
+    # Each of two nodes hears from the other a second before that speaks.
     def of(rank: int) -> Trace:
         spans = [
             TrackSpan(rank, "inter_node", "direct", 5.0, 6.0, exchange=0, sent={1 - rank: 64}),

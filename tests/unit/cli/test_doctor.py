@@ -3,19 +3,20 @@
 import datetime
 import importlib.metadata
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from megatron_balance.cli import doctor
 from megatron_balance.config import load_cluster
 from megatron_balance.errors import ConfigError
+from megatron_balance.planning.choice import Run
 from megatron_balance.profiling import hardware
 
 
 @pytest.fixture
 def stack(monkeypatch):
-    """The distributions this machine appears to have; torch is never started."""
-
+    # The distributions this machine appears to have; torch is never started.
     def have(torch: dict[str, object] | None = None, **versions: str) -> dict[str, doctor.Check]:
         def version(distribution: str) -> str:
             if distribution in versions:
@@ -30,13 +31,21 @@ def stack(monkeypatch):
     return have
 
 
-def test_nothing_installed_names_a_mend_for_every_part(stack):
+def test_nothing_installed_names_a_mend_for_every_part_below_the_table(stack, run):
     checks = stack()
     missing = [check for check in checks.values() if check.status == "missing"]
     assert {"numpy", "torch", "megatron-core", "nccl", "flash-attn", "gurobi", "psutil"} <= {
         check.name for check in missing
     }
     assert all(check.mend for check in checks.values() if check.status != "ok")
+    # Commands are below the table whole and on a line of their own.
+    said = run.printed("doctor")
+    table, below = said.split("to mend what is not ok:\n")
+    assert "pip install" not in table
+    told = dict(line.strip().split("  ", 1) for line in below.splitlines() if line.startswith("  "))
+    mends = {check.name: check.mend for check in checks.values() if check.mend}
+    assert {name: command.strip() for name, command in told.items()} == mends
+    assert "megatron-balance[gurobi]" in said
 
 
 def test_before_python_312_training_needs_another_python_and_no_command_that_brings_nothing(stack, monkeypatch):
@@ -47,28 +56,25 @@ def test_before_python_312_training_needs_another_python_and_no_command_that_bri
     assert "pip leaves torch and megatron-core out of [train] without a word" in checks["torch"].mend
 
 
-def test_commands_are_below_the_table_whole_and_on_a_line_of_their_own(stack, run):
-    checks = stack()
-    said = run.printed("doctor")
-    table, below = said.split("to mend what is not ok:\n")
-    assert "pip install" not in table
-    told = dict(line.strip().split("  ", 1) for line in below.splitlines() if line.startswith("  "))
-    mends = {check.name: check.mend for check in checks.values() if check.mend}
-    assert {name: command.strip() for name, command in told.items()} == mends
-
-
-def test_another_megatron_is_wrong_and_the_pin_is_said(stack):
+def test_what_is_there_but_wrong_says_why(stack, monkeypatch):
+    # Another Megatron is wrong and the pin is said.
     check = stack(**{"megatron-core": "0.17.1"})["megatron-core"]
     assert (check.status, check.found, check.wanted) == ("wrong", "0.17.1", "0.19.x or 0.18.2")
     assert check.mend == "pip install --no-deps megatron-core==0.19.2"
-
-
-def test_a_torch_that_does_not_import_says_why(stack):
+    # A torch that does not import says why.
     old = stack(torch={"torch": "2.7.1+cu128"})["torch"]
     assert (old.status, old.found, old.wanted) == ("wrong", "2.7.1+cu128", ">= 2.8")
     check = stack(torch={"error": "ImportError: libcudart.so.13: cannot open shared object file"})["torch"]
     assert check.status == "wrong"
     assert "libcudart" in check.found
+
+
+def test_namespaces_are_probed_in_another_process(stack, monkeypatch):
+    refusals = {"raise SystemExit('not permitted')": "not permitted", "import os; os.abort()": "ended with code -6"}
+    for probe, told in refusals.items():
+        monkeypatch.setattr(doctor, "NAMESPACE_PROBE", probe)
+        check = stack()["network namespaces"]
+        assert (check.status, check.found) == ("wrong", f"refused: {told}")
 
 
 def test_a_whole_cpu_stack_is_ready_to_train_but_not_on_a_gpu(stack, run):
@@ -82,11 +88,6 @@ def test_a_whole_cpu_stack_is_ready_to_train_but_not_on_a_gpu(stack, run):
     ready = run.json("doctor --json")["ready"]
     expected_to_train = checks["python for Megatron"].status == "ok"
     assert ready == {"plan": True, "train": expected_to_train, "train_on_gpu": False}
-
-
-def test_table_shows_extras_in_brackets(stack, run):
-    stack()
-    assert "megatron-balance[gurobi]" in run.printed("doctor")
 
 
 def test_a_configuration_gets_its_memory_and_the_decision_in_a_sentence(stack, run, tmp_path):
@@ -103,28 +104,18 @@ def test_a_configuration_gets_its_memory_and_the_decision_in_a_sentence(stack, r
     assert " of 80.0 GB on rank 0 (all keep: " in out
 
 
-def test_namespaces_are_probed_in_another_process(stack, monkeypatch):
-    monkeypatch.setattr(doctor, "NAMESPACE_PROBE", "raise SystemExit('Operation not permitted')")
-    check = stack()["network namespaces"]
-    assert (check.status, check.found) == ("wrong", "refused: Operation not permitted")
-    monkeypatch.setattr(doctor, "NAMESPACE_PROBE", "import os; os.kill(os.getpid(), 9)")
-    assert stack()["network namespaces"].found == "refused: ended with code -9"
-
-
 def test_a_megatron_on_the_path_without_metadata_is_there(monkeypatch):
     pytest.importorskip("megatron.core")
     monkeypatch.setattr(doctor, "_version", lambda _: None)
     assert doctor._core_version() == importlib.metadata.version("megatron-core")
 
 
-def test_the_attention_kernels_are_listed_with_their_devices(stack):
+def test_attention_kernels_are_listed_and_broken_ones_say_why(stack):
     offered = {"plain": ["cpu", "cuda", "ok"], "flash_attn_3": ["cuda", "build it"]}
     checks = stack(torch={"torch": "2.13.0", "kernels": offered})
     assert (checks["kernel plain"].status, checks["kernel plain"].found) == ("ok", "serves cpu and cuda")
     assert (checks["kernel flash_attn_3"].status, checks["kernel flash_attn_3"].mend) == ("missing", "build it")
-
-
-def test_a_kernel_that_is_there_and_broken_says_why_and_auto_says_what_it_takes(stack):
+    # A kernel that is there and broken says why and auto says what it takes.
     fault = "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda"
     torch = {
         "torch": "2.13.0",
@@ -140,22 +131,15 @@ def test_a_kernel_that_is_there_and_broken_says_why_and_auto_says_what_it_takes(
     assert (none.status, none.found) == ("wrong", "none: no attention kernel for torch.bfloat16")
 
 
-def test_the_probe_asks_the_registry_of_kernels():
+def test_the_probe_and_the_configuration_know_every_kernel():
+    # The probe asks the registry of kernels.
     pytest.importorskip("torch")
     kernels = pytest.importorskip("megatron_balance.runtime.kernels").KERNELS
     probe = doctor._probe_torch()
     assert probe["kernels"] == {n: [*o.devices, "ok" if o.installed else o.mend] for n, o in kernels.items()}
     assert probe["kernel_auto"] in kernels
-
-
-def test_the_configuration_knows_every_kernel():
-    pytest.importorskip("torch")
-    from typing import get_args
-
-    from megatron_balance.planning.choice import Run
-    from megatron_balance.runtime.kernels import KERNELS
-
-    assert set(get_args(Run.model_fields["kernel"].annotation)) == {"auto", *KERNELS}
+    # The configuration knows every kernel.
+    assert set(get_args(Run.model_fields["kernel"].annotation)) == {"auto", *kernels}
 
 
 def test_what_differs_is_asked_of_a_folder_with_a_reviewed_megatron(run, tmp_path):
@@ -174,9 +158,8 @@ AFFINITY = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
 
 def topology(num_gpus: int, link: str, nics: dict[str, dict[int, str]], *, legend: bool = True) -> str:
-    """Text of `nvidia-smi topo -m`: tabs, an underlined header, a legend. `nics`: by name, how near
-    to which GPU.
-    """
+    # Text of `nvidia-smi topo -m`: tabs, an underlined header, a legend. `nics`: by name, how near
+    # to which GPU.
     gpus = [f"GPU{i}" for i in range(num_gpus)]
     shown = [f"NIC{i}" for i in range(len(nics))] if legend else list(nics)
     lines = ["\x1b[4m\t" + "\t".join([*gpus, *shown, *AFFINITY]) + "\x1b[0m"]
@@ -191,15 +174,7 @@ def topology(num_gpus: int, link: str, nics: dict[str, dict[int, str]], *, legen
             " X " if i == j else "NODE" for j in range(len(nics))
         ]
         lines.append("\t".join([nic, *cells]))
-    lines += [
-        "",
-        "Legend:",
-        "",
-        "  X    = Self",
-        "  PIX  = Connection traversing at most a single PCIe bridge",
-        "  NV#  = Connection of # NVLinks",
-        "",
-    ]
+    lines += ["", "Legend:", "", "  X    = Self", "  NV#  = Connection of # NVLinks", ""]
     if legend:
         lines += ["NIC Legend:", "", *(f"  NIC{i}: {name}" for i, name in enumerate(nics)), ""]
     return "\n".join(lines)
@@ -224,7 +199,7 @@ def infiniband(
 
 
 def at_bus(root: Path, pci: str) -> None:
-    """The device at the end of the way `pci` from a root port, and its entry on the bus."""
+    # The device at the end of the way `pci` from a root port, and its entry on the bus.
     bus = root / "sys/bus/pci/devices"
     bus.mkdir(parents=True, exist_ok=True)
     (root / "sys/devices" / pci).mkdir(parents=True, exist_ok=True)
@@ -243,9 +218,8 @@ def loaded(node: hardware.Node, tmp_path: Path):
 
 @pytest.fixture
 def dgx_h100(tmp_path):
-    """8 H100, a NIC of 400 Gb/s behind each one's switch, and two of storage on a host bridge; one
-    more port is down.
-    """
+    # 8 H100, a NIC of 400 Gb/s behind each one's switch, and two of storage on a host bridge; one
+    # more port is down.
     compute = {f"mlx5_{n}": {gpu: "PXB"} for gpu, n in enumerate((0, 3, 4, 5, 6, 9, 10, 11))}
     storage: dict[str, dict[int, str]] = {"mlx5_1": {}, "mlx5_7": {}}
     for name in compute:
@@ -328,7 +302,7 @@ def test_a_node_without_any_network_says_so_and_loads(tmp_path):
 
 
 def test_where_the_topology_says_nothing_the_pci_bus_decides(tmp_path):
-    """Two root ports, a switch behind each, with two GPUs and a NIC behind either."""
+    # Two root ports, a switch behind each, with two GPUs and a NIC behind either.
     for at, pci in enumerate(("0000:1b:00.0", "0000:1f:00.0", "0000:23:00.0", "0000:27:00.0")):
         at_bus(tmp_path, f"pci0000:{at // 2}0/0000:{at // 2}0:01.0/0000:0{at}:00.0/{pci}")
     infiniband(tmp_path, "mlx5_0", "200 Gb/sec (4X HDR)", pci="pci0000:10/0000:10:01.0/0000:0a:00.0/0000:a0:00.0")
@@ -351,15 +325,12 @@ def test_another_form_of_a_known_chip_has_no_rates_of_it_and_fewer_nics_than_gpu
         read(tmp_path, gpus(name, 1, 81559).replace("81559", "[N/A]"), None)
 
 
-@pytest.mark.parametrize("text", ["", "Failed to initialize NVML: Unknown Error", "\tGPU0\nGPU0\t X "])
-def test_what_is_no_matrix_has_no_links(text):
-    assert hardware._parse_topology(text)[1] == 0
-
-
-def test_unlike_gpus_are_refused(tmp_path):
+def test_unlike_gpus_are_refused_and_what_is_no_matrix_has_no_links(tmp_path):
     listed = gpus("NVIDIA H100 80GB HBM3", 1, 81559) + gpus("NVIDIA H200", 1, 143771)
     with pytest.raises(ConfigError, match="not alike"):
         hardware.cluster_yaml(read(tmp_path, listed, None), "ours", TODAY)
+    for text in ("", "Failed to initialize NVML: Unknown Error", "\tGPU0\nGPU0\t X "):
+        assert hardware._parse_topology(text)[1] == 0
 
 
 def test_the_verb_writes_a_file_that_plans(dgx_h100, tmp_path, monkeypatch, run):

@@ -31,7 +31,7 @@ QUEUES = by_hand.plan(
 
 
 def shown(ops: Sequence[Op], steps: Sequence[Step]) -> list[str]:
-    """Steps in short: exchanges by their ids, launches by their zone's number of keys' sequence."""
+    # Steps in short: exchanges by their ids, launches by their zone's number of keys' sequence.
     found: list[str] = []
     for step in steps:
         op = ops[step.op]
@@ -99,8 +99,8 @@ def test_in_a_replayed_ring_the_next_keys_pass_the_current_gradients() -> None:
 
 
 def test_a_launch_waits_only_for_the_gradients_that_it_reads() -> None:
-    """The gradient of sequence 1's output comes from rank 1; the launch of sequence 0 goes ahead of
-    it."""
+    # The gradient of sequence 1's output comes from rank 1; the launch of sequence 0 goes ahead of
+    # it.
     ops: list[Op] = [
         Exchange(0, Rows.of(8, [(Kind.OUT_GRAD, 1, 0, 8, 0, 2, 1, 0)])),
         AttendGrad(0, Rows.of(9, [(0, 0, 8, 0, 2, 0, 8, 0, 1)])),
@@ -118,7 +118,7 @@ def test_a_launch_does_not_wait_for_keys_that_none_of_its_queries_sees() -> None
 
 
 def test_what_is_only_received_is_asked_for_at_once() -> None:
-    """A rank that sends no gradient asks for those of others before it computes its own."""
+    # A rank that sends no gradient asks for those of others before it computes its own.
     zones = (Zone("intra_node", "all_gather", (0, 1), (0,)),)
     program = bound(replace(QUEUES, lengths=(16,), zones=zones), 0)
     received_only = [
@@ -134,7 +134,7 @@ def test_what_is_only_received_is_asked_for_at_once() -> None:
 
 
 def test_each_leg_of_a_routed_exchange_has_its_stream() -> None:
-    """Rank 0 sends to rank 2 on the other node: half of it over rank 1 and rank 3."""
+    # Rank 0 sends to rank 2 on the other node: half of it over rank 1 and rank 3.
     ring = by_hand.plan((32,), 4, by_hand.ring((0, 2), 0), ranks_per_node=2, routing=Routing(1, (0,)))
     issues = [streams(project(ring, rank).forward, rank, 2) for rank in range(4)]
     exchange = [
@@ -231,8 +231,8 @@ def test_in_the_safe_order_exchanges_start_by_their_ids(name: str, policy: Polic
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_issue_order_that_differs_on_one_rank_is_refused_and_hangs(policy: Policy) -> None:
-    """Any two neighbouring calls changed round on one rank that it shares with a rank that keeps to
-    the order."""
+    # Any two neighbouring calls changed round on one rank that it shares with a rank that keeps to
+    # the order.
     compiled, refused, tried = compile_ranks(ROUTED, policy), 0, 0
     for backward in (False, True):
         calls = issued(compiled, ROUTED.ranks_per_node, backward=backward)
@@ -273,9 +273,8 @@ def test_a_call_that_one_end_does_not_issue_is_refused() -> None:
 
 
 def test_a_rank_with_no_rows_in_a_collective_issues_it_in_its_place() -> None:
-    """Of zone "few", rank 1 has neither tokens nor heads, and rank 2 no tokens; the inputs of the next
-    zone pass its outputs on every rank, although they do not need it there.
-    """
+    # Of zone "few", rank 1 has neither tokens nor heads, and rank 2 no tokens; the inputs of the
+    # next zone pass its outputs on every rank, although they do not need it there.
     few = by_hand.zone("few", "head_exchange", (1, 2, 0), [0])
     then = by_hand.zone("then", "head_exchange", (0, 1), [1])
     plan = by_hand.plan((1, 8), 3, few, then, heads=(2, 2))

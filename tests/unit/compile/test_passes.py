@@ -42,7 +42,7 @@ def case(model: Model = CAUSAL_MODEL, **options: object) -> Case:
 
 
 def needed(planned: MicrobatchPlan, rank: int) -> set[tuple[int, int]]:
-    """Keys that the queries of a rank see and that it does not hold, token by token."""
+    # Keys that the queries of a rank see and that it does not hold, token by token.
     held = Projector(planned).attention_layout(rank).tolist()
     own = {(seq, token) for seq, start, stop in held for token in range(start, stop)}
     first = WINDOW.size - 1
@@ -51,7 +51,7 @@ def needed(planned: MicrobatchPlan, rank: int) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 def test_a_rank_is_brought_the_keys_that_it_needs_and_no_others(planner: str) -> None:
-    """In one exchange before one launch, whatever the comm patterns of the causal plan."""
+    # In one exchange before one launch, whatever the comm patterns of the causal plan.
     windowed = under(plan(planner, case()), WINDOW)
     program = prove(windowed, "keep")
     arrived: list[set[tuple[int, int]]] = [set() for _ in range(windowed.num_ranks)]
@@ -71,7 +71,7 @@ def test_a_rank_is_brought_the_keys_that_it_needs_and_no_others(planner: str) ->
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 def test_tokens_stay_where_the_causal_plan_has_them(planner: str) -> None:
-    """Also after a remap, which the layers of both masks make; the window's may be routed alone."""
+    # Also after a remap, which the layers of both masks make; the window's may be routed alone.
     causal = plan(planner, case(remapped=True, routing=(1, 1)))
     windowed = under(causal, WINDOW)
     assert [layout(windowed, r).tolist() for r in range(4)] == [layout(causal, r).tolist() for r in range(4)]
@@ -99,7 +99,7 @@ def test_a_model_of_windows_is_planned_with_its_pairs_and_bytes(planner: str) ->
 
 
 def test_the_simulator_sees_the_keys_that_do_not_travel() -> None:
-    """GPT-OSS's window of 128 keys on one long sequence over two nodes."""
+    # GPT-OSS's window of 128 keys on one long sequence over two nodes.
     model = Model(64, 8, 64, attention="window_128")
     cluster = Cluster(16, 8)
 
@@ -208,25 +208,19 @@ def test_text_names_a_mask_that_is_not_causal() -> None:
             "no query of it may see any key of it",
         ),
         (
-            window(WINDOWED.replace("kv s0[2:4)", "kv s0[0:4)")),
-            None,
-        ),  # more than is needed travels, as with causal masks
-        (
             window(WINDOW_BY_OUTPUTS.replace("out s0[4:6)", "out s0[4:7)").replace("q s0[4:6)", "q s0[4:7)")),
             "no partial output of it",
         ),
         (parse(WINDOWED), "never completes OUT"),
     ],
 )
-def test_verify_finds_what_a_mask_shows_and_a_program_misses(program: Program, complaint: str | None) -> None:
-    if complaint is None:
-        verify(program)
-        return
+def test_verify_finds_what_a_mask_shows_and_a_program_misses(program: Program, complaint: str) -> None:
     with pytest.raises(InvalidProgramError, match=complaint):
         verify(program)
 
 
-def test_the_reference_refuses_what_the_mask_does_not_show() -> None:
+def test_more_than_is_needed_may_travel_and_the_reference_refuses_what_the_mask_does_not_show() -> None:
+    verify(window(WINDOWED.replace("kv s0[2:4)", "kv s0[0:4)")))  # as with causal masks
     program = window(WINDOW_BY_OUTPUTS.replace("out s0[4:6)", "out s0[4:7)").replace("q s0[4:6)", "q s0[4:7)"))
     x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
     with pytest.raises(InvalidProgramError, match="holds no partial of out"):
@@ -244,8 +238,7 @@ def moves(*rows: tuple[int, int, int]) -> Rows:
 
 
 def two_zones(*moved: tuple[int, int, int], pattern: str = "ring") -> MicrobatchPlan:
-    """Sequence 0 over ranks 0 and 1, sequence 1 on rank 1, sequence 2 on rank 2; rank 3 has
-    nothing."""
+    # Sequence 0 over ranks 0 and 1, sequence 1 on rank 1, sequence 2 on rank 2; rank 3 has nothing.
     zones = (by_hand.zone("intra_node", pattern, (0, 1), (0,)), by_hand.local(1, 1), by_hand.local(2, 2))
     return by_hand.plan((16, 10, 6), 4, *zones, ranks_per_node=2, moves=moved)
 
@@ -279,9 +272,10 @@ def test_what_a_home_has_handed_over_it_no_longer_holds() -> None:
         verify(parse(kept))
 
 
-def test_the_home_makes_the_first_hop_of_a_ring() -> None:
-    """Rank 1 holds s0[4:12); of these the last are owned by rank 3, which sends them to rank 0,
-    too: one transfer, not two."""
+def test_a_first_hop_of_a_ring_is_made_by_the_home_or_saved() -> None:
+    # The home makes the first hop of a ring.
+    # Rank 1 holds s0[4:12); of these the last are owned by rank 3, which sends them to rank 0, too:
+    # one transfer, not two.
     plan = two_zones((1, 3, 14))
     assert Projector(plan).attention_layout(1).tolist() == [[0, 4, 8], [0, 8, 12], [1, 0, 5], [1, 5, 10]]
     remap_in = expand(plan).forward[0]
@@ -292,9 +286,7 @@ def test_the_home_makes_the_first_hop_of_a_ring() -> None:
         row for op in expand(plan).forward[1:] if isinstance(op, Exchange) for row in op.transfers if row[6:] == (1, 0)
     ]
     assert [row[:4] for row in first_hop if row[0] == Kind.KV] == [(Kind.KV, 0, 4, 8)]
-
-
-def test_a_first_hop_that_is_away_altogether_saves_an_exchange() -> None:
+    # A first hop that is away altogether saves an exchange.
     plan = two_zones((1, 3, 18))
     ids = [op.id for op in project(plan, 0).forward if isinstance(op, Exchange)]
     from_one = [
@@ -304,10 +296,8 @@ def test_a_first_hop_that_is_away_altogether_saves_an_exchange() -> None:
     assert ids == [0, 1]  # it still sends its own block to rank 1
     alone = two_zones((0, 3, 8), (1, 3, 18))
     assert [op.id for op in expand(alone).forward if isinstance(op, Exchange)] == [0, 2]
-
-
-def test_a_token_at_home_where_it_hops_to_takes_the_long_way() -> None:
-    """Rank 0 has handed s0[8:12) over to rank 1, so only rank 1 can bring it back."""
+    # A token at home where it hops to takes the long way.
+    # Rank 0 has handed s0[8:12) over to rank 1, so only rank 1 can bring it back.
     plan = two_zones((1, 0, 14))
     hops = [
         row for op in expand(plan).forward[1:] if isinstance(op, Exchange) for row in op.transfers if row[0] == Kind.KV
@@ -328,7 +318,7 @@ def transfer(src: int, dst: int, tokens: int = 8) -> tuple[int, ...]:
 
 
 def routes_of(row: tuple[int, ...], nics: Nics) -> list[tuple[int, ...]]:
-    """Route rows of an exchange of this one transfer."""
+    # Route rows of an exchange of this one transfer.
     nobody = (Rows(Fragment.WIDTH),) * 16
     program = Program((8,), 1, 1, nobody, (Exchange(5, Rows.of(Transfer.WIDTH, [row])),))
     (routed,) = with_routes(program, nics).forward
@@ -347,51 +337,50 @@ def routed(ops: tuple[Op, ...]) -> list[Exchange]:
 
 def test_a_transfer_between_nodes_goes_over_every_nic_of_both() -> None:
     assert routes_of(transfer(3, 4), FOUR_NICS) == [(3, 4, 0, 0, 4), (3, 4, 1, 1, 5), (3, 4, 2, 2, 6), (3, 4, 3, 3, 7)]
-
-
-def test_ranks_that_share_a_nic_send_one_piece_between_them_and_take_turns() -> None:
+    # Ranks that share a NIC send one piece between them and take turns.
     assert routes_of(transfer(3, 4), TWO_NICS) == [(3, 4, 0, 1, 4), (3, 4, 1, 3, 6)]
     assert routes_of(transfer(2, 5), TWO_NICS) == [(2, 5, 0, 0, 5), (2, 5, 1, 2, 7)]
-
-
-def test_source_and_target_serve_themselves_on_their_own_nic() -> None:
+    # Source and target serve themselves on their own NIC.
     for src, dst in [(0, 7), (1, 4), (2, 6)]:
         send_proxies, receive_proxies = zip(*(row[3:] for row in routes_of(transfer(src, dst), FOUR_NICS)), strict=True)
         assert src in send_proxies
         assert dst in receive_proxies
         assert len(set(send_proxies)) == len(set(receive_proxies)) == 4
-
-
-@pytest.mark.parametrize(
-    ("row", "nics"),
-    [
-        (transfer(0, 1), FOUR_NICS),  # inside a node
-        (transfer(0, 4), Nics(4, 4)),  # one NIC a node: nothing to gain
-        (transfer(0, 4, tokens=7), Nics(4, 1, min_tokens=8)),  # too short
-    ],
-)
-def test_what_gains_nothing_goes_directly(row: tuple[int, ...], nics: Nics) -> None:
-    assert routes_of(row, nics) == []
-
-
-def test_a_nic_count_that_does_not_divide_the_node() -> None:
+    # A NIC count that does not divide the node.
     assert Nics(3, 2).per_node == 2
     assert routes_of(transfer(1, 5), Nics(3, 2)) == [(1, 5, 0, 1, 3), (1, 5, 1, 2, 5)]
-
-
-def test_several_pieces_go_over_each_nic_in_turn() -> None:
+    # What gains nothing goes directly: inside a node; with one NIC a node; too short.
+    assert routes_of(transfer(0, 1), FOUR_NICS) == []
+    assert routes_of(transfer(0, 4), Nics(4, 4)) == []
+    assert routes_of(transfer(0, 4, tokens=7), Nics(4, 1, min_tokens=8)) == []
+    # Several pieces go over each NIC in turn.
     twice = routes_of(transfer(3, 4), replace(TWO_NICS, pieces=2))
     assert twice == [(3, 4, 0, 1, 4), (3, 4, 1, 3, 6), (3, 4, 2, 1, 4), (3, 4, 3, 3, 6)]
 
 
-def test_every_nic_carries_the_same_in_a_routed_ring() -> None:
+def test_a_routed_ring_loads_all_nics_alike_there_and_back() -> None:
+    # Every NIC carries the same in a routed ring.
     crossing = routed(expand(ring()).forward)[0]
     assert Counter(row[3] for row in crossing.routes) == Counter(range(8))
     assert Counter(row[4] for row in crossing.routes) == Counter(range(8))
+    # The backward takes the same proxies the other way.
+    program = expand(ring(), "keep")
+    there, back = routed(program.forward)[0], routed(program.backward)[-1]
+    assert sorted((dst, src, i, q, p) for src, dst, i, p, q in there.routes) == sorted(back.routes)
+    assert {row[0] for row in back.transfers} == {Kind.KV_GRAD}
+    # Short rounds of a ring go directly.
+    assert routed(expand(ring(min_tokens=16)).forward)
+    assert not routed(expand(ring(min_tokens=17)).forward)
+    # What is passed on in the forward alone is not brought again.
+    short = replace(
+        ring(6, 2), lengths=(6,)
+    )  # three ranks hold it, and the two directions of the ring end at different ones
+    for policy in ("keep", "replay"):
+        verify(expand(short, policy))
 
 
 def test_a_rank_that_takes_no_part_passes_on() -> None:
-    """The ring is over ranks 3 and 4 alone; rank 0 sees their transfers and its own piece of them."""
+    # The ring is over ranks 3 and 4 alone; rank 0 sees their transfers and its own piece of them.
     plan = replace(ring(), zones=(Zone("inter_node", "ring", (3, 4), (0,)),))
     (only,) = project(plan, 0).forward
     assert isinstance(only, Exchange)
@@ -400,23 +389,8 @@ def test_a_rank_that_takes_no_part_passes_on() -> None:
     assert project(plan, 0).queues == (("proxy", 1),)
     verify(expand(plan, "keep"))
     verify(expand(plan, "replay"))
-
-
-def test_a_rank_on_a_third_node_knows_nothing_of_it() -> None:
-    plan = replace(ring(12), zones=(Zone("inter_node", "ring", (3, 4), (0,)),))
-    assert project(plan, 8).forward == ()
-
-
-def test_the_backward_takes_the_same_proxies_the_other_way() -> None:
-    program = expand(ring(), "keep")
-    there, back = routed(program.forward)[0], routed(program.backward)[-1]
-    assert sorted((dst, src, i, q, p) for src, dst, i, p, q in there.routes) == sorted(back.routes)
-    assert {row[0] for row in back.transfers} == {Kind.KV_GRAD}
-
-
-def test_short_rounds_of_a_ring_go_directly() -> None:
-    assert routed(expand(ring(min_tokens=16)).forward)
-    assert not routed(expand(ring(min_tokens=17)).forward)
+    # A rank on a third node knows nothing of it.
+    assert project(replace(ring(12), zones=plan.zones), 8).forward == ()
 
 
 def test_the_remap_is_routed_where_the_plan_says_so() -> None:
@@ -431,17 +405,14 @@ def test_the_remap_is_routed_where_the_plan_says_so() -> None:
     assert not routed(expand(replace(plan, routing=Routing(1, ()))).forward)
 
 
-def test_a_whole_program_is_routed_printed_and_split() -> None:
+def test_a_whole_program_is_routed_printed_and_split_and_wrong_routes_are_refused() -> None:
     program = with_routes(parse(ROUTED_CHAIN), Nics(2, 1))
     assert "  r2 <- r1 via r0>r2 r1>r3\n" in text(program)
     both = with_backward(program, "keep")
     verify(both)
     assert parse(text(both)) == both
     assert join(split(program), program.lengths, 1, 1) == program
-
-
-def test_routes_that_make_no_sense_are_refused() -> None:
-    program = with_routes(parse(ROUTED_CHAIN), Nics(2, 1))
+    # Routes that make no sense are refused.
     source = text(program)
     for right, wrong, complaint in [
         ("via r0>r2 r1>r3", "via r0>r9 r1>r3", "names a rank that is not there"),
@@ -457,7 +428,7 @@ def test_routes_that_make_no_sense_are_refused() -> None:
                 verify(replace(program, forward=tuple(skipped if o is op else o for o in program.forward)))
 
 
-def test_ranks_that_route_differently_are_found_out() -> None:
+def test_ranks_that_route_differently_or_expect_other_rows_are_found_out() -> None:
     plan = ring(4, 2)
     ranks = [project(plan, rank) for rank in range(4)]
     direct = [project(replace(plan, routing=None), rank) for rank in range(4)]
@@ -465,22 +436,10 @@ def test_ranks_that_route_differently_are_found_out() -> None:
         mixed = [direct[r] if r == odd else ranks[r] for r in range(4)]
         with pytest.raises(InvalidProgramError, match=rf"of which rank {odd} does not know"):
             join(mixed, plan.lengths, 2, 1)
-
-
-def test_a_proxy_that_expects_other_rows_is_found_out() -> None:
-    plan = ring(4, 2)
-    ranks = [project(plan, rank) for rank in range(4)]
+    # A proxy that expects other rows is found out.
     longer = project(replace(plan, lengths=(128,)), 0)
     ops = [
         b if isinstance(a, Exchange) and a.routes else a for a, b in zip(ranks[0].forward, longer.forward, strict=True)
     ]
     with pytest.raises(InvalidProgramError, match=r"proxy 0 expects other rows|does not expect it"):
         join([replace(ranks[0], forward=tuple(ops)), *ranks[1:]], plan.lengths, 2, 1)
-
-
-def test_what_is_passed_on_in_the_forward_alone_is_not_brought_again() -> None:
-    short = replace(
-        ring(6, 2), lengths=(6,)
-    )  # three ranks hold it, and the two directions of the ring end at different ones
-    for policy in ("keep", "replay"):
-        verify(expand(short, policy))

@@ -10,13 +10,7 @@ from megatron_balance.compile.order import BY_ID, Finish
 from megatron_balance.compile.pipeline import compile_ranks, expand
 from megatron_balance.compile.proof import runs
 from megatron_balance.compile.proof.meaning import NotAloneError, verify
-from megatron_balance.compile.proof.runs import (
-    provable,
-    verify_own_steps,
-    verify_owned,
-    verify_peers,
-    verify_steps,
-)
+from megatron_balance.compile.proof.runs import provable, verify_own_steps, verify_owned, verify_peers, verify_steps
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -45,7 +39,7 @@ def with_op(program: Program, phase: str, at: int, op: Exchange) -> Program:
 
 
 def refused(program: Program) -> bool:
-    """Whether the program, or that it is what the ranks run, is refused."""
+    # Whether the program, or that it is what the ranks run, is refused.
     try:
         verify(program)
         runs.verify_runs(PLANNED, program)

@@ -83,8 +83,8 @@ class WrittenStream(SilentStream):
 
 
 def issued(plan: MicrobatchPlan, rank: int) -> list[tuple[Any, ...]]:
-    """All that rank `rank` issues in a forward, but for the memory its streams use; binding has
-    connected its ranks before. Nothing arrives, so the values are void."""
+    # All that rank `rank` issues in a forward, but for the memory its streams use; binding has
+    # connected its ranks before. Nothing arrives, so the values are void.
     streams = Written()
     groups = Groups(rank, plan.num_ranks, tuple(range(plan.num_ranks)), None, streams=streams)
     bound = bind(plan, rank, AttentionShape(2, 1, 4), groups=groups, kernel="plain")
@@ -97,8 +97,8 @@ def issued(plan: MicrobatchPlan, rank: int) -> list[tuple[Any, ...]]:
 
 
 def test_transfers_in_the_node_and_between_nodes_go_beside_each_other() -> None:
-    """Rank 1 receives from rank 0 beside it and sends to rank 2 on the other node: 16 tokens, keys
-    and values, fp32."""
+    # Rank 1 receives from rank 0 beside it and sends to rank 2 on the other node: 16 tokens, keys
+    # and values, fp32.
     log = issued(RING, 1)
     assert log[:6] == [
         ("inter_node", "wait", "compute 0"),
@@ -111,8 +111,8 @@ def test_transfers_in_the_node_and_between_nodes_go_beside_each_other() -> None:
 
 
 def test_a_leg_waits_for_the_leg_before_and_attention_for_the_last() -> None:
-    """Rank 2 receives half of what it needs of rank 0 directly and half over rank 3, and sends its
-    own the same way. It passes nothing on, so its legs wait for its own work only."""
+    # Rank 2 receives half of what it needs of rank 0 directly and half over rank 3, and sends its
+    # own the same way. It passes nothing on, so its legs wait for its own work only.
     assert issued(PAIR, 2) == [
         ("dispatch", "wait", "compute 0"),
         ("dispatch", "batch", [("to", 3, 512)]),
@@ -139,7 +139,7 @@ def test_a_proxy_passes_on_without_waiting_for_its_own_work() -> None:
 
 
 def test_both_ends_of_every_batch_have_its_messages_in_the_same_order() -> None:
-    """All that two ranks say to each other on one stream, in order, is the same on both sides."""
+    # All that two ranks say to each other on one stream, in order, is the same on both sides.
     plan = replace(RING, lengths=(200,), routing=Routing(1, (0,)))
     said: dict[tuple[str, int, int], list[int]] = {}
     heard: dict[tuple[str, int, int], list[int]] = {}
@@ -198,8 +198,8 @@ class FakeCuda:
 
 
 def test_calls_and_waits_happen_inside_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work issued and waited for under the stream joins that stream to the communicator's own, and
-    never stops the host."""
+    # Work issued and waited for under the stream joins that stream to the communicator's own, and
+    # never stops the host.
     fake = FakeCuda()
     monkeypatch.setattr(cuda.torch, "cuda", fake)
     monkeypatch.setattr(cuda.dist, "P2POp", lambda op, tensor, peer, group: (op.__name__, tensor, peer, group))

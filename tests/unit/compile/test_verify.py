@@ -61,7 +61,7 @@ def test_the_programs_that_the_others_are_made_of_are_right(source: str) -> None
 
 
 def complaint(source: str, right: str, wrong: str) -> str:
-    """The complaint of `verify` after the last `right` became `wrong`."""
+    # The complaint of `verify` after the last `right` became `wrong`.
     assert right in source
     before, _, after = source.rpartition(right)
     with pytest.raises(InvalidProgramError) as caught:
@@ -201,8 +201,8 @@ def test_what_is_wrong_is_named(source: str, row: tuple[str, str, str]) -> None:
 
 
 def test_a_third_partial_before_a_merge_is_refused() -> None:
-    """At most one partial may wait when an op leaves another, so that no merge can be dropped
-    unnoticed."""
+    # At most one partial may wait when an op leaves another, so that no merge can be dropped
+    # unnoticed.
     said = complaint(
         TWO_LAUNCHES.replace("merge r0\n  out s0[2:4)\n", ""),
         "q s0[2:4) over s0[0:2)\n",
@@ -212,7 +212,7 @@ def test_a_third_partial_before_a_merge_is_refused() -> None:
 
 
 def test_an_unconsumed_partial_is_refused() -> None:
-    """Everything is complete at the owner, but rank 1 keeps a zero gradient that came from nowhere."""
+    # Everything is complete at the owner, but rank 1 keeps a zero gradient that came from nowhere.
     said = complaint(
         CHAIN_BACK, "merge r0\n  dkv s0[0:2)\n", "merge r0\n  dkv s0[0:2)\nexchange 5 p2p\n  r1 <- r2 dkv s0[0:2)\n"
     )

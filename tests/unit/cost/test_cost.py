@@ -36,9 +36,8 @@ TILE_S = 4 * 128 * 128 * 128 / 500e12
 
 
 def causal(length: int, start: int = 0) -> list[int]:
-    """One pair of regions: queries [start, start + length) of a sequence over all keys up to them,
-    all heads.
-    """
+    # One pair of regions: queries [start, start + length) of a sequence over all keys up to them,
+    # all heads.
     return [0, start, start + length, 0, 32, 0, start + length, 0, 8]
 
 
@@ -47,68 +46,54 @@ def attend(cost: MachineCost, *pairs: list[int], backward: bool = False) -> floa
     return float(cost.attend_s(rows, np.zeros(len(rows), dtype=np.int64), 1, backward=backward)[0])
 
 
-def test_attention_takes_four_flops_a_pair_and_channel_at_the_kernels_efficiency() -> None:
+def test_attention_takes_four_flops_a_pair_and_channel_in_whole_tiles_of_padded_heads() -> None:
     assert COST.attention_s(1e9) == pytest.approx(1e9 * 4 * 32 * 128 / 500e12)
-
-
-def test_head_dims_that_the_kernel_pads_cost_the_padded_size() -> None:
+    # Head dims that the kernel pads cost the padded size.
     narrow = AnalyticCost(CLUSTER, replace(MODEL, head_dim=100))
     assert narrow.attention_s(1e9) == pytest.approx(COST.attention_s(1e9))
-
-
-def test_short_runs_of_queries_and_keys_fill_whole_tiles_and_cost_a_thread_block_each() -> None:
-    long, whole, nano_batch = (
-        COST.attention_s(1e6, run) for run in (1 << 30, kernel.TILE_TOKENS, kernel.TILE_TOKENS / 2)
-    )
+    # Short runs of queries and keys fill whole tiles and cost a thread block each.
+    tile = kernel.TILE_TOKENS
+    long, whole, nano_batch = (COST.attention_s(1e6, run) for run in (1 << 30, tile, tile / 2))
     assert long == pytest.approx(COST.attention_s(1e6), rel=1e-6)
     assert whole == pytest.approx((1 + kernel.BLOCK_TILES) * 128 / 129 * long)
     assert nano_batch == pytest.approx(128**2 / (64 * 65) * (1 + kernel.BLOCK_TILES) * long)
 
 
-def test_a_launch_takes_its_tiles_and_thread_blocks_over_the_whole_gpu() -> None:
+def test_a_launch_takes_its_tiles_and_thread_blocks() -> None:
+    # A launch takes its tiles and thread blocks over the whole GPU.
     # 32 blocks of 128 queries see 1, 2, ... 32 tiles of keys.
     assert attend(COST, causal(4096)) == pytest.approx(LAUNCH_S + 32 * (32 * 33 / 2 + 32 * kernel.BLOCK_TILES) * TILE_S)
-
-
-def test_one_block_of_queries_takes_as_long_as_its_own_sm_needs() -> None:
+    # One block of queries takes as long as its own sm needs.
     alone = [0, 8192, 8320, 0, 1, 0, 8192, 0, 1]
     assert attend(COST, alone) == pytest.approx(LAUNCH_S + (64 + kernel.BLOCK_TILES) * TILE_S * 100)
     on_cpu = AnalyticCost(replace(CLUSTER, num_sms=0), MODEL)
     assert attend(on_cpu, alone) == pytest.approx(LAUNCH_S + (64 + kernel.BLOCK_TILES) * TILE_S)
-
-
-def test_backward_has_five_products_for_two_at_a_lower_rate() -> None:
+    # Backward has five products for two at a lower rate.
     forward, backward = (attend(COST, causal(4096), backward=b) - LAUNCH_S for b in (False, True))
     assert backward / forward == pytest.approx(2.5 * 73 / 63)
     assert kernel.backward_factor() == pytest.approx(2.5 * 73 / 63)
-
-
-def test_launches_are_told_apart_and_empty_ones_are_free() -> None:
+    # Launches are told apart and empty ones are free.
     rows = np.array([causal(4096), causal(2048), causal(4096)], dtype=np.int64)
     found = COST.attend_s(rows, np.array([2, 0, 2]), 4)
     one, two = attend(COST, causal(2048)), attend(COST, causal(4096))
     assert found.tolist() == pytest.approx([one, 0.0, 2 * two - LAUNCH_S, 0.0])
     assert COST.attend_s(np.empty((0, 9), dtype=np.int64), np.empty(0, dtype=np.int64), 2).tolist() == [0.0, 0.0]
+    # Launches cost each the same.
+    assert COST.launch_s(7) == pytest.approx(7 * LAUNCH_S)
 
 
-def test_linear_time_counts_projections_the_gated_mlp_and_what_is_read_and_written_between() -> None:
+def test_a_layer_takes_its_products_what_is_read_and_written_and_at_least_its_weights() -> None:
     flops = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     elements = 10 * 4096 + 2 * (4096 + 1024) + 3 * 14336
     per_token = flops / 800e12 + 2 * elements / 4e12
     assert COST.linear_s(100) == pytest.approx(100 * per_token)
     assert COST.layer_s(8192) == pytest.approx(8192 * per_token)
-
-
-def test_few_tokens_take_as_long_as_reading_the_weights() -> None:
+    # Few tokens take as long as reading the weights.
     weights = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert COST.layer_s(1) == pytest.approx(2 * weights / 4e12, rel=0.01)
-
-
-def test_backward_of_a_layer_has_twice_the_products() -> None:
+    # Backward of a layer has twice the products.
     assert COST.layer_s(8192, backward=True) / COST.layer_s(8192) == pytest.approx(2, rel=0.05)
-
-
-def test_bytes_of_tokens() -> None:
+    # Bytes of tokens.
     assert COST.kv_bytes(10) == 10 * 2 * 8 * 128 * 2
     assert COST.query_bytes(10) == 10 * 32 * 128 * 2
     assert COST.pack_s(4e9) == pytest.approx(2 * 4e9 / 4e12)
@@ -116,38 +101,28 @@ def test_bytes_of_tokens() -> None:
     assert COST.optimizer_s(1e9) == pytest.approx(30e9 / 4e12)
 
 
-def test_a_message_costs_alpha_and_its_bytes() -> None:
+def test_a_message_costs_alpha_and_its_bytes_over_as_many_nics() -> None:
     assert COST.intra_node_s(4e9) == pytest.approx(3e-6 + 0.01)
     assert COST.inter_node_s(4e9, num_messages=3) == pytest.approx(30e-6 + 0.08)
     assert COST.link(inter_node=True).time_s(4e9, 3) == COST.inter_node_s(4e9, 3)
     assert COST.link(inter_node=False).time_s(4e9) == COST.intra_node_s(4e9)
-
-
-def test_more_nics_move_bytes_faster_and_half_a_nic_slower() -> None:
+    # More NICs move bytes faster and half a NIC slower.
     assert COST.inter_node_s(4e9, num_nics=8) == pytest.approx(10e-6 + 0.01)
     assert COST.inter_node_s(4e9, num_nics=0.5) == pytest.approx(10e-6 + 0.16)
-
-
-def test_routing_is_zeppelins_equation_1() -> None:
+    # Routing is zeppelins equation 1.
     # n / 4 over each NIC, and 3 n / 4 through the node at either end.
     expected = 2 * (3e-6 + 0.75 * 4e9 / 400e9) + 10e-6 + 1e9 / 50e9
     assert COST.routed_s(4e9, num_nics=4) == pytest.approx(expected)
     assert COST.routed_s(4e9, num_nics=1) == pytest.approx(COST.inter_node_s(4e9) + 6e-6)
 
 
-def test_launches_cost_each_the_same() -> None:
-    assert COST.launch_s(7) == pytest.approx(7 * LAUNCH_S)
-
-
-def test_transfers_take_sms_from_kernels() -> None:
+def test_transfers_take_sms_from_kernels_and_wait_for_thread_blocks() -> None:
     contention = COST.contention  # 400 GB/s: 16 NVLinks, two channels each
     assert (contention.intra_sms, contention.inter_sms) == (32, 2)
     assert contention.slowdown(intra=False, inter=True) == pytest.approx(100 / 98)
     assert contention.slowdown(intra=True, inter=True) == pytest.approx(100 / 66)
     assert contention.slowdown(intra=False, inter=False) == 1.0
-
-
-def test_a_transfer_waits_for_one_thread_block_or_for_nearly_the_whole_kernel() -> None:
+    # A transfer waits for one thread block or for nearly the whole kernel.
     contention = COST.contention
     assert contention.wait_s(2e-3, 1e-4, prioritised=True) == 1e-4
     assert contention.wait_s(2e-3, 1e-4, prioritised=False) == pytest.approx(1.9e-3)
@@ -165,36 +140,32 @@ def test_a_tensor_parallel_group_is_one_wide_rank_that_pays_for_its_own_communic
     shared = 4 * (CALL_S + 3e-6 + 8192 * 4096 * 2 / 2 / 400e9)
     assert two.layer_s(8192) == pytest.approx(COST.layer_s(8192) / 2 + shared)
     assert two.contention == COST.contention
-
-
-def test_two_ranks_that_share_a_nic_have_it_to_themselves_as_one_wide_rank() -> None:
+    # Two ranks that share a NIC have it to themselves as one wide rank.
     wide = parallel.wide_ranks(replace(CLUSTER, ranks_per_nic=2), 2)
     assert (wide.ranks_per_nic, wide.nic_bytes_per_s) == (1, 50e9)
+    # Tensor parallelism that does not fit a node is refused.
+    with pytest.raises(ConfigError, match="tensor parallelism 3 does not divide h's nodes of 8 ranks"):
+        parallel.wide_ranks(Cluster(16, 8, name="h"), 3)
+    with pytest.raises(ConfigError, match="one must divide the other"):
+        parallel.wide_ranks(Cluster(24, 24, ranks_per_nic=3), 2)
 
 
 def test_a_perturbed_cost_scales_each_part_by_its_own_factor() -> None:
     cost = PerturbedCost(COST, Factors(attention=1.5, linear=2.0, intra_node=3.0, inter_node=4.0))
     assert attend(cost, causal(4096)) == pytest.approx(1.5 * attend(COST, causal(4096)))
     assert cost.layer_s(100, backward=True) == pytest.approx(2 * COST.layer_s(100, backward=True))
-    assert (
-        cost.intra_node_s(1e6)
-        == pytest.approx(3 * COST.intra_node_s(1e6))
-        == pytest.approx(cost.link(inter_node=False).time_s(1e6))
-    )
-    assert (
-        cost.inter_node_s(1e6)
-        == pytest.approx(4 * COST.inter_node_s(1e6))
-        == pytest.approx(cost.link(inter_node=True).time_s(1e6))
-    )
+    assert cost.intra_node_s(1e6) == pytest.approx(3 * COST.intra_node_s(1e6))
+    assert cost.inter_node_s(1e6) == pytest.approx(4 * COST.inter_node_s(1e6))
+    assert cost.link(inter_node=False).time_s(1e6) == pytest.approx(cost.intra_node_s(1e6))
+    assert cost.link(inter_node=True).time_s(1e6) == pytest.approx(cost.inter_node_s(1e6))
     assert Factors.draw(0.1, 3) == Factors.draw(0.1, 3) != Factors.draw(0.1, 4)
     assert Factors.draw(0.0, 3) == Factors()
 
 
 @given(length=st.integers(1, 20000), start=st.integers(0, 5000), backward=st.booleans())
 def test_an_extra_token_never_takes_less_time(length: int, start: int, backward: bool) -> None:
-    assert attend(COST, causal(length + 1, start), backward=backward) >= attend(
-        COST, causal(length, start), backward=backward
-    )
+    shorter, longer = (attend(COST, causal(each, start), backward=backward) for each in (length, length + 1))
+    assert longer >= shorter
     pairs = length * (length + 1) / 2
     assert COST.attention_s(pairs + length + 1, length + 1) >= COST.attention_s(pairs, length) * (1 - 1e-12)
     assert COST.layer_s(length + 1, backward=backward) >= COST.layer_s(length, backward=backward)
@@ -225,7 +196,7 @@ def test_a_remap_takes_the_fullest_or_emptiest_ranks_link_and_the_nics_of_such_a
 
 
 def counted(pair: list[int]) -> tuple[int, int, int, int]:
-    """Tiles, thread blocks, tiles of the longest one, visible pairs; the slow way."""
+    # Tiles, thread blocks, tiles of the longest one, visible pairs; the slow way.
     _, q_start, q_stop, _, _, k_start, k_stop, _, _ = pair
     blocks: list[int] = []
     for first in range(q_start, q_stop, 128):
@@ -250,7 +221,7 @@ def test_tiles_are_those_that_one_by_one_counting_finds() -> None:
 
 @pytest.mark.parametrize("size", [1, 5, 128, 129, 300])
 def test_tiles_that_a_window_hides_whole_are_left_out(size: int) -> None:
-    """Of the queries of a rank and the keys that its halo has (`compile.halo`)."""
+    # Of the queries of a rank and the keys that its halo has (`compile.halo`).
     generator = np.random.default_rng(size)
     rows: list[list[int]] = []
     wanted: list[list[int]] = []
@@ -269,55 +240,47 @@ def test_tiles_that_a_window_hides_whole_are_left_out(size: int) -> None:
     assert (found[:, 2] <= [row[2] + 1 for row in wanted]).all()
 
 
-def test_head_dims_are_padded_to_the_next_kernel() -> None:
-    assert [kernel.padded_head_dim(dim) for dim in (16, 64, 100, 128, 129)] == [32, 64, 128, 128, 160]
-
-
 def test_padding_a_head_dim_copies_every_operand_and_result_once() -> None:
-    """Two queries over three keys, named twice, one of two key heads; heads of 100 become 104."""
+    # Two queries over three keys, named twice, one of two key heads; heads of 100 become 104.
     pair = (0, 5, 7, 0, 2, 4, 7, 0, 1)
     pairs = np.array([pair, pair])
     launch = np.zeros(2, dtype=np.int64)
     rows = 2 * 2 + 3 * 1
-    assert kernel.padding_elements(pairs, launch, 1, (100, 100), backward=False).tolist() == [2 * (100 + 104) * rows]
-    assert kernel.padding_elements(pairs, launch, 1, (100, 100), backward=True).tolist() == [4 * (100 + 104) * rows]
-    assert kernel.padding_elements(pairs, launch, 1, (104, 104), backward=True).tolist() == [0]
-    assert kernel.padding_elements(pairs, launch, 1, (192, 128), backward=False).tolist() == [(192 + 128) * rows], (
-        "v and out"
-    )
+    for dims, backward, elements in (
+        ((100, 100), False, 2 * (100 + 104) * rows),
+        ((100, 100), True, 4 * (100 + 104) * rows),
+        ((104, 104), True, 0),
+        ((192, 128), False, (192 + 128) * rows),  # v and out
+    ):
+        assert kernel.padding_elements(pairs, launch, 1, dims, backward=backward).tolist() == [elements]
     cluster, model = Cluster(1, 1, memory_bytes_per_s=1e9), Model(2, 1, 100)
     costs = [AnalyticCost(cluster, model, pads=pads).attend_s(pairs, launch, 1)[0] for pads in (True, False)]
     assert costs[0] - costs[1] == pytest.approx(2 * 204 * rows * 2 / 1e9)
+    # Head dims are padded to the next kernel.
+    assert [kernel.padded_head_dim(dim) for dim in (16, 64, 100, 128, 129)] == [32, 64, 128, 128, 160]
 
 
 # Least squares without negative coefficients.
 
 
-def test_a_quadratic_is_found_again() -> None:
+def test_a_quadratic_and_a_link_are_found_again_also_in_noise() -> None:
+    # A quadratic is found again.
     truth = fits.Quadratic(2e-9, 3e-6, 4e-3)
     lengths = [128, 512, 2048, 8192, 32768]
     fitted = fits.fit_quadratic(lengths, [truth.time_s(length) for length in lengths])
     assert (fitted.a, fitted.b, fitted.c) == pytest.approx((truth.a, truth.b, truth.c), rel=1e-6)
-
-
-def test_columns_that_say_the_same_are_fitted_by_one_of_them() -> None:
+    # Columns that say the same are fitted by one of them.
     assert fits.least_squares([[2.0, 4.0], [3.0, 6.0]], [4.0, 6.0], what="twice") == (2.0, 0.0)
-
-
-def test_no_coefficient_is_negative_whatever_the_noise() -> None:
+    # No coefficient is negative whatever the noise.
     fitted = fits.fit_quadratic([1, 2, 3, 4], [1.0, 3.9, 9.2, 15.8])
     assert fitted.a > 0
     assert min(fitted.b, fitted.c) >= 0
     assert fitted.time_s(3) == pytest.approx(9, rel=0.05)
-
-
-def test_a_links_alpha_and_rate_are_found_again() -> None:
+    # A links alpha and rate are found again.
     sizes = [1e3, 1e5, 1e7]
     link = fits.fit_link(sizes, [2e-5 + size / 25e9 for size in sizes])
     assert (link.alpha_s, link.bytes_per_s) == pytest.approx((2e-5, 25e9))
-
-
-def test_a_rate_is_found_even_where_noise_hides_it() -> None:
+    # A rate is found even where noise hides it.
     link = fits.fit_link([1e3, 2e3], [2e-3, 1.9e-3])
     assert link.alpha_s >= 0
     assert 0 < link.bytes_per_s < float("inf")
@@ -343,29 +306,22 @@ NODE, NODES = parallel.CollectiveGroup(8, 8, INTRA, INTER), parallel.CollectiveG
 SPREAD = parallel.CollectiveGroup(4, 1, INTRA, INTER)
 
 
-def test_a_ring_takes_one_step_for_every_other_rank() -> None:
+def test_collectives_go_at_the_pace_of_their_slowest_step() -> None:
+    # A ring takes one step for every other rank.
     assert parallel.all_gather_s(1e6, NODE) == pytest.approx(7 * (1e-6 + 1e-5))
-
-
-def test_a_ring_over_nodes_goes_at_the_pace_of_its_slowest_step() -> None:
+    # A ring over nodes goes at the pace of its slowest step.
     slow = parallel.CollectiveGroup(16, 8, INTRA, INTER)
     assert parallel.all_gather_s(1e6, slow) == pytest.approx(15 * (10e-6 + 1e6 / 25e9))
     assert parallel.all_gather_s(1e6, SPREAD) == pytest.approx(3 * (10e-6 + 1e6 / 25e9))
-
-
-def test_an_all_to_all_goes_over_the_links_inside_and_the_nics_at_once() -> None:
+    # An all to all goes over the links inside and the NICs at once.
     inside = 7 * (1e-6 + 1e6 / 100e9)
     away = 8 * (10e-6 + 8 * 1e6 / 100e9)
     assert parallel.all_to_all_s(16e6, NODES) == pytest.approx(max(inside, away))
     assert parallel.all_to_all_s(8e6, NODE) == pytest.approx(7 * (1e-6 + 1e-5))
-
-
-def test_one_rank_has_nothing_to_wait_for() -> None:
+    # One rank has nothing to wait for.
     alone = parallel.CollectiveGroup(1, 1, INTRA, INTER)
     assert parallel.all_gather_s(1e9, alone) == parallel.all_to_all_s(1e9, alone) == 0.0
-
-
-def test_a_groups_nics_are_those_of_its_ranks_on_a_node() -> None:
+    # A groups NICs are those of its ranks on a node.
     cluster = Cluster(16, 8, nic_bytes_per_s=25e9, ranks_per_nic=2)
     assert parallel.group_of(cluster, 16, 8).inter.bytes_per_s == 100e9
     assert parallel.group_of(cluster, 2, 1).inter.bytes_per_s == 25e9
@@ -376,28 +332,16 @@ def test_a_groups_nics_are_those_of_its_ranks_on_a_node() -> None:
         parallel.group_of(cluster, 9, 8)
 
 
-def test_gradients_are_summed_in_fp32_and_weights_gathered_in_bf16() -> None:
+def test_gradients_experts_and_stages_hand_on_what_they_must() -> None:
+    # Gradients are summed in fp32 and weights gathered in bf16.
     assert parallel.gradient_sync_s(8e6, NODE) == pytest.approx(7 * (2e-6 + (4e6 + 2e6) / 100e9))
-
-
-def test_experts_are_reached_by_two_all_to_alls() -> None:
+    # Experts are reached by two all to alls.
     moe = Model(8, 8, 64, hidden_size=512, num_experts=8, experts_per_token=2)
     cluster = Cluster(8, 8)
     group = parallel.group_of(cluster, 8, 8, busy_nics=True)
-    assert parallel.experts_s(moe, 100, cluster, 8) == pytest.approx(
-        2 * parallel.all_to_all_s(100 * 2 * 512 * 2, group)
-    )
+    both_ways_s = 2 * parallel.all_to_all_s(100 * 2 * 512 * 2, group)
+    assert parallel.experts_s(moe, 100, cluster, 8) == pytest.approx(both_ways_s)
     assert parallel.experts_s(replace(moe, num_experts=0), 100, cluster, 8) == 0.0
-
-
-def test_a_stage_hands_on_hidden_states() -> None:
-    assert parallel.stage_transfer_s(Model(8, 8, 64, hidden_size=512), 1000, INTER) == pytest.approx(
-        10e-6 + 1000 * 512 * 2 / 25e9
-    )
-
-
-def test_tensor_parallelism_that_does_not_fit_a_node_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tensor parallelism 3 does not divide h's nodes of 8 ranks"):
-        parallel.wide_ranks(Cluster(16, 8, name="h"), 3)
-    with pytest.raises(ConfigError, match="one must divide the other"):
-        parallel.wide_ranks(Cluster(24, 24, ranks_per_nic=3), 2)
+    # A stage hands on hidden states.
+    handed_on_s = parallel.stage_transfer_s(replace(moe, num_experts=0), 1000, INTER)
+    assert handed_on_s == pytest.approx(10e-6 + 1000 * 512 * 2 / 25e9)

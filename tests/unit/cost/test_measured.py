@@ -53,9 +53,8 @@ def pair(q_start: int, q_stop: int, k_start: int, k_stop: int) -> list[int]:
 def test_times_at_the_grids_points_are_those_measured(q: int, second: int) -> None:
     k, before, row = K[second], BEFORE[second], Q.index(q)
     assert attend(pair(k, k + q, 0, k)) == pytest.approx(LAUNCH_S + TABLE.attention.full_s[row][second])
-    assert attend(pair(before, before + q, 0, before + q)) == pytest.approx(
-        LAUNCH_S + TABLE.attention.causal_s[row][second]
-    )
+    causal = attend(pair(before, before + q, 0, before + q))
+    assert causal == pytest.approx(LAUNCH_S + TABLE.attention.causal_s[row][second])
     backward = attend(pair(k, k + q, 0, k), backward=True)
     assert backward == pytest.approx(2 * LAUNCH_S + TABLE.attention.full_backward_s[row][second])
 
@@ -66,21 +65,23 @@ def test_times_inside_the_grid_are_exact_for_a_kernel_of_a_constant_and_its_pair
     assert attend(pair(before, before + q, 0, before + q)) == pytest.approx(LAUNCH_S + causal_s(q, before))
 
 
-def test_beyond_the_grid_the_edges_rate_goes_on() -> None:
+def test_beyond_the_grid_the_edges_rate_goes_on_and_below_it_the_smallest_entry_counts() -> None:
     assert attend(pair(8192, 8192 + 2048, 0, 8192)) == pytest.approx(LAUNCH_S + 4 * full_s(1024, 4096))
     twice = (2048 * 4096 + 2048 * 2049 / 2) / (1024 * 4096 + 1024 * 1025 / 2)
     assert attend(pair(4096, 6144, 0, 6144)) == pytest.approx(LAUNCH_S + twice * causal_s(1024, 4096))
-
-
-def test_below_the_grid_nothing_is_cheaper_than_its_smallest_entry() -> None:
+    # Below the grid nothing is cheaper than its smallest entry.
     assert attend(pair(100, 101, 0, 1)) == pytest.approx(LAUNCH_S + full_s(16, 32))
-
-
-def test_heads_that_an_entry_leaves_out_are_not_paid() -> None:
+    # Heads that an entry leaves out are not paid.
     nano_batch = [0, 512, 640, 0, 4, 0, 512, 0, 1]
     assert attend(nano_batch) == pytest.approx(LAUNCH_S + full_s(128, 512) / 2)
     wide = MeasuredCost(TABLE, CLUSTER, dataclasses.replace(MODEL, num_heads=16))
     assert wide.attention_s(1e6, 1 << 20) == pytest.approx(2 * COST.attention_s(1e6, 1 << 20))
+    # Launches are told apart and empty ones are free.
+    rows = np.array([pair(0, 128, 0, 128), pair(512, 640, 0, 512)], dtype=np.int64)
+    found = COST.attend_s(rows, np.array([2, 2]), 4)
+    assert found.tolist() == pytest.approx([0, 0, LAUNCH_S + causal_s(128, 0) + full_s(128, 512), 0])
+    # Regions without a visible pair are no entry.
+    assert attend(pair(0, 10, 50, 60)) == 0.0
 
 
 def test_a_region_that_is_neither_full_nor_causal_is_two_entries() -> None:
@@ -108,19 +109,10 @@ def test_the_entries_of_a_region_see_as_many_keys_as_the_region() -> None:
         assert (beyond < (np.maximum(full_q, 1) if mask != CAUSAL else 1)).all()
 
 
-def test_launches_are_told_apart_and_empty_ones_are_free() -> None:
-    rows = np.array([pair(0, 128, 0, 128), pair(512, 640, 0, 512)], dtype=np.int64)
-    found = COST.attend_s(rows, np.array([2, 2]), 4)
-    assert found.tolist() == pytest.approx([0, 0, LAUNCH_S + causal_s(128, 0) + full_s(128, 512), 0])
-    # Regions without a visible pair are no entry.
-    assert attend(pair(0, 10, 50, 60)) == 0.0
-
-
 @given(length=st.integers(1, 9000), start=st.integers(0, 3000), backward=st.booleans())
 def test_an_extra_token_never_takes_less_time(length: int, start: int, backward: bool) -> None:
-    times = [
-        attend(pair(start, start + tokens, 0, start + tokens), backward=backward) for tokens in (length, length + 1)
-    ]
+    stops = start + length, start + length + 1
+    times = [attend(pair(start, stop, 0, stop), backward=backward) for stop in stops]
     assert times[1] >= times[0] * (1 - 1e-12)
     planned = [COST.attention_s(tokens * (tokens + 1) / 2, tokens) for tokens in (length, length + 1)]
     assert planned[1] >= planned[0] * (1 - 1e-12)
@@ -143,60 +135,42 @@ def test_lines_are_fitted_to_the_other_figures() -> None:
     assert COST.launch_s(3) == pytest.approx(3 * (LAUNCH_S + 1e-6))
     assert COST.optimizer_s(100) == pytest.approx(100 * 15 * 1e-10)
     assert COST.head_s(10) > 0
-
-
-def test_another_models_layer_takes_its_share_of_the_flops() -> None:
+    # Another models layer takes its share of the FLOPs.
     wide = MeasuredCost(TABLE, CLUSTER, dataclasses.replace(MODEL, hidden_size=256))
     assert wide.linear_s(100) == pytest.approx(2 * COST.linear_s(100))
-
-
-def test_measured_links_win_and_the_others_are_the_clusters() -> None:
-    link = LinkTable("inter_node", "gloo", (1000, 1000000), (1e-3 + 1e-4, 1e-3 + 1e-1))
-    cost = MeasuredCost(made((link,)), CLUSTER, MODEL)
-    assert cost.inter_node_s(1e6) == pytest.approx(1e-3 + 0.1)
-    assert cost.intra_node_s(1e6) == pytest.approx(CLUSTER.intra_alpha_s + 1e6 / CLUSTER.intra_bytes_per_s)
-    assert (cost.call_s, COST.call_s > 0) == (0.0, True)
-
-
-def test_measured_prices_of_a_host_win_over_the_clusters(tmp_path: Path) -> None:
-    cluster = dataclasses.replace(CLUSTER, host_call_s=3e-5, host_launch_s=2e-5)
-    assert MeasuredCost(TABLE, cluster, MODEL).host == Host(3e-5, 2e-5)
-    path = tmp_path / "table.json"
-    save_table(dataclasses.replace(TABLE, host=HostTable(4e-5, 1e-5, 1e-6)), path)
-    assert MeasuredCost(load_table(path), cluster, MODEL).host == Host(4e-5, 1e-5, 1e-6)
-
-
-def test_a_tensor_parallel_group_splits_what_was_measured() -> None:
+    # A measured machine can be perturbed like any other.
+    cost = PerturbedCost(COST, Factors(linear=2.0))
+    assert cost.layer_s(256) == pytest.approx(2 * COST.layer_s(256))
+    assert cost.attention_s(1e6, 128) == COST.attention_s(1e6, 128)
+    # A tensor parallel group splits what was measured.
     two = MeasuredCost(TABLE, wide_ranks(CLUSTER, 2), MODEL, 2)
     region = np.array([pair(512, 640, 0, 512)])
     assert two.attend_s(region, np.zeros(1, dtype=np.int64), 1)[0] == pytest.approx(LAUNCH_S + full_s(128, 512) / 2)
     shared = AnalyticCost(wide_ranks(CLUSTER, 2), MODEL, 2).tensor_parallel_s(256)
     assert two.layer_s(256) == pytest.approx(1e-5 + 128e-6 + shared)
     assert two.link(inter_node=False).bytes_per_s == 2 * COST.link(inter_node=False).bytes_per_s
-
-
-def test_a_measured_machine_can_be_perturbed_like_any_other() -> None:
-    cost = PerturbedCost(COST, Factors(linear=2.0))
-    assert cost.layer_s(256) == pytest.approx(2 * COST.layer_s(256))
-    assert cost.attention_s(1e6, 128) == COST.attention_s(1e6, 128)
-
-
-def test_a_table_for_another_head_dim_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"measured with head dim 16, m has 64; measure one with 'megatron-balance profile --model m'"
-    ):
+    # A table for another head dim is refused.
+    with pytest.raises(ConfigError, match=r"head dim 16, m has 64; measure one with 'megatron-balance profile --model"):
         MeasuredCost(TABLE, CLUSTER, dataclasses.replace(MODEL, head_dim=64, name="m"))
 
 
-def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    link = LinkTable("inter_node", "gloo", (1000, 1000000), (1e-3, 1e-1))
-    for table in (TABLE, made((link,))):
-        save_table(table, tmp_path / "t.json")
-        assert load_table(tmp_path / "t.json") == table
+def test_measured_links_and_hosts_win_over_the_clusters(tmp_path: Path) -> None:
+    link = LinkTable("inter_node", "gloo", (1000, 1000000), (1e-3 + 1e-4, 1e-3 + 1e-1))
+    cost = MeasuredCost(made((link,)), CLUSTER, MODEL)
+    assert cost.inter_node_s(1e6) == pytest.approx(1e-3 + 0.1)
+    assert cost.intra_node_s(1e6) == pytest.approx(CLUSTER.intra_alpha_s + 1e6 / CLUSTER.intra_bytes_per_s)
+    assert (cost.call_s, COST.call_s > 0) == (0.0, True)
+    cluster = dataclasses.replace(CLUSTER, host_call_s=3e-5, host_launch_s=2e-5)
+    assert MeasuredCost(TABLE, cluster, MODEL).host == Host(3e-5, 2e-5)
+    path = tmp_path / "table.json"
+    table = dataclasses.replace(made((link,)), host=HostTable(4e-5, 1e-5, 1e-6))
+    save_table(table, path)
+    assert load_table(path) == table
+    assert MeasuredCost(load_table(path), cluster, MODEL).host == Host(4e-5, 1e-5, 1e-6)
 
 
 def changed(*path: str | int, to: Any = ..., drop: bool = False) -> dict[str, Any]:
-    """The table's JSON with one value changed, dropped, or added."""
+    # The table's JSON with one value changed, dropped, or added.
     content: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(TABLE)))
     inner: Any = content
     for key in path[:-1]:
@@ -208,6 +182,9 @@ def changed(*path: str | int, to: Any = ..., drop: bool = False) -> dict[str, An
     return copy.deepcopy(content)
 
 
+LINK = {"name": "inter", "backend": "gloo", "sizes": [1, 2], "seconds": [1.0, 2.0]}
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -215,31 +192,19 @@ def changed(*path: str | int, to: Any = ..., drop: bool = False) -> dict[str, An
         (changed("attention", "lunch_s", to=1.0), "attention.lunch_s: unknown key, did you mean 'launch_s'?"),
         (changed("attention", "full_s", 1, 2, to=-1.0), "attention.full_s[1][2]: expected positive seconds, got -1.0"),
         (changed("attention", "full_s", 1, 2, to="x"), 'attention.full_s[1][2]: expected a number, got "x"'),
-        (
-            changed("attention", "full_s", 1, to=[1.0]),
-            "attention.full_s[1]: expected 3 times, one for each size, got 1",
-        ),
+        (changed("attention", "full_s", 1, to=[1.0]), "full_s[1]: expected 3 times, one for each size, got 1"),
         (
             changed("attention", "causal_s", to=[[1.0]]),
-            "attention.causal_s: expected 3 rows, one for each entry of q_tokens, got 1",
+            "expected 3 rows, one for each entry of q_tokens, got 1",
         ),
-        (
-            changed("attention", "q_tokens", to=[128, 16, 1024]),
-            "attention.q_tokens: expected whole numbers from 1 on in rising order",
-        ),
+        (changed("attention", "q_tokens", to=[9, 8, 10]), "q_tokens: expected whole numbers from 1 on in rising order"),
         (changed("attention", "k_tokens", to=[4]), "attention.k_tokens: at least 2 sizes are needed, got [4]"),
         (changed("attention", "q_tokens", 0, to=16.5), "attention.q_tokens[0]: expected a whole number, got 16.5"),
-        (
-            changed("attention", "backward_launch_s", to=-1e-6),
-            "attention.backward_launch_s: expected seconds of at least 0",
-        ),
+        (changed("attention", "backward_launch_s", to=-1e-6), "backward_launch_s: expected seconds of at least 0"),
         (changed("merge", "seconds", 0, to=0.0), "merge.seconds[0]: expected positive seconds, got 0.0"),
         (changed("layer", "gated_ffn", to=1), "layer.gated_ffn: expected true or false, got 1"),
         (changed("format", to="old"), "format: expected 'megatron-balance cost table 1', got 'old'"),
-        (
-            changed("links", to=[{"name": "inter", "backend": "gloo", "sizes": [1, 2], "seconds": [1.0, 2.0]}]),
-            "links[0].name: unknown link 'inter', did you mean 'inter_node'?",
-        ),
+        (changed("links", to=[LINK]), "links[0].name: unknown link 'inter', did you mean 'inter_node'?"),
         (changed("source", to=[]), "source: expected an object, got []"),
         (changed("pack", to=3), "pack: expected an object, got 3"),
         ([], "the file: expected an object, got []"),
@@ -256,10 +221,8 @@ def test_a_bad_table_is_refused_by_file_and_key(tmp_path: Path, content: Any, se
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
-    for text, sentence in (
-        ("{", "not a cost table in JSON"),
-        ('{"format": 1, "format": 2}', "key 'format' is given twice"),
-    ):
+    no_table = {"{": "not a cost table in JSON", '{"format": 1, "format": 2}': "key 'format' is given twice"}
+    for text, sentence in no_table.items():
         path.write_text(text)
         with pytest.raises(ConfigError, match=sentence):
             load_table(path)
@@ -297,12 +260,8 @@ def test_what_planners_count_of_the_way_to_experts_is_told_by_every_cost() -> No
 
 # Every shipped cluster and model can be priced, and says where its constants come from.
 
-STRUCTURE = (
-    "name",
-    "num_ranks",
-    "ranks_per_node",
-    "ranks_per_nic",
-)  # what a cluster is made of stands in the file's first lines
+# What a cluster is made of stands in the file's first lines.
+STRUCTURE = ("name", "num_ranks", "ranks_per_node", "ranks_per_nic")
 
 
 @pytest.mark.parametrize("name", names("cluster"))
@@ -318,31 +277,34 @@ def test_every_constant_of_a_cluster_has_its_source_beside_it(name: str) -> None
 
 
 @pytest.mark.parametrize("name", names("model"))
-def test_every_model_says_where_its_sizes_come_from(name: str) -> None:
+def test_every_model_says_where_its_sizes_come_from_has_its_flops_and_can_be_priced_on_every_cluster(name: str) -> None:
     assert (CONFIGS / "model" / f"{name}.yaml").read_text(encoding="utf-8").startswith("# ")
-
-
-@pytest.mark.parametrize("model_name", names("model"))
-@pytest.mark.parametrize("cluster_name", names("cluster"))
-def test_every_pair_of_presets_can_be_priced(cluster_name: str, model_name: str) -> None:
-    cluster, model = load_cluster(cluster_name).build(), load_model(model_name)
-    cost = AnalyticCost(cluster, model)
-    seconds = [cost.attention_s(1e6, 1024), cost.linear_s(1), cost.layer_s(1024), cost.layer_s(1024, backward=True)]
-    seconds += [cost.head_s(1024), cost.optimizer_s(1e6), cost.merge_s(1), cost.intra_node_s(1), cost.inter_node_s(1)]
-    assert all(0 < second < 1e3 for second in seconds)
-    assert rank_memory(model, 1024, 1024).total > 0
-
-
-@pytest.mark.parametrize("name", names("model"))
-def test_the_modules_flops_are_those_that_the_model_states(name: str) -> None:
     model = load_model(name)
     router = 2 * model.hidden_size * model.num_experts
     assert sum(module.flops for module in layer_modules(model)) == pytest.approx(model.linear_flops_per_token + router)
     travels = replace(model, latent_travels=model.latent_rank > 0)
     assert model_flops(travels, [512]) == pytest.approx(model_flops(model, [512])), "launches make keys of latents"
+    assert rank_memory(model, 1024, 1024).total > 0
+    for cluster in names("cluster"):
+        cost = AnalyticCost(load_cluster(cluster).build(), model)
+        seconds = [cost.attention_s(1e6, 1024), cost.linear_s(1), cost.layer_s(1024), cost.layer_s(1024, backward=True)]
+        seconds += [cost.head_s(1024), cost.optimizer_s(1e6), cost.merge_s(1)]
+        seconds += [cost.intra_node_s(1), cost.inter_node_s(1)]
+        assert all(0 < second < 1e3 for second in seconds), cluster
 
 
-def test_the_models_of_the_five_papers_are_there() -> None:
+def test_models_have_the_flops_that_papers_count() -> None:
+    # Flux has knapformers FLOPs.
+    # Eq. 1: 24 l d^2 outside attention, 4 l^2 d in it.
+    flux = load_model("flux-12b")
+    assert flux.linear_flops_per_token == 24 * 3072**2
+    assert flux.attention_flops_per_pair == 4 * 3072
+    # Distcas 34b has the FLOPs that its appendix counts.
+    # Appendix A counts one key-value projection of its width 2048, not two: 2 h (2 h + h_kv + 3 i)
+    # = 1320 x 2^20.
+    model = load_model("llama-34b")
+    assert model.linear_flops_per_token - 2 * 8192 * 2048 == pytest.approx(1320 * 2**20, rel=1e-3)
+    # The models of the five papers are there.
     papers = {
         "zeppelin": ("llama-3b", "llama-7b", "llama-13b", "llama-30b", "moe-8x550m"),
         "wlb-llm": ("llama-550m", "llama-7b", "llama-30b", "llama-70b"),
@@ -351,20 +313,6 @@ def test_the_models_of_the_five_papers_are_there() -> None:
         "knapformer": ("flux-12b",),
     }
     assert {model for models in papers.values() for model in models} <= set(names("model"))
-
-
-def test_flux_has_knapformers_flops() -> None:
-    # Eq. 1: 24 l d^2 outside attention, 4 l^2 d in it.
-    flux = load_model("flux-12b")
-    assert flux.linear_flops_per_token == 24 * 3072**2
-    assert flux.attention_flops_per_pair == 4 * 3072
-
-
-def test_distcas_34b_has_the_flops_that_its_appendix_counts() -> None:
-    # Appendix A counts one key-value projection of its width 2048, not two: 2 h (2 h + h_kv + 3 i)
-    # = 1320 x 2^20.
-    model = load_model("llama-34b")
-    assert model.linear_flops_per_token - 2 * 8192 * 2048 == pytest.approx(1320 * 2**20, rel=1e-3)
 
 
 def test_the_kernels_long_rate_is_the_published_one() -> None:
@@ -380,7 +328,7 @@ def test_the_kernels_long_rate_is_the_published_one() -> None:
 
 
 def test_a_preset_is_priced_at_the_kernel_that_auto_takes_in_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the compute capability of its GPUs, with torch and Transformer Engine installed."""
+    # By the compute capability of its GPUs, with torch and Transformer Engine installed.
     torch = pytest.importorskip("torch")
     from megatron_balance.runtime import kernels
 

@@ -40,31 +40,25 @@ def test_a_quadratic_meets_every_length_closely(scheme: Scheme) -> None:
 
 
 def test_one_rank_takes_its_layers_and_the_logits() -> None:
+    with pytest.raises(ConfigError, match="tensor parallelism 3 does not divide"):
+        cost_of_scheme(Scheme(3), MODEL, CLUSTER, analytic, 4096)
     cost, length = analytic(CLUSTER, 1), 8192
-    attention = sum(float(cost.attend_s(*_causal(length), 1, backward=b)[0]) for b in (False, True))
+    causal = np.array([[0, 0, length, 0, 32, 0, length, 0, 32]])
+    attention = sum(float(cost.attend_s(causal, np.zeros(1, dtype=np.int64), 1, backward=b)[0]) for b in (False, True))
     rest = sum(cost.layer_s(length, backward=b) for b in (False, True))
     head = sum(cost.head_s(length, backward=b) for b in (False, True))
     assert time_s(Scheme(), length) == pytest.approx(32 * (attention + rest) + head)
 
 
-def _causal(length: int):
-    import numpy as np
-
-    return np.array([[0, 0, length, 0, 32, 0, length, 0, 32]]), np.zeros(1, dtype=np.int64)
-
-
-def test_more_ranks_take_less_time_each_and_never_less_than_their_share() -> None:
+def test_more_ranks_take_less_time_each_and_longer_sequences_more() -> None:
+    # More ranks take less time each and never less than their share.
     whole = time_s(Scheme(), 65536)
     for scheme in (Scheme(8), Scheme(1, 8), Scheme(1, 1, 8)):
         assert whole / 8 < time_s(scheme, 65536) * 1.05 < whole / 4
-
-
-def test_a_ring_across_nodes_waits_for_its_nics_where_sequences_are_short() -> None:
+    # A ring across nodes waits for its NICs where sequences are short.
     # On 16 ranks each round moves keys and values of 128 tokens for a sequence of 2048.
     assert time_s(Scheme(context=16), 2048) > time_s(Scheme(context=8), 2048)
-
-
-def test_a_longer_sequence_takes_longer_under_every_scheme() -> None:
+    # A longer sequence takes longer under every scheme.
     for scheme in (Scheme(), Scheme(4, 2, 2)):
         times = [time_s(scheme, length) for length in range(1000, 1300, 7)]
         assert all(b >= a for a, b in zip(times, times[1:], strict=False))
@@ -87,23 +81,15 @@ def test_what_a_scheme_cannot_split_is_named(scheme: Scheme, changes: dict[str, 
     check_scheme(Scheme(8, 2), replace(MODEL, vocab_size=50_257))
 
 
-def test_a_scheme_says_its_name_and_size() -> None:
-    assert (str(Scheme(2, 4, 8)), Scheme(2, 4, 8).num_ranks) == ("tp2-pp4-cp8", 64)
-    with pytest.raises(ConfigError, match="tensor parallelism 3 does not divide"):
-        cost_of_scheme(Scheme(3), MODEL, CLUSTER, analytic, 4096)
-
-
 # Uneven routing of tokens to experts: shares of documents, and the busiest rank of a group.
 
 MOE = Model(8, 8, 64, hidden_size=512, ffn_size=1024, num_experts=8, experts_per_token=2)
 
 
-def test_even_routing_gives_the_busiest_rank_its_groups_mean():
+def test_even_routing_gives_the_busiest_rank_its_groups_mean_and_counted_experts_theirs():
     tokens = np.array([[100.0, 60.0], [0.0, 240.0]])
     assert ExpertLoad().busiest(tokens, MOE, 4).tolist() == pytest.approx([40.0, 60.0])
-
-
-def test_counted_experts_make_their_rank_the_busiest():
+    # Counted experts make their rank the busiest.
     load = ExpertLoad.counted([30, 10, 10, 10, 10, 10, 10, 10])
     assert load.shares[0] == pytest.approx(0.3)
     assert load.busiest(np.array([[1000.0]]), MOE, 8) == pytest.approx([300.0])
@@ -136,16 +122,13 @@ def test_documents_deviate_by_the_spread_and_visit_no_expert_twice():
     assert apart.max() == pytest.approx(0.5)
 
 
-def test_the_expert_part_is_that_of_the_products():
+def test_experts_take_their_part_of_the_products_and_a_rank_reads_the_weights_of_its_own_alone():
     hidden, ffn = 512, 1024
     mlp, rest = 2 * 3 * hidden * ffn * 2, 2 * 4 * hidden * hidden + 2 * hidden * 8
     assert expert_part(MOE) == pytest.approx(mlp / (mlp + rest))
-
-
-def test_a_rank_reads_the_weights_of_its_own_experts_alone():
-    """DeepSeek-V3's on an H800: reading all 256 and the shared one takes 6.76 ms, computing the nine
-    that each of 4,096 tokens visits 4.10.
-    """
+    # A rank reads the weights of its own experts alone.
+    # DeepSeek-V3's on an H800: reading all 256 and the shared one takes 6.76 ms, computing the nine
+    # that each of 4,096 tokens visits 4.10.
     cluster = load_cluster("h800").build(num_ranks=64)
     expert = 3 * 7168 * 2048
     computing_s, reading_s = 4096 * 9 * 2 * expert / (0.8 * 989e12), 257 * expert * 2 / 3.35e12

@@ -45,7 +45,7 @@ waits = st.dictionaries(st.integers(-9, -1), st.integers(1, CAPACITY), max_size=
 def planned(
     strategy: Strategy, lengths: tuple[tuple[int, ...], ...], carry: Carry = EMPTY
 ) -> tuple[StepPlan, tuple[int, ...]]:
-    """A step under one strategy, and what its microbatches hold."""
+    # A step under one strategy, and what its microbatches hold.
     options = {"strategies": [str(strategy)], "tokens_per_rank": CAPACITY}
     step, after = choose_planner("hydraulis", options).plan_step(lengths, CONTEXT, carry)
     assert after == EMPTY
@@ -55,7 +55,7 @@ def planned(
 def assert_trained_or_held_back(
     step: StepPlan, lengths: Lengths, before: Carry, after: Carry, most: Sequence[int]
 ) -> None:
-    """Each sequence once, and no microbatch holds more than the `most` of its pipeline."""
+    # Each sequence once, and no microbatch holds more than the `most` of its pipeline.
     assert held_back(step, lengths, before.waiting) == after.waiting
     for own, most_tokens in zip(step.pipelines, most, strict=True):
         assert all(sum(step.plans[at].num_tokens for at in step.plans_of[m]) <= most_tokens for m in own)
@@ -180,7 +180,7 @@ def test_bad_strategies_are_told_in_one_sentence(given: object, lengths: tuple[i
 
 
 def test_candidates_that_cannot_win_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing all chooses as this; the first candidate ends before the least of the others."""
+    # Packing all chooses as this; the first candidate ends before the least of the others.
     quick, slow = PipelineCost(0, 1, 1, 1, 100), PipelineCost(0, 3, 1, 2, 100)
     lengths, candidates = [60, 50, 40, 30], [[slow, slow], [quick, quick], [quick, slow]]
     every = [max(deal(lengths, costs)[1]) for costs in candidates]
@@ -194,7 +194,7 @@ def test_candidates_that_cannot_win_are_not_packed(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_least_before_packing_need_not_win() -> None:
-    """The best of drawn candidates is that of packing them all, also where another promised less."""
+    # The best of drawn candidates is that of packing them all, also where another promised less.
     rng = random.Random(7)
     overtaken = 0
     for _ in range(60):
@@ -212,7 +212,7 @@ def test_the_least_before_packing_need_not_win() -> None:
 
 
 def test_nothing_that_packs_comes_below_the_least() -> None:
-    """Eq. 2 with c once for what stages wait for."""
+    # Eq. 2 with c once for what stages wait for.
     cost = PipelineCost(0, 1, 100, 4, 10)
     lengths = [10]
     assert cost.least_s(lengths) == pipelines.pipeline_s([lengths], cost) < cost.bound_s(lengths)
@@ -230,7 +230,7 @@ def test_the_best_candidate_that_holds_the_longest_sequence_is_taken() -> None:
 
 
 def test_a_microbatch_has_no_more_tokens_than_the_memory_of_its_pipelines_gpus_holds() -> None:
-    """MaxLen limits packing, which pipelines take a sequence, and which candidates hold it."""
+    # MaxLen limits packing, which pipelines take a sequence, and which candidates hold it.
     short, wide = Scheme(), Scheme(context=4)
     memory_bytes = 1e6
     cluster, model = (
@@ -327,7 +327,7 @@ def test_a_file_without_strategies_is_refused(tmp_path: Path, content: bytes, me
 
 
 def test_candidates_are_proposed_for_the_steps_at_hand() -> None:
-    """`strategies: auto`: they hold what is there, within the capacity, and lie on the ranks."""
+    # `strategies: auto`: they hold what is there, within the capacity, and lie on the ranks.
     steps = [((900, 200, 200), (40,) * 20), ((100, 30) * 9,)]
     choice = with_proposed(choose_planner("hydraulis", {"strategies": "auto", "tokens_per_rank": 300}), steps, CONTEXT)
     assert choice.options.strategies
@@ -353,7 +353,7 @@ def test_a_tensor_parallel_group_of_two_nodes_is_planned() -> None:
 
 
 def test_the_choice_counts_what_pull_and_push_leave_uncovered() -> None:
-    """On links so slow that weights take longer than the step, it stays with the base layout."""
+    # On links so slow that weights take longer than the step, it stays with the base layout.
     lengths = ((150,) * 16,)
     given = {"strategies": ["tp2-pp1-cp1+6*tp1-pp1-cp1", "4*tp2-pp1-cp1"], "tokens_per_rank": CAPACITY}
     slow, free = (replace(CLUSTER, intra_bytes_per_s=rate, nic_bytes_per_s=rate) for rate in (1e6, 1e18))

@@ -332,8 +332,8 @@ def test_the_backward_is_derived_from_the_forward(source: str, policy: str, expe
 
 
 def test_a_replay_of_keys_that_were_only_passed_on_is_found_out() -> None:
-    """Rank 1 passed on keys that it has dropped since: such a schedule must name its own replay
-    (RankProgram.replays)."""
+    # Rank 1 passed on keys that it has dropped since: such a schedule must name its own replay
+    # (RankProgram.replays).
     with pytest.raises(
         InvalidProgramError, match=r"backward op 0: KV s0\[0:2\).* from rank 1 to rank 2: the source does not hold it"
     ):

@@ -26,7 +26,7 @@ SHARED = {"*, authors' coefficients", "*, our costs"}
 
 
 def changed(value: Any) -> Any:
-    """A constant or a table with other published numbers; one factor would leave their ratios."""
+    # A constant or a table with other published numbers; one factor would leave their ratios.
     if isinstance(value, Published):
         return Published(1.3 * value + 0.7)
     if isinstance(value, tuple):
@@ -50,7 +50,7 @@ def change_published(monkeypatch: pytest.MonkeyPatch):
 
 
 def compared_with_themselves(before: list[Row], after: list[Row]) -> Iterator[str]:
-    """Rows made of published numbers that they do not name, or whose own is no constant."""
+    # Rows made of published numbers that they do not name, or whose own is no constant.
     for one, other in zip(before, after, strict=True):
         if one.kind != "measured" and not one.inputs and one.ours != other.ours:
             yield f"{one.name}: ours is made of what is published"
@@ -73,14 +73,14 @@ def test_no_number_is_compared_with_itself(paper: str, name: str, change_publish
 
 
 def test_every_table_is_golden() -> None:
-    """And every golden entry is of a table."""
+    # And every golden entry is of a table.
     for paper, of in PAPERS.items():
         assert {*of.tables} == {name.partition("@")[0] for name in GOLDEN[paper]}
         assert {*of.tables} <= GOLDEN[paper].keys()
 
 
 def test_a_ratio_of_published_numbers_given_as_ours_is_found(change_published) -> None:
-    """Hydraulis' Table 1 had 0.649, which is 1.11 / 1.71, beside the printed 0.69."""
+    # Hydraulis' Table 1 had 0.649, which is 1.11 / 1.71, beside the printed 0.69.
     table = ModuleType("table")
     constants = vars(table)
     constants |= {"FIRST": Published(1.11), "SECOND": Published(1.71), "RATIO": Published(0.69)}

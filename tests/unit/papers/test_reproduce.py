@@ -14,7 +14,7 @@ import pytest
 
 import megatron_balance.lab.papers as package
 from megatron_balance.cost.fits import GAMMA_H100_FLUX, gamma_of
-from megatron_balance.lab.papers import PAPERS, distca, knapformer, wlb_llm, zeppelin
+from megatron_balance.lab.papers import distca, knapformer, wlb_llm, zeppelin
 from megatron_balance.lab.papers.base import ITSELF, Effort, Paper, PaperTable, Published, Row
 from megatron_balance.lab.papers.distca import layer_s
 from megatron_balance.lab.papers.knapformer import MODEL, WITHOUT, flops, machine, plan
@@ -49,7 +49,7 @@ def two_rows(effort: Effort) -> list[Row]:
 
 @pytest.fixture
 def sketch(monkeypatch) -> Paper:
-    """A paper of two small tables in place of the real ones."""
+    # A paper of two small tables in place of the real ones.
     paper = Paper(
         "A sketch (arXiv 0)",
         MappingProxyType({"table1": PaperTable("one", two_rows, 3), "fig2": PaperTable("two", two_rows)}),
@@ -80,9 +80,7 @@ def test_every_table_of_a_paper_comes_in_order_with_all_keys(run, sketch):
         "inputs": [],
     }
     assert rows[2]["inputs"] == [ITSELF, "a rate"]
-
-
-def test_one_table_and_a_number_of_batches_are_taken(run, sketch):
+    # One table and a number of batches are taken.
     rows = run.json("reproduce sketch fig2 --batches 5 --json")["rows"]
     assert {row["table"] for row in rows} == {"fig2"}
     assert rows[0]["ours"] == 10.0
@@ -144,17 +142,6 @@ def test_a_mistake_is_one_line_that_says_what_would_be_right(run, command, messa
     assert message in err
 
 
-@pytest.mark.parametrize("name", PAPERS)
-def test_papers_have_tables_with_titles_and_lower_case_names(name):
-    paper = PAPERS[name]
-    assert paper.title
-    assert paper.tables
-    for table_name, table in paper.tables.items():
-        assert table_name == table_name.lower()
-        assert table.title
-        assert table.batches >= 1
-
-
 # `reproduce zeppelin`: closed forms, and small simulations that must come out in the order that the
 # paper describes.
 
@@ -163,7 +150,7 @@ ONE = Effort(1)
 
 @pytest.fixture(scope="module")
 def small() -> ZeppelinCase:
-    """3B on two nodes of cluster A."""
+    # 3B on two nodes of cluster A.
     return ZeppelinCase("llama-3b", "a800", 16)
 
 
@@ -177,9 +164,8 @@ def named(rows: list[Row], start: str) -> Row:
 
 
 def test_all_systems_move_in_backward_what_transformer_engine_moves(small):
-    """Keys and values again and their gradients, both in bf16: twice the forward's bytes, over
-    every NIC.
-    """
+    # Keys and values again and their gradients, both in bf16: twice the forward's bytes, over every
+    # NIC.
     call = attention_call(TE.plans(small, (64 * K,))[0], small.machine, small.setup.policy)
     nics = slice(2 * small.cluster.num_ranks, None)
     forward, backward = (outcome.bytes_moved[nics].sum() for outcome in call)
@@ -199,7 +185,7 @@ def test_a_round_in_series_is_equation_1_and_three_thread_blocks(small):
 # Speedups
 
 
-def test_the_systems_come_in_the_papers_order_on_many_short_sequences(small):
+def test_systems_come_in_the_papers_order(small):
     batches = small.batches("arxiv", 1)
     rate = {
         system.name: tokens_per_s(system, small, batches) for system in (TE, TE_ROUTED, HYBRID, ENGINE, ZEPPELIN, OURS)
@@ -207,23 +193,16 @@ def test_the_systems_come_in_the_papers_order_on_many_short_sequences(small):
     assert rate[TE.name] < rate[TE_ROUTED.name]
     assert rate[TE.name] < rate[HYBRID.name] < rate[ZEPPELIN.name]
     assert rate[TE.name] < rate[ENGINE.name] < rate[OURS.name]
-
-
-def test_rounds_in_series_are_slower_than_overlapped_ones_and_faster_than_one_nic(small):
+    # Rounds in series are slower than overlapped ones and faster than one nic.
     lengths = small.batches("github", 1)[0]
     assert TE_ROUTED.step_s(small, lengths) < zeppelin.serial_routing_s(small, lengths) < TE.step_s(small, lengths)
-
-
-def test_gathering_is_ahead_of_a_ring_over_one_nic(small):
-    """Figure 9: LLaMA CP gathers over all NICs of a node, and reduce-scatters gradients over all of
-    them.
-    """
+    # Gathering is ahead of a ring over one nic.
+    # Figure 9: LLaMA CP gathers over all NICs of a node, and reduce-scatters gradients over all of
+    # them.
     lengths = small.batches("prolong64k", 1)[0]
     assert LLAMA.step_s(small, lengths) < TE.step_s(small, lengths)
-
-
-def test_more_nics_leave_less_to_gain(small):
-    """Cluster C has a NIC for each GPU; A has one for two."""
+    # More nics leave less to gain.
+    # Cluster C has a NIC for each GPU; A has one for two.
     lengths = small.batches("arxiv", 1)[0]
     other = ZeppelinCase("llama-3b", "h200", 16)
     gain = [TE.step_s(case, lengths) / ZEPPELIN.step_s(case, lengths) for case in (small, other)]
@@ -330,7 +309,7 @@ def test_a_group_attends_every_query_once(
     assert attended == [(seq, token) for seq, length in enumerate(DOCUMENTS) for token in range(length)]
 
 
-def test_cutting_documents_evens_attention_out_and_cutting_the_sequence_does_not() -> None:
+def test_documents_are_shared_dealt_and_cut_as_the_baselines_do() -> None:
     documents = [6000, 1000, 1000]
     pairs = {}
     for name, share in (
@@ -342,24 +321,18 @@ def test_cutting_documents_evens_attention_out_and_cutting_the_sequence_does_not
         pairs[name] = loads.max() / loads.mean()
     assert pairs["document"] < 1.01
     assert pairs["sequence"] > 1.3
-
-
-def test_a_wider_group_computes_less_and_gathers_more() -> None:
+    # A wider group computes less and gathers more.
     case = distca.DistcaCase("8B", 8, 256 * K, 128 * K)
     alone, four = (sum(layer_s(case, distca.per_document([128 * K], n))) for n in (1, 4))
     assert alone / 4 < four < alone
-
-
-def test_samples_hold_whole_documents_but_for_those_that_pass_their_end() -> None:
+    # Samples hold whole documents but for those that pass their end.
     assert distca.chunks([5, 3, 9], 6) == [[5, 1], [2, 4], [5]]
     for dataset in ("pretrain", "prolong"):
         for batch in distca.DistcaCase("8B", 8, 1024 * K, 256 * K).batches(dataset, 2):
             assert sum(batch) == 1024 * K
             assert max(batch) <= 256 * K
             assert {256 * K * i for i in range(1, 5)} <= set(np.cumsum(batch).tolist())
-
-
-def test_items_go_to_the_bin_with_least_work_that_has_room() -> None:
+    # Items go to the bin with least work that has room.
     assert distca.deal([4, 3, 2, 1], [1, 1, 1, 1], 2, inf) == [[0, 3], [1, 2]]
     assert distca.deal([4, 3, 2, 1], [2, 2, 1, 1], 2, 3) == [[0, 3], [1, 2]]
     assert distca.deal([1, 1], [2, 2], 1, 3) is None
@@ -376,7 +349,7 @@ def test_a_pipeline_of_alike_microbatches_takes_what_1f1b_takes() -> None:
     assert distca.replica_s(case, [share] * 4, two) == pytest.approx(5 * whole_s / 2 + 4 * head_s, rel=0.02)
 
 
-def test_what_does_not_fit_the_memory_is_left_out() -> None:
+def test_baselines_of_distca_fit_the_memory_and_are_behind_it() -> None:
     case = distca.DistcaCase("34B", 8, 1024 * K, 512 * K)
     assert not case.fits(distca.HeldTokens(512 * K, 0))
     assert case.fits(distca.HeldTokens(64 * K, 0))
@@ -384,9 +357,7 @@ def test_what_does_not_fit_the_memory_is_left_out() -> None:
     found = {(config.degree, config.recompute) for config in distca.megatron_by_config(case, batch)}
     assert (4, "none") not in found
     assert (8, "full") in found
-
-
-def test_distca_is_ahead_of_megatron_and_not_behind_wlb_where_documents_differ() -> None:
+    # Distca is ahead of megatron and not behind wlb where documents differ.
     case = distca.DistcaCase("8B", 8, 1024 * K, 128 * K)
     [batch] = case.batches("pretrain", 1)
     ours = distca.distca_s(case, batch)
@@ -394,9 +365,7 @@ def test_distca_is_ahead_of_megatron_and_not_behind_wlb_where_documents_differ()
     assert min(distca.wlb_by_config(case, batch).values()) > 0.97 * ours
     pipelines = distca.DistcaCase("8B", 8, 1024 * K, 128 * K, (2,))
     assert ours < distca.distca_s(pipelines, batch) < inf
-
-
-def test_the_grids_are_those_of_tables_4_and_5() -> None:
+    # The grids are those of tables 4 and 5.
     fig9 = distca.grid(distca.TABLE_4, distca.NODES)
     fig10 = distca.grid(distca.TABLE_5, distca.NODES_5, distca.STAGES)
     assert (len(fig9), len(fig10)) == (18, 18)
@@ -406,17 +375,13 @@ def test_the_grids_are_those_of_tables_4_and_5() -> None:
 # `reproduce knapformer`: what its rows are made of; the rows are held by tests/golden.
 
 
-def test_without_a_balancer_every_gpu_keeps_what_it_loads() -> None:
+def test_knapformer_is_given_loaded_images_printed_flops_and_gamma() -> None:
     (loaded,) = draw_by_gpu(MIXED_RESOLUTION, 1, knapformer.SEED)
     planned = plan(WITHOUT, loaded)
     assert [tuple(planned.lengths[seq] for seq in zone.seqs) for zone in planned.zones] == list(loaded)
-
-
-def test_utilisation_counts_four_forward_passes_of_equation_1() -> None:
+    # Utilisation counts four forward passes of equation 1.
     assert flops([1000]) == 4 * 57 * (24 * 1000 * 3072**2 + 4 * 1000**2 * 3072)
-
-
-def test_attention_has_the_printed_gamma_over_a_whole_step() -> None:
+    # Attention has the printed gamma over a whole step.
     on, lengths = machine(), np.array([20000.0])
     linear_s = 4 * MODEL.linear_flops_per_token * lengths[0] / (on.cluster.flops_per_s * knapformer.RATE)
     attention_s = (2 + knapformer.backward_factor()) * on.cost.attention_s(lengths[0] ** 2)
@@ -435,15 +400,13 @@ def documents(steps: list[tuple[tuple[int, ...], ...]]) -> Counter[int]:
     return Counter(chain.from_iterable(chain.from_iterable(steps)))
 
 
-def test_configurations_have_the_gpus_of_table_1_and_memory_for_the_window() -> None:
+def test_configurations_and_samples_are_those_of_table_1() -> None:
     gpus = [case.tensor * case.context * case.stages * case.replicas for case in wlb_llm.TABLE_1]
     assert gpus == [32, 32, 32, 64, 64, 128, 256, 256]
     assert [case.name for case in wlb_llm.TABLE_1 if case.recompute == "full"] == ["30B-64K", "30B-128K"]
     assert all(case.most_tokens() >= 1.25 * case.window for case in wlb_llm.TABLE_1)
     assert all(case.model.num_layers % (case.stages * case.setup.interleave) == 0 for case in wlb_llm.TABLE_1)
-
-
-def test_samples_hold_whole_documents_in_their_order() -> None:
+    # Samples hold whole documents in their order.
     assert list(wlb_llm.samples(iter([5, 4, 2, 10, 1, 9]), 10)) == [(5, 4), (2,), (10,)]
     assert all(sum(sample) <= SMALL.window for batch in SMALL.batches(wlb_llm.SKEW, 3) for sample in batch)
     assert [len(batch) for batch in SMALL.batches(wlb_llm.SKEW, 3)] == [2, 2, 2]
@@ -469,15 +432,13 @@ def test_outliers_wait_for_one_another_and_nothing_else_does() -> None:
     assert wlb_llm.PLAIN.steps(SMALL, wlb_llm.SKEW, batches) == batches
 
 
-def test_fixed_4d_is_the_better_of_its_shardings() -> None:
+def test_throughput_is_of_the_better_sharding_of_blocks_and_of_replicas_side_by_side() -> None:
     both = [
         wlb_llm.tokens_per_s(system.blocks(SMALL, wlb_llm.SKEW, 2))
         for system in (wlb_llm.FIXED_SEQUENCE, wlb_llm.FIXED_DOCUMENT)
     ]
     assert wlb_llm.tokens_per_s(wlb_llm.fixed_blocks(SMALL, wlb_llm.SKEW, 2)) == max(both)
-
-
-def test_a_standard_error_is_that_of_the_blocks() -> None:
+    # A standard error is that of the blocks.
     blocks = wlb_llm.PLAIN.blocks(SMALL, wlb_llm.SKEW, 6)
     assert len(blocks) == 4
     assert sum(tokens for tokens, _ in blocks) == sum(
@@ -486,10 +447,14 @@ def test_a_standard_error_is_that_of_the_blocks() -> None:
     each = wlb_llm.speedups([(10, 1.0), (10, 2.0)], [(10, 2.0), (10, 2.0)])
     assert each == pytest.approx([4 / 3, 2.0, 1.0])
     assert wlb_llm.error_of(each) == "standard error 0.500"
+    # Replicas of a step run side by side.
+    (batch,) = replace(SMALL, replicas=2).batches(wlb_llm.SKEW, 1)
+    two = wlb_llm.PLAIN.step_s(replace(SMALL, replicas=2), batch)
+    assert two == max(wlb_llm.PLAIN.step_s(SMALL, batch[first::2]) for first in range(2))
 
 
 def test_every_row_of_table_2_is_on_the_same_global_batches(monkeypatch) -> None:
-    """The solver's stood on a thirtieth of them."""
+    # The solver's stood on a thirtieth of them.
     seen = []
     method = wlb_llm.Method(1.2, 0.01, 8, 1.0, 0.1, 0.1)
     monkeypatch.setattr(wlb_llm, "measure", lambda batches, _: seen.append(batches) or method)
@@ -505,12 +470,6 @@ def test_every_row_of_table_2_is_on_the_same_global_batches(monkeypatch) -> None
     fitted = [row.name for row in imbalance if ITSELF in row.inputs]
     assert len(fitted) == 5
     assert all(name.startswith(("wlb-skew: original", "wlb-skew: fixed-length greedy")) for name in fitted)
-
-
-def test_replicas_of_a_step_run_side_by_side() -> None:
-    (batch,) = replace(SMALL, replicas=2).batches(wlb_llm.SKEW, 1)
-    two = wlb_llm.PLAIN.step_s(replace(SMALL, replicas=2), batch)
-    assert two == max(wlb_llm.PLAIN.step_s(SMALL, batch[first::2]) for first in range(2))
 
 
 class TestTables:

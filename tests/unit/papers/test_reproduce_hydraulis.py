@@ -11,7 +11,7 @@ from megatron_balance.planning.strategies import costs_of
 
 @pytest.fixture(autouse=True, scope="module")
 def few_batches():
-    """Strategies are ranked on few batches here, on more where the figures are made."""
+    # Strategies are ranked on few batches here, on more where the figures are made.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hydraulis, "RANK_BATCHES", 2)
         patch.setattr(hydraulis, "SAMPLE_BATCHES", 10)
@@ -52,7 +52,7 @@ def test_hotspa_trains_each_range_of_lengths_under_its_own_strategy() -> None:
 
 
 def test_whole_steps_count_exchanges_of_all_systems_and_propagation_those_of_none() -> None:
-    """Figure 13 charged HotSPa alone, and by the paper's own seconds."""
+    # Figure 13 charged HotSPa alone, and by the paper's own seconds.
     job, (batch,) = hydraulis.TrainedCase("32b", 64, 100_000), hydraulis.TrainedCase("32b", 64, 100_000).batches(1)
     switches_s = hydraulis.exchanged_s(job, hydraulis.HOTSPA["32b", 64, hydraulis.LONG])
     assert 1 < switches_s < 2.21  # published, which bytes over links alone do not reach

@@ -41,9 +41,8 @@ def pool(name: str, lengths: tuple[int, ...], shape: tuple[int, int], heads: tup
 
 
 def test_a_head_crosses_once_to_ranks_in_turns_and_is_passed_on_inside() -> None:
-    """Four ranks share one key-value head: of tokens of node 0 rank 2 receives those of rank 0, rank 3
-    those of rank 1.
-    """
+    # Four ranks share one key-value head: of tokens of node 0 rank 2 receives those of rank 0, rank
+    # 3 those of rank 1.
     program = expand(pool("head_exchange_once", (8,), (4, 2), (4, 1)), "keep")
     forward, backward = text.text(program).split("backward\n")
 
@@ -93,9 +92,8 @@ def test_every_rank_has_all_its_heads_of_every_owner_and_none_comes_twice(heads:
 
 @pytest.mark.parametrize("num_kv_heads", [8, 4, 2])
 def test_no_head_and_no_gradient_crosses_twice(num_kv_heads: int) -> None:
-    """Of 512 tokens on 16 ranks each node receives 256 with its half of the heads; forward, replay and
-    gradients.
-    """
+    # Of 512 tokens on 16 ranks each node receives 256 with its half of the heads; forward, replay
+    # and gradients.
     for pattern, times in (("head_exchange", 16 / num_kv_heads), ("head_exchange_once", 1)):
         program = expand(pool(pattern, (512,), (16, 8), (32, num_kv_heads)), "replay")
         for ops, kinds in ((program.forward, [Kind.KV]), (program.backward, [Kind.KV, Kind.KV_GRAD])):
@@ -107,7 +105,7 @@ def test_no_head_and_no_gradient_crosses_twice(num_kv_heads: int) -> None:
 
 
 def test_the_layer_chooses_it_where_it_is_faster_and_only_there() -> None:
-    """Short batches do not pay for the call that passes heads on."""
+    # Short batches do not pay for the call that passes heads on.
     for name in ("a800", "h100"):
         for num_ranks, tokens_per_rank in ((16, 8), (16, 32), (16, 512), (32, 8), (32, 256)):
             cluster = load_cluster(name).build(num_ranks=num_ranks, ranks_per_node=8)
@@ -151,7 +149,7 @@ def once(plan: MicrobatchPlan) -> MicrobatchPlan:
 
 
 def small() -> MicrobatchPlan:
-    """Rank 0 owns the keys; ranks 2 and 3 of the other node own queries that see them."""
+    # Rank 0 owns the keys; ranks 2 and 3 of the other node own queries that see them.
     fragments = [(0, 0, 0, 8), (2, 0, 8, 12), (3, 0, 12, 16)]
     tasks = [(0, 0, 0, 8, 0, 8), (2, 0, 8, 12, 0, 12), (3, 0, 12, 16, 0, 16)]
     return by_hand.plan((16,), 4, by_hand.task_table(fragments, tasks), ranks_per_node=2, heads=(1, 1))
@@ -180,7 +178,7 @@ def test_the_layer_chooses_it_where_the_busiest_nic_gains() -> None:
 
 @pytest.mark.parametrize("ping_pong", [True, False])
 def test_distca_does_not_lose_to_a_ring_on_slow_links(ping_pong: bool) -> None:
-    """a800, llama-7b, 131,072 tokens of github on 32 ranks: each row to each of its ranks, it does."""
+    # a800, llama-7b, 131,072 tokens of github on 32 ranks: each row to each of its ranks, it does.
     cluster, model = load_cluster("a800").build(num_ranks=32, ranks_per_node=8), load_model("llama-7b")
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
     lengths = (tuple(draw("github", 131072, 1, 0)[0]),)

@@ -49,7 +49,7 @@ PATTERNS = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_excha
 
 
 def cut(length: int, size: int) -> list[list[tuple[int, int]]]:
-    """The fragments of one sequence on each of `size` ranks."""
+    # The fragments of one sequence on each of `size` ranks.
     placed = zigzag(np.array([length]), np.array([0]), size)
     return [[(a, b) for _, a, b in fragments(placed, rank).tolist()] for rank in range(size)]
 
@@ -62,24 +62,22 @@ def test_zigzag_gives_each_rank_chunk_i_and_chunk_2g_minus_1_minus_i() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_chunks_differ_by_at_most_one_token(size: int) -> None:
+def test_chunks_differ_by_at_most_one_token_and_ranks_attend_nearly_the_same(size: int) -> None:
     for length in range(2 * size, 70):
-        sizes = [b - a for rank in cut(length, size) for a, b in rank]
+        ranks = cut(length, size)
+        sizes = [b - a for rank in ranks for a, b in rank]
         assert len(sizes) == 2 * size
         assert max(sizes) - min(sizes) <= 1, (length, size)
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_ranks_attend_nearly_the_same(size: int) -> None:
-    """The causal pairs of a rank differ from the mean by less than two query rows."""
-    for length in range(2 * size, 70):
-        pairs = [sum(q + 1 for a, b in rank for q in range(a, b)) for rank in cut(length, size)]
+        # The causal pairs of a rank differ from the mean by less than two query rows.
+        pairs = [sum(q + 1 for a, b in rank for q in range(a, b)) for rank in ranks]
         assert max(pairs) - min(pairs) <= 2 * length, (length, size)
 
 
-@pytest.mark.parametrize(("length", "holders"), [(1, 1), (2, 1), (3, 1), (4, 2), (7, 3), (15, 7), (16, 8)])
-def test_a_sequence_shorter_than_two_tokens_a_rank_lies_on_fewer_ranks(length: int, holders: int) -> None:
-    assert sum(bool(rank) for rank in cut(length, 8)) == holders
+def test_short_sequences_lie_on_fewer_ranks_and_do_not_pile_up_on_the_first() -> None:
+    holders = {length: sum(bool(rank) for rank in cut(length, 8)) for length in (1, 2, 3, 4, 7, 15, 16)}
+    assert holders == {1: 1, 2: 1, 3: 1, 4: 2, 7: 3, 15: 7, 16: 8}
+    placed = zigzag(np.ones(12, dtype=np.int64), np.arange(12), 4)
+    assert [len(fragments(placed, rank)) for rank in range(4)] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(("name", "value"), [("_NARROW", 1 << 15), ("_NARROW", 0), ("_BLOCK", 1)])
@@ -96,11 +94,6 @@ def test_tokens_and_pairs_of_a_rank_are_those_of_its_fragments(
         assert zigzag_module.pairs_per_rank(placed).tolist() == causal
         shared = [int((rows[:, 2] - rows[:, 1])[placed.parts[rows[:, 0]] > 1].sum()) for rows in held]
         assert zigzag_module.shared_tokens(placed).tolist() == shared
-
-
-def test_short_sequences_do_not_pile_up_on_the_first_rank() -> None:
-    placed = zigzag(np.ones(12, dtype=np.int64), np.arange(12), 4)
-    assert [len(fragments(placed, rank)) for rank in range(4)] == [3, 3, 3, 3]
 
 
 # Head slices
@@ -120,12 +113,9 @@ def test_head_slices_cover_every_query_head_once_and_map_evenly(heads: int, kv_h
         assert h - g == 1 or (a % ratio == 0 and b % ratio == 0)
 
 
-def test_head_slices_are_near_equal() -> None:
+def test_head_slices_are_near_equal_and_some_ranks_attend_nothing() -> None:
     counts = [sum(b - a for a, b, _, _ in rank) for rank in head_slices(10, 5, 4)]
     assert sorted(counts) == [2, 2, 3, 3]
-
-
-def test_with_fewer_heads_than_ranks_some_ranks_attend_nothing() -> None:
     assert [len(rank) for rank in head_slices(2, 1, 4)] == [0, 1, 0, 1]
 
 
@@ -133,15 +123,30 @@ def test_with_fewer_heads_than_ranks_some_ranks_attend_nothing() -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_zone_on_one_rank_moves_nothing(pattern: str) -> None:
+def test_a_zone_of_any_pattern(pattern: str) -> None:
+    # A zone on one rank moves nothing.
     program = expand(pool(pattern, (5, 1, 8), 1))
     verify(program)
     assert [type(op) for op in program.forward] == [Attend]
+    # A program without replays is the same but for them.
+    zone = by_hand.zone("pool", pattern, (0, 1, 2, 3), (0, 1))
+    routing, moves = Routing(1, (REMAP, 0)), [(0, 1, 3), (3, 1, 2)]
+    remapped = plan((9, 30), 4, zone, ranks_per_node=2, heads=(4, 2), moves=moves, routing=routing)
+    for rank in range(4):
+        whole = project(remapped, rank)
+        assert whole.replays
+        assert project(remapped, rank, replays=False) == replace(whole, replays=())
+    # Splitting and joining gives the whole again.
+    one = pool(pattern, (17, 3, 1, 40), 4, heads=(4, 2))
+    whole = expand(one)
+    assert join(split(whole), one.lengths, 4, 2) == whole
+    for rank, own in enumerate(split(whole)):
+        assert own.owned == project(one, rank).owned
 
 
 def test_a_ring_of_two_trades_only_what_is_needed() -> None:
-    """Rank 0 needs both chunks of rank 1; rank 1 needs only the low chunk of rank 0 (the high one
-    comes last)."""
+    # Rank 0 needs both chunks of rank 1; rank 1 needs only the low chunk of rank 0 (the high one
+    # comes last).
     expected = """\
 program lengths 8 heads 2 kv_heads 1 policy none
 owner r0 s0[0:2) s0[6:8)
@@ -172,7 +177,8 @@ backward
     assert text(expand(pool("ring", (8,), 2))) == expected
 
 
-def test_a_replayed_ring_turns_the_other_way() -> None:
+def test_rings_of_three() -> None:
+    # A replayed ring turns the other way.
     program = expand(pool("ring", (24,), 3), "replay")
 
     def directions(ops: tuple, kind: Kind) -> set[int]:
@@ -183,39 +189,32 @@ def test_a_replayed_ring_turns_the_other_way() -> None:
     assert directions(program.forward, Kind.KV) == {1}
     assert directions(program.backward, Kind.KV) == {2}
     assert directions(program.backward, Kind.KV_GRAD) == {2}
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_program_without_replays_is_the_same_but_for_them(pattern: str) -> None:
-    zone = by_hand.zone("pool", pattern, (0, 1, 2, 3), (0, 1))
-    routing, moves = Routing(1, (REMAP, 0)), [(0, 1, 3), (3, 1, 2)]
-    remapped = plan((9, 30), 4, zone, ranks_per_node=2, heads=(4, 2), moves=moves, routing=routing)
-    for rank in range(4):
-        whole = project(remapped, rank)
-        assert whole.replays
-        assert project(remapped, rank, replays=False) == replace(whole, replays=())
-
-
-def test_a_ring_passes_a_fragment_no_further_than_it_is_needed() -> None:
-    """Of 2G chunks only 2G - 1 leave owner at all: no other query may see the last one."""
+    # A ring passes a fragment no further than it is needed.
+    # Of 2G chunks only 2G - 1 leave owner at all: no other query may see the last one.
     program = expand(pool("ring", (24,), 3))
     sent = {row[1:4] for op in program.forward if isinstance(op, Exchange) for row in op.transfers}
     assert (0, 20, 24) not in sent
     assert len(sent) == 5
 
 
-def test_an_all_gather_leaves_out_sequences_that_one_rank_holds() -> None:
+def test_exchanges_bring_what_is_needed_where_it_is_needed() -> None:
+    # An all gather leaves out sequences that one rank holds.
     exchange = expand(pool("all_gather", (9, 1, 3), 2)).forward[0]
     assert isinstance(exchange, Exchange)
     assert (exchange.collective, exchange.group) == ("all_gather", (0, 1))
     assert {row[1] for row in exchange.transfers} == {0}
-
-
-def test_a_head_exchange_brings_a_shared_key_value_head_to_every_rank_that_needs_it() -> None:
+    # A head exchange brings a shared key value head to every rank that needs it.
     exchange = expand(pool("head_exchange", (8,), 4, heads=(4, 2))).forward[0]
     assert isinstance(exchange, Exchange)
     heads_of = {(row[6], row[7]): row[4:6] for row in exchange.transfers if row[0] == Kind.KV}
     assert [heads_of[0, dst] for dst in (1, 2, 3)] == [(0, 1), (1, 2), (1, 2)]
+    # Zones run in the order of the plan and homes follow it.
+    two = plan((8, 4), 2, Zone("intra-node", "ring", (0, 1), (0,)), Zone("local", "ring", (1,), (1,)))
+    assert layout(two, 0).tolist() == [[0, 0, 2], [0, 6, 8]]
+    assert layout(two, 1).tolist() == [[0, 2, 4], [0, 4, 6], [1, 0, 2], [1, 2, 4]]
+    last = project(two, 1).forward[-1]
+    assert isinstance(last, Attend)
+    assert {row[0] for row in last.pairs} == {1}
 
 
 def test_a_dispatch_merges_partials_where_the_queries_live() -> None:
@@ -244,27 +243,11 @@ backward
     assert text(expand(plan((4,), 2, task_table))) == expected
 
 
-def test_zones_run_in_the_order_of_the_plan_and_homes_follow_it() -> None:
-    two = plan((8, 4), 2, Zone("intra-node", "ring", (0, 1), (0,)), Zone("local", "ring", (1,), (1,)))
-    assert layout(two, 0).tolist() == [[0, 0, 2], [0, 6, 8]]
-    assert layout(two, 1).tolist() == [[0, 2, 4], [0, 4, 6], [1, 0, 2], [1, 2, 4]]
-    last = project(two, 1).forward[-1]
-    assert isinstance(last, Attend)
-    assert {row[0] for row in last.pairs} == {1}
-
-
-def test_an_unknown_comm_pattern_is_refused() -> None:
-    with pytest.raises(
-        InvalidProgramError,
-        match=r"zone pool: unknown comm pattern 'rings'; known: ring, all_gather, gather_documents, gather_sequence, ",
-    ):
-        expand(pool("rings", (8,), 2))
-
-
 # Projections and the whole
 
 
-def test_projections_that_do_not_fit_are_refused() -> None:
+def test_what_does_not_fit_or_is_unknown_is_refused() -> None:
+    # Projections that do not fit are refused.
     ring = pool("ring", (16,), 2)
     ours, theirs = project(ring, 0), project(pool("ring", (18,), 2), 1)
     with pytest.raises(
@@ -276,15 +259,12 @@ def test_projections_that_do_not_fit_are_refused() -> None:
         InvalidProgramError, match=r"exchange 0: rank 1 sees all_gather in \(0, 1\), rank 0 p2p in \(\)"
     ):
         join([ours, gather], ring.lengths, 2, 1)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_splitting_and_joining_gives_the_whole_again(pattern: str) -> None:
-    one = pool(pattern, (17, 3, 1, 40), 4, heads=(4, 2))
-    whole = expand(one)
-    assert join(split(whole), one.lengths, 4, 2) == whole
-    for rank, own in enumerate(split(whole)):
-        assert own.owned == project(one, rank).owned
+    # An unknown comm pattern is refused.
+    with pytest.raises(
+        InvalidProgramError,
+        match=r"zone pool: unknown comm pattern 'rings'; known: ring, all_gather, gather_documents, gather_sequence, ",
+    ):
+        expand(pool("rings", (8,), 2))
 
 
 # A pattern that says no more than it must: its sends and work answer all other questions.
@@ -343,7 +323,7 @@ def broadcast_plan(monkeypatch: pytest.MonkeyPatch) -> MicrobatchPlan:
     return MicrobatchPlan("by_hand", (30, 12, 7), 4, 2, 4, 2, zones)
 
 
-def test_it_is_verified_counted_and_laid_out(broadcast_plan: MicrobatchPlan) -> None:
+def test_it_is_verified_counted_laid_out_remapped_and_routed(broadcast_plan: MicrobatchPlan) -> None:
     verify(expand(broadcast_plan, "replay"))
     assert_figures_are_those_of_the_ops(broadcast_plan, ranks_per_nic=1)
     held = remap.fragments(broadcast_plan)
@@ -353,9 +333,7 @@ def test_it_is_verified_counted_and_laid_out(broadcast_plan: MicrobatchPlan) -> 
             == Projector(broadcast_plan).attention_layout(rank).tolist()
         )
     assert from_json(to_json(broadcast_plan)) == broadcast_plan
-
-
-def test_it_is_remapped_and_routed(broadcast_plan: MicrobatchPlan) -> None:
+    # It is remapped and routed.
     cluster = Cluster(4, 2)
     cost = AnalyticCost(cluster, MODEL)
     layered = with_layers(broadcast_plan, cluster, cost, Layers(routing="always", remap=True))
@@ -369,6 +347,14 @@ def test_it_is_remapped_and_routed(broadcast_plan: MicrobatchPlan) -> None:
     paying = with_layers(heavy, cluster, cost, Layers(routing="pays"))
     assert paying.routing is not None
     assert 0 in paying.routing.zones
+    # The rest is answered too.
+    assert coupled(broadcast_plan).tolist() == [0, 0, 0, 0]
+    assert largest_exchange(broadcast_plan).tolist() == [74, 0, 12, 74]  # of two heads
+    # the ring alone says what starts at once
+    assert issue_orders(broadcast_plan, "replay") == (IssueOrder(), IssueOrder(first=frozenset({0})))
+    longest = placement(broadcast_plan)["longest"]
+    assert [(row["seq"], row["num_ranks"]) for row in longest] == [(0, 3), (1, 2), (2, 3)]
+    assert plan_statistics(broadcast_plan, MODEL)["partial_tokens_received_per_rank"] == [0, 25, 0, 0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -382,23 +368,13 @@ def test_it_is_simulated_by_both_engines(broadcast_plan: MicrobatchPlan, policy:
         assert b.bytes_moved.sum() == pytest.approx(a.bytes_moved.sum(), rel=1e-9)
 
 
-def test_the_rest_is_answered_too(broadcast_plan: MicrobatchPlan) -> None:
-    assert coupled(broadcast_plan).tolist() == [0, 0, 0, 0]
-    assert largest_exchange(broadcast_plan).tolist() == [74, 0, 12, 74]  # of two heads
-    # the ring alone says what starts at once
-    assert issue_orders(broadcast_plan, "replay") == (IssueOrder(), IssueOrder(first=frozenset({0})))
-    longest = placement(broadcast_plan)["longest"]
-    assert [(row["seq"], row["num_ranks"]) for row in longest] == [(0, 3), (1, 2), (2, 3)]
-    assert plan_statistics(broadcast_plan, MODEL)["partial_tokens_received_per_rank"] == [0, 25, 0, 0]
-
-
 # The table of what all ranks send, against that of each rank and against closed forms.
 
 CLUSTER = Cluster(12, 4)
 
 
 def zones(mask: Mask) -> Iterator[tuple[Context, AnyPlanZone]]:
-    """Zones of every kind, of random plans, each in its context."""
+    # Zones of every kind, of random plans, each in its context.
     model = Model(8, 2, 16, attention="full" if mask == FULL else "causal")
     for seed in range(12):
         rng = np.random.default_rng(seed)
@@ -409,7 +385,7 @@ def zones(mask: Mask) -> Iterator[tuple[Context, AnyPlanZone]]:
 
 
 def rows_of(sends: Sends, rank: int | None = None) -> list[tuple[int, ...]]:
-    """(exchange, transfer) of all that moves, or that `rank` sends; without targets of all-gathers."""
+    # (exchange, transfer) of all that moves, or that `rank` sends; without targets of all-gathers.
     number, rows = sends.transfers()
     gathers = [at for at, call in sends.calls.items() if call.collective == "all_gather"]
     table = np.column_stack([number, rows])
@@ -418,7 +394,8 @@ def rows_of(sends: Sends, rank: int | None = None) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
-def test_the_table_of_all_ranks_is_the_union_of_those_of_each(mask: Mask) -> None:
+def test_the_table_of_all_ranks_says_what_ranks_closed_forms_and_messages_say(mask: Mask) -> None:
+    # The table of all ranks is the union of those of each.
     for context, zone in zones(mask):
         pattern = pattern_of(zone)
         whole, ranks = pattern.sends(zone, context), pattern.ranks(zone, context.num_ranks)
@@ -428,21 +405,11 @@ def test_the_table_of_all_ranks_is_the_union_of_those_of_each(mask: Mask) -> Non
         if whole.again is not None:
             again = [(rank, own.again) for rank, own in each.items() if own.again is not None]
             assert rows_of(whole.again) == sorted(row for rank, own in again for row in rows_of(own, rank))
-
-
-@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
-def test_messages_count_the_tokens_of_the_rows(mask: Mask) -> None:
-    for context, zone in zones(mask):
-        sends = pattern_of(zone).sends(zone, context)
-        _, rows = sends.transfers()
+        # Messages count the tokens of the rows.
+        _, rows = whole.transfers()
         tokens = rows[:, Transfer.STOP] - rows[:, Transfer.START]
-        assert int(sends.messages()[:, -1].sum()) == int(tokens.sum())
-
-
-@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
-def test_closed_forms_say_what_the_table_says(mask: Mask) -> None:
-    for context, zone in zones(mask):
-        pattern = pattern_of(zone)
+        assert int(whole.messages()[:, -1].sum()) == int(tokens.sum())
+        # Closed forms say what the table says.
         if not pattern.num_exchanges(zone):
             continue
         closed, counted = Load(context.num_ranks), Load(context.num_ranks)

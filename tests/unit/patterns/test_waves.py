@@ -40,7 +40,7 @@ def plan(own: SharedZone, lengths: tuple[int, ...], num_ranks: int, heads: int =
 
 
 def spread(tokens: int, num_ranks: int, size: int) -> tuple[tuple[int, int, int, int], ...]:
-    """One sequence zigzag over groups in even shares, each group's chunks in runs on its ranks."""
+    # One sequence zigzag over groups in even shares, each group's chunks in runs on its ranks.
     groups = num_ranks // size
     step = tokens // (2 * groups)
     chunks = [(g, c * step, (c + 1) * step) for g in range(groups) for c in (g, 2 * groups - 1 - g)]
@@ -167,7 +167,7 @@ sizes = st.integers(1, 12)
 
 
 def by_rank(lengths: list[int], size: int, cut=zigzag.of_documents) -> list[list[tuple[int, int, int]]]:
-    """(place, start, stop) of each rank's chunks."""
+    # (place, start, stop) of each rank's chunks.
     table = cut(np.array(lengths, dtype=np.int64), size)
     return [[(p, a, b) for i, p, a, b in table.tolist() if i == rank] for rank in range(size)]
 
@@ -208,7 +208,7 @@ def test_a_packed_sequence_is_cut_where_its_chunks_end_not_where_documents_do() 
 
 @given(lengths=st.lists(st.integers(64, 3000), min_size=1, max_size=12), size=st.integers(2, 8))
 def test_documents_cut_each_on_its_own_give_ranks_nearly_equal_attention(lengths: list[int], size: int) -> None:
-    """Pairs differ from the mean by less than the longest documents' rows of a token or two."""
+    # Pairs differ from the mean by less than the longest documents' rows of a token or two.
     table = zigzag.of_documents(np.array(lengths, dtype=np.int64), size)
     stop, start = table[:, STOP], table[:, START]
     pairs = sums(table[:, INDEX], (stop * (stop + 1) - start * (start + 1)) // 2, size)

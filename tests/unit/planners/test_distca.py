@@ -57,7 +57,7 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 40)).map(lambda pair: (floa
 def plain(
     start: float, stop: float, share: float, resident: float, size_q: float, size_kv: float
 ) -> tuple[float, float]:
-    """The best plain shard of one item."""
+    # The best plain shard of one item.
     items = PlainItems(3, TaskSizes(size_q, size_kv))
     items.set(1, (start, stop), seconds=1.0)
     queries, key_stop = items.cheapest(np.full(3, share), np.full(3, resident))
@@ -83,12 +83,11 @@ def test_no_cut_at_blocks_costs_fewer_bytes_than_the_closed_form_for_plain_shard
             assert size_q * queries + size_kv * max(0.0, key_stop - resident) <= cut * (1 + 1e-9)
 
 
-def test_the_best_plain_shard_moves_from_the_head_of_an_item_to_its_end_as_queries_grow_dearer() -> None:
+def test_the_best_plain_shard_follows_the_price_of_queries_and_the_keys_at_hand() -> None:
+    # The best plain shard moves from the head of an item to its end as queries grow dearer.
     found = [plain(0, 1000, 0.25, 0, size_q, 1.0)[1] for size_q in (1e-9, 1.0, 1e9)]
     assert found == pytest.approx([500, 577.35, 1000], rel=1e-3)
-
-
-def test_keys_at_hand_are_free_so_that_a_shard_reaches_as_far_as_they_do() -> None:
+    # Keys at hand are free so that a shard reaches as far as they do.
     assert plain(0, 1000, 0.25, 0, 1e-9, 1.0)[1] == pytest.approx(500)
     assert plain(0, 1000, 0.25, 800, 1e-9, 1.0)[1] == pytest.approx(800)
 
@@ -102,9 +101,8 @@ def test_sequences_lie_one_after_the_other_as_many_tokens_on_each_rank(
     assert held.sum() == sum(lengths)
     assert held.max() - held.min() <= 1
     assert (np.diff(owned[:, 0]) >= 0).all()
-    assert [(seq, token) for _, seq, start, stop in owned.tolist() for token in (start, stop - 1)] == sorted(
-        (seq, token) for _, seq, start, stop in owned.tolist() for token in (start, stop - 1)
-    )
+    ends = [(seq, token) for _, seq, start, stop in owned.tolist() for token in (start, stop - 1)]
+    assert ends == sorted(ends)
 
 
 def attended(tasks: Ints, lengths: list[int]) -> list[list[tuple[int, int]]]:
@@ -159,7 +157,7 @@ def test_no_server_is_above_the_tolerance_in_pairs_nor_in_seconds_and_tokens_are
 
 
 def _kernel_s(made: MicrobatchPlan) -> list[float]:
-    """Seconds of the cost model's kernel for each rank's tasks, tiles computed whole."""
+    # Seconds of the cost model's kernel for each rank's tasks, tiles computed whole.
     (zone,) = made.zones
     assert isinstance(zone, TaskTable)
     tasks = as_array(zone.tasks)
@@ -168,16 +166,35 @@ def _kernel_s(made: MicrobatchPlan) -> list[float]:
     return COST.attend_s(regions, tasks[:, 0], made.num_ranks).tolist()
 
 
-def test_work_is_as_even_in_the_kernels_seconds_tiles_computed_whole() -> None:
+def test_batches_that_are_hard_to_even_out_are_even() -> None:
+    # Work is as even in the kernels seconds tiles computed whole.
     # Half of the tokens are in documents that end just inside their second tile: a fifth of the
     # pairs and half of the time.
     lengths = [137] * (8 * 4096 // 137) + [640] * (8 * 4096 // 640)
     seconds = _kernel_s(make_planner("distca", CLUSTER, MODEL, tolerance=0.02)(lengths))
     assert max(seconds) <= 1.15 * sum(seconds) / len(seconds)
+    # Light work is shed by any server before the limit gives way.
+    # 262,144 tokens of code. In the end nobody has room for a block of the long sequence, and the
+    # two servers with most room have only blocks that no other one has room for.
+    lengths = [1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15674, 32352]
+    made = make_planner("distca", Cluster(64, 8), GROUPED, tolerance=0.02)(lengths)
+    assert plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.02
+    # Room is not made back and forth.
+    # 2,048 short sequences and blocks of the longest ones that take half of a server's time: room
+    # for one is made in several moves.
+    weights = [random.Random(seq).lognormvariate(0, 1.3) for seq in range(2048)]
+    lengths = [max(1, int(2**21 * weight / sum(weights))) for weight in weights]
+    made = make_planner("distca", Cluster(512, 8), GROUPED, tolerance=0.02)(lengths)
+    # padding is an eighth of the time, so that seconds decide
+    assert plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.07
+    # Tolerance zero is as even as whole blocks come.
+    made = make_planner("distca", CLUSTER, MODEL, tolerance=0.0)(BATCHES[0])
+    # a block at the end of the long sequence is 6 % of a rank's work
+    assert plan_statistics(made, MODEL)["imbalance"]["attention"] < 1.03
 
 
 def _sent_away(zone: object) -> list[int]:
-    """Outputs that come back to the owner to each rank: of its queries that another one attends."""
+    # Outputs that come back to the owner to each rank: of its queries that another one attends.
     assert isinstance(zone, TaskTable)
     away = [0] * CLUSTER.num_ranks
     for owner, seq, start, stop in zone.fragments:
@@ -187,37 +204,18 @@ def _sent_away(zone: object) -> list[int]:
     return away
 
 
-def test_light_work_is_shed_by_any_server_before_the_limit_gives_way() -> None:
-    # 262,144 tokens of code. In the end nobody has room for a block of the long sequence, and the
-    # two servers with most room have only blocks that no other one has room for.
-    lengths = [1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15674, 32352]
-    made = make_planner("distca", Cluster(64, 8), GROUPED, tolerance=0.02)(lengths)
-    assert plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.02
-
-
-def test_room_is_not_made_back_and_forth() -> None:
-    # 2,048 short sequences and blocks of the longest ones that take half of a server's time: room
-    # for one is made in several moves.
-    weights = [random.Random(seq).lognormvariate(0, 1.3) for seq in range(2048)]
-    lengths = [max(1, int(2**21 * weight / sum(weights))) for weight in weights]
-    made = make_planner("distca", Cluster(512, 8), GROUPED, tolerance=0.02)(lengths)
-    # padding is an eighth of the time, so that seconds decide
-    assert plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.07
-
-
-def test_tolerance_zero_is_as_even_as_whole_blocks_come() -> None:
-    made = make_planner("distca", CLUSTER, MODEL, tolerance=0.0)(BATCHES[0])
-    # a block at the end of the long sequence is 6 % of a rank's work
-    assert plan_statistics(made, MODEL)["imbalance"]["attention"] < 1.03
-
-
-def test_less_is_received_the_more_the_tolerance_allows_and_the_more_is_known_to_be_at_hand() -> None:
-    received = [
-        sum(figures(BATCHES[1], tolerance=tolerance)["kv_tokens_received_per_rank"])
-        for tolerance in (0.02, 0.1, 0.3, 1.0)
-    ]
+def test_less_is_received_the_more_the_tolerance_allows_and_migrations_not_worth_it_are_left() -> None:
+    each = [figures(BATCHES[1], tolerance=tolerance) for tolerance in (0.02, 0.1, 0.3, 1.0)]
+    received = [sum(figures["kv_tokens_received_per_rank"]) for figures in each]
     assert all(later <= 1.01 * earlier for earlier, later in pairwise(received))  # greedily: hardly ever more
     assert received[-1] < 0.8 * received[0]
+    # Migrations that are not worth their bytes are left.
+    everything, nothing = (
+        figures(BATCHES[1], empty_light_servers=False, least_score=score)["query_tokens_received_per_rank"]
+        for score in (0.0, 1e9)
+    )
+    assert nothing == [0] * 16
+    assert sum(everything) > 0
 
 
 def test_a_server_takes_of_the_sequence_whose_keys_it_has() -> None:
@@ -229,7 +227,7 @@ def test_a_server_takes_of_the_sequence_whose_keys_it_has() -> None:
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 1 and q0 >= 1024} == {2, 0}
 
 
-def test_ranks_of_a_pool_hold_no_tokens_and_serve() -> None:
+def test_ranks_of_a_pool_hold_no_tokens_and_serve_and_are_one_a_node_unless_said_otherwise() -> None:
     made = make_planner("distca", CLUSTER, MODEL, servers="pool", pool_ranks=4)(BATCHES[1])
     held = [len(layout(made, rank)) for rank in range(16)]
     assert [rank for rank, fragments in enumerate(held) if not fragments] == [3, 7, 11, 15]
@@ -237,9 +235,7 @@ def test_ranks_of_a_pool_hold_no_tokens_and_serve() -> None:
     assert min(report["attention_pairs_per_rank"]) > 0
     assert report["imbalance"]["attention"] <= 1.1
     verify(make_planner("distca", Cluster(3, 3), MODEL, servers="pool", block=8)([100, 41]))
-
-
-def test_the_pool_is_one_rank_a_node_unless_said_otherwise_and_cannot_be_all_ranks() -> None:
+    # The pool is one rank a node unless said otherwise and cannot be all ranks.
     made = make_planner("distca", CLUSTER, MODEL, servers="pool")(BATCHES[1])
     assert [rank for rank in range(16) if not len(layout(made, rank))] == [7, 15]
     with pytest.raises(ConfigError, match=r"pool_ranks 16 of 16 ranks.*1 \.\. 15"):
@@ -250,24 +246,25 @@ def test_the_pool_is_one_rank_a_node_unless_said_otherwise_and_cannot_be_all_ran
 
 def test_caps_keep_migrations_within_what_a_server_may_receive_and_hold() -> None:
     def most(report: dict[str, Any]) -> int:
-        return max(
-            map(sum, zip(*(report[f"{what}_tokens_received_per_rank"] for what in ("kv", "query")), strict=True))
-        )
+        keys, queries = (report[f"{what}_tokens_received_per_rank"] for what in ("kv", "query"))
+        return max(map(sum, zip(keys, queries, strict=True)))
 
     free = figures(BATCHES[2])
     cap = most(free) - 2000
     assert most(figures(BATCHES[2], max_received_tokens=cap)) <= cap
     cap = max(free["kv_tokens_received_per_rank"]) + 4096 - 2000
     assert max(figures(BATCHES[2], max_kv_tokens=cap)["kv_tokens_received_per_rank"]) + 4096 <= cap
-
-
-def test_a_cap_that_a_ranks_own_queries_pass_is_an_error_that_says_what_would_do() -> None:
+    # A cap that a ranks own queries pass is an error that says what would do.
     with pytest.raises(
         InfeasibleError,
         match=r"rank \d+ would have \d+ tokens .* max_received_tokens is 100, .*Set max_received_tokens to 61440",
     ):
         make_planner("distca", CLUSTER, MODEL, max_received_tokens=100)(BATCHES[0])
     make_planner("distca", CLUSTER, MODEL, max_received_tokens=61440)(BATCHES[0])
+    # Caps that nobody can keep are told at once.
+    lengths = [random.Random(seq).randint(1000, 3000) for seq in range(900)] + [200_000] * 2
+    with pytest.raises(InfeasibleError, match="max_received_tokens is 150000"):
+        make_planner("distca", Cluster(512, 8), MODEL, max_received_tokens=150_000)(lengths)
 
 
 @pytest.mark.parametrize("shards", ["plain", "head_tail"])
@@ -297,21 +294,6 @@ def test_what_a_rank_gives_away_for_a_cap_is_shared_where_nobody_has_room_for_al
     assert sorted(given[:, 0].tolist()) == [2, 3]
 
 
-def test_caps_that_nobody_can_keep_are_told_at_once() -> None:
-    lengths = [random.Random(seq).randint(1000, 3000) for seq in range(900)] + [200_000] * 2
-    with pytest.raises(InfeasibleError, match="max_received_tokens is 150000"):
-        make_planner("distca", Cluster(512, 8), MODEL, max_received_tokens=150_000)(lengths)
-
-
-def test_migrations_that_are_not_worth_their_bytes_are_left() -> None:
-    everything, nothing = (
-        figures(BATCHES[1], empty_light_servers=False, least_score=score)["query_tokens_received_per_rank"]
-        for score in (0.0, 1e9)
-    )
-    assert nothing == [0] * 16
-    assert sum(everything) > 0
-
-
 # Cases in which a surplus is so small that it is lost in the rounding of sums of seconds.
 SMALL_BLOCKS = [
     (Cluster(4, 2), Model(3, 3, 4, hidden_size=32, ffn_size=64), [12], 1),
@@ -330,7 +312,7 @@ def test_no_task_is_empty_where_a_surplus_is_lost_in_rounding(
 
 @pytest.mark.filterwarnings("error")
 def test_a_part_that_moves_for_no_bytes_is_no_division_by_zero() -> None:
-    """So light that it rounds to no query, where all its keys are at hand."""
+    # So light that it rounds to no query, where all its keys are at hand.
     cluster, model = load_cluster("h200").build(num_ranks=32, ranks_per_node=8), load_model("llama3-8b")
     plan = make_planner("distca", cluster, model, tolerance=0.01, least_score=10.0)([22, 48, 45, 12, 5])
     assert plan.num_tokens == 132
@@ -351,7 +333,7 @@ Span = tuple[int, int]
 
 
 def planned(owned: list[Owner], num_ranks: int, model: Model = flat_cost.MODEL, **options: object) -> MicrobatchPlan:
-    """The plan of tokens at the owner at (rank, seq, start, stop), each pair as dear as any other."""
+    # The plan of tokens at the owner at (rank, seq, start, stop), each pair as dear as any other.
     lengths = [0] * (1 + max(seq for _, seq, _, _ in owned))
     for _, seq, _, stop in owned:
         lengths[seq] = max(lengths[seq], stop)
@@ -361,23 +343,22 @@ def planned(owned: list[Owner], num_ranks: int, model: Model = flat_cost.MODEL, 
 
 
 def attended_spans(plan: MicrobatchPlan, rank: int, seq: int) -> list[Span]:
-    """Queries of a sequence that a rank attends."""
+    # Queries of a sequence that a rank attends.
     (zone,) = plan.zones
     assert isinstance(zone, TaskTable)
     return [(q0, q1) for server, s, q0, q1, _, _ in zone.tasks if (server, s) == (rank, seq)]
 
 
 def cheapest_cut(item: Span, num_pairs: float, query_bytes: float, at_hand: int = 0) -> Span:
-    """Of all runs of an item's blocks that have so many pairs or more, one of the fewest bytes."""
+    # Of all runs of an item's blocks that have so many pairs or more, one of the fewest bytes.
     edges = range(item[0], item[1] + 1, BLOCK)
     enough = [cut for cut in combinations(edges, 2) if pairs(*cut) >= num_pairs]
     return min(enough, key=lambda cut: cut_bytes(cut, query_bytes, at_hand))
 
 
 def cut_bytes(cut: Span, query_bytes: float, at_hand: int = 0) -> float:
-    """Bytes that a server receives for a run of queries, their outputs' way back included in
-    `query_bytes`.
-    """
+    # Bytes that a server receives for a run of queries, their outputs' way back included in
+    # `query_bytes`.
     return (cut[1] - cut[0]) * query_bytes + max(0, cut[1] - at_hand) * KEY_BYTES
 
 
@@ -398,9 +379,8 @@ def test_the_closed_form_of_head_tail_pairs_has_its_keys_and_is_the_best_of_all_
         items.set(row, (stop - nano_batch, stop), seconds=1.0)
     queries, key_stop = items.cheapest(np.arange(1, nano_batch + 1) / nano_batch)
     for moved, got, keys in zip(range(1, nano_batch + 1), queries.tolist(), key_stop.tolist(), strict=True):
-        cuts = [
-            2 * moved * size[0] + (stop - outer) * size[1] for outer in range(nano_batch - moved + 1)
-        ]  # the tail's keys
+        # The tail's keys.
+        cuts = [2 * moved * size[0] + (stop - outer) * size[1] for outer in range(nano_batch - moved + 1)]
         assert got == pytest.approx(2 * moved)
         assert keys == pytest.approx(stop - nano_batch + moved), "the tail's last query sees all keys up to itself"
         assert got * size[0] + keys * size[1] == pytest.approx(min(cuts))
@@ -423,7 +403,7 @@ def test_the_closed_form_of_head_tail_pairs_is_what_the_cut_at_blocks_takes(bloc
 
 
 def made_servers(owned: list[Owner], num_ranks: int, shards: str, most_held: float = inf) -> Servers:
-    """State of a scheduling that has not begun."""
+    # State of a scheduling that has not begun.
     seconds = Seconds.of(FlatCost(flat_cost.MODEL, pair=PAIR_S), max(stop for _, _, _, stop in owned))
     edges = Edges.of(np.array(owned, dtype=np.int64), BLOCK, seconds)
     kind = Plain if shards == "plain" else HeadTail
@@ -431,7 +411,7 @@ def made_servers(owned: list[Owner], num_ranks: int, shards: str, most_held: flo
 
 
 def keys_of(spans: list[Span]) -> set[int]:
-    """Keys by number of their block, which is exact: everything here is whole blocks."""
+    # Keys by number of their block, which is exact: everything here is whole blocks.
     return {block for start, stop in spans for block in range(start // BLOCK, stop // BLOCK)}
 
 
@@ -440,15 +420,14 @@ def held(servers: Servers, server: int, seq: int) -> set[int]:
 
 
 def needed(servers: Servers, server: int, seq: int, but: Piece | None = None) -> set[int]:
-    """Keys of a sequence that the pieces of a server see, but for one piece."""
+    # Keys of a sequence that the pieces of a server see, but for one piece.
     own = [piece for piece in servers.pieces[server] if servers.seq(piece) == seq and piece != but]
     return keys_of([(0, servers.shards.key_stop(piece)) for piece in own])
 
 
 def assert_books_are_right(servers: Servers, num_seqs: int) -> None:
-    """Compare the keys missing, freed, at hand and received of every server and piece with sets of
-    keys.
-    """
+    # Compare the keys missing, freed, at hand and received of every server and piece with sets of
+    # keys.
     pieces = [(source, piece) for source, own in enumerate(servers.pieces) for piece in own]
     for server in range(len(servers.pieces)):
         arrives = [needed(servers, server, seq) - held(servers, server, seq) for seq in range(num_seqs)]
@@ -499,9 +478,8 @@ def test_keys_at_home_and_of_earlier_tasks_are_free_whatever_moves_where(shards:
 
 
 def test_a_cut_reaches_as_far_as_the_keys_that_are_at_hand() -> None:
-    """Rank 1 needs all keys of rank 0 for its own queries: then the queries with most keys are the
-    cheapest part, not those further in.
-    """
+    # Rank 1 needs all keys of rank 0 for its own queries: then the queries with most keys are the
+    # cheapest part, not those further in.
     owned, own = (0, 8192), (8192, 9216)
     plan = planned([(0, 0, *owned), (1, 0, *own)], 2)
     report = plan_statistics(plan, flat_cost.MODEL)
@@ -514,9 +492,8 @@ def test_a_cut_reaches_as_far_as_the_keys_that_are_at_hand() -> None:
 
 
 def test_keys_at_home_count_for_a_server_that_has_given_their_queries_away() -> None:
-    """Rank 0 is emptied into rank 1, and then takes of the sequence whose first keys it still
-    holds; of the other one it has none.
-    """
+    # Rank 0 is emptied into rank 1, and then takes of the sequence whose first keys it still holds;
+    # of the other one it has none.
     first = LONG * 5 // 16
     plan = planned([(0, 1, 0, first), (1, 2, 0, first // 2), (2, 0, 0, LONG), (2, 1, first, LONG)], 16, tolerance=0.03)
     start, stop = attended_spans(plan, 1, 1)[0]
@@ -527,44 +504,35 @@ def test_keys_at_home_count_for_a_server_that_has_given_their_queries_away() -> 
 
 
 def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -> None:
-    """Rank 2 holds half of the keys that its queries see, and would save the other nano-batch; rank
-    1 would need all of them.
-    """
+    # Rank 2 holds half of the keys that its queries see, and would save the other nano-batch; rank
+    # 1 would need all of them.
     owned: list[Owner] = [(0, 0, 0, LONG), (0, 1, 0, 512), (1, 2, 0, 1024), (2, 1, 512, 1024)]
-    joined, apart = (
-        planned(owned, 16, empty_light_servers=empty_light_servers) for empty_light_servers in (True, False)
-    )
+    joined, apart = (planned(owned, 16, empty_light_servers=each) for each in (True, False))
     assert attended_spans(joined, 2, 1)[-1][1] == 1024
     assert attended_spans(joined, 1, 1) == []
-    assert sum(plan_statistics(joined, flat_cost.MODEL)["bytes_received_per_rank"]["total"]) <= sum(
-        plan_statistics(apart, flat_cost.MODEL)["bytes_received_per_rank"]["total"]
-    )
+    reports = [plan_statistics(plan, flat_cost.MODEL) for plan in (joined, apart)]
+    total = [sum(report["bytes_received_per_rank"]["total"]) for report in reports]
+    assert total[0] <= total[1]
 
 
 # ---- Bytes that count
 
 
 def test_a_query_costs_the_bytes_of_its_output_too() -> None:
-    """Eight query heads to a key head: a part of few queries lies far out.
-
-    Were outputs free, the cheapest one would lie further in.
-    """
+    # Eight query heads to a key head: a part of few queries lies far out.
+    # Were outputs free, the cheapest one would lie further in.
     model = Model(num_heads=16, num_kv_heads=2, head_dim=16)  # keys of `KEY_BYTES`
     query_bytes, item = 2 * 512, (0, LONG)
     plan = planned([(0, 0, *item), (1, 1, 0, 102 * BLOCK)], 2, model, tolerance=0.02)
     (cut,) = attended_spans(plan, 1, 0)
     best, without = (cheapest_cut(item, pairs(*cut), size) for size in (query_bytes, query_bytes / 2))
-    assert cut_bytes(without, query_bytes) > 1.05 * cut_bytes(best, query_bytes), (
-        "a layout in which it makes no difference"
-    )
+    assert cut_bytes(without, query_bytes) > 1.05 * cut_bytes(best, query_bytes), "it makes no difference here"
     assert cut_bytes(cut, query_bytes) <= 1.01 * cut_bytes(best, query_bytes)
 
 
 def _one_long_and_28(short: int, *, empty_light_servers: bool = True) -> tuple[MicrobatchPlan, int]:
-    """A sequence on 4 servers and a short one on each of 28.
-
-    The plan, and how many short ones the busiest of these servers attends.
-    """
+    # A sequence on 4 servers and a short one on each of 28.
+    # The plan, and how many short ones the busiest of these servers attends.
     num_long, num_ranks = 4, 32
     owned: list[Owner] = [(rank, 0, rank * LONG // num_long, (rank + 1) * LONG // num_long) for rank in range(num_long)]
     owned += [(num_long + seq, 1 + seq, 0, short) for seq in range(num_ranks - num_long)]
@@ -576,20 +544,15 @@ def _one_long_and_28(short: int, *, empty_light_servers: bool = True) -> tuple[M
     return plan, max(both)
 
 
-def test_light_servers_that_together_fill_none_stay_apart() -> None:
-    """Joined, two would have four fifths of the mean, and need the long sequence's keys for what is
-    left.
-    """
+def test_light_servers_are_joined_where_that_saves_keys_and_fills_them() -> None:
+    # Light servers that together fill none stay apart.
+    # Joined, two would have four fifths of the mean, and need the long sequence's keys for what is
+    # left.
     assert _one_long_and_28(18 * BLOCK)[1] == 1
-
-
-def test_light_servers_are_joined_where_that_saves_keys() -> None:
-    """Half full ones: two of these joined are full, and take nothing of the long one, whose keys
-    one fills.
-    """
-    (joined, most), (apart, _) = (
-        _one_long_and_28(22 * BLOCK, empty_light_servers=empty_light_servers) for empty_light_servers in (True, False)
-    )
+    # Light servers are joined where that saves keys.
+    # Half full ones: two of these joined are full, and take nothing of the long one, whose keys one
+    # fills.
+    (joined, most), (apart, _) = (_one_long_and_28(22 * BLOCK, empty_light_servers=each) for each in (True, False))
     assert most == 2
     reports = [plan_statistics(plan, flat_cost.MODEL) for plan in (joined, apart)]
     keys = [sum(report["kv_tokens_received_per_rank"]) for report in reports]
@@ -602,9 +565,8 @@ def test_light_servers_are_joined_where_that_saves_keys() -> None:
 
 
 def test_short_sequences_count_as_long_as_they_take() -> None:
-    """As many pairs on either rank, but one of a run of a single tile takes 1.7 times as long as
-    one of a long run.
-    """
+    # As many pairs on either rank, but one of a run of a single tile takes 1.7 times as long as one
+    # of a long run.
     model, cluster = Model(num_heads=32, num_kv_heads=32, head_dim=128), Cluster(2, 2)
     cost = AnalyticCost(cluster, model)
     num_short, length = 512, 22 * BLOCK
@@ -619,9 +581,8 @@ def test_short_sequences_count_as_long_as_they_take() -> None:
 
 
 def seconds(spans: Sequence[tuple[int, ...]], cost: AnalyticCost) -> Floats:
-    """Of two ranks: of the queries (rank, seq, start, stop), those up to `stop` less those up to
-    `start`.
-    """
+    # Of two ranks: of the queries (rank, seq, start, stop), those up to `stop` less those up to
+    # `start`.
     upto = {at: cost.attention_s(pairs(0, at), at) if at else 0.0 for _, _, *span in spans for at in span}
     rank = [rank for rank, *_ in spans]
     return np.bincount(rank, [upto[stop] - upto[start] for _, _, start, stop in spans], 2)

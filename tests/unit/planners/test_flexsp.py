@@ -45,28 +45,23 @@ def groups_of(plan: MicrobatchPlan) -> list[tuple[int, list[int]]]:
 # The planner
 
 
-def test_short_sequences_stay_alone_and_a_long_one_takes_a_node_that_it_does_not_leave() -> None:
+def test_groups_are_as_the_network_heads_and_nodes_ask() -> None:
+    # Short sequences stay alone and a long one takes a node that it does not leave.
     # All ranks together would be even, too, but the all-to-all would cross the slow network.
     plan = plan_of([24000, *[3000] * 8], Cluster(16, 8, nic_bytes_per_s=1e9), slack=2.0, solver="greedy")
     assert groups_of(plan) == [(8, [24000]), *[(1, [3000])] * 8]
-
-
-def test_on_a_fast_network_one_group_may_be_the_most_even() -> None:
+    # On a fast network one group may be the most even.
     assert groups_of(plan_of([16000, 4000, 4000, 4000, 4000], Cluster(8, 8), slack=2.0)) == [
         (8, [16000, 4000, 4000, 4000, 4000])
     ]
-
-
-def test_groups_are_disjoint_and_inside_nodes_where_they_fit() -> None:
+    # Groups are disjoint and inside nodes where they fit.
     plan = plan_of(LENGTHS, Cluster(32, 8))
     groups = [zone.ranks for zone in plan.zones if isinstance(zone, Zone)]
     taken = [rank for ranks in groups for rank in ranks]
     assert len(taken) == len(set(taken))
     assert len(groups) > 1
     assert all(len({rank // 8 for rank in ranks}) == 1 for ranks in groups if len(ranks) <= 8)
-
-
-def test_groups_of_more_ranks_than_heads_are_avoided_where_memory_allows() -> None:
+    # Groups of more ranks than heads are avoided where memory allows.
     plan = make_planner("flexsp", Cluster(8, 8), Model(2, 2, 128), slack=4.0)([4000] * 4)
     assert max(len(zone.ranks) for zone in plan.zones if isinstance(zone, Zone)) <= 2
 
@@ -102,20 +97,18 @@ def test_without_scipy_one_warning_and_the_greedy_answer(
     ]
 
 
-def test_a_program_that_would_be_too_large_is_not_tried() -> None:
-    assert plan_of(LENGTHS, Cluster(16, 8), most_variables=10) == plan_of(LENGTHS, Cluster(16, 8), solver="greedy")
-
-
-def test_a_program_whose_first_node_would_take_seconds_is_not_tried(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_that_would_be_too_large_or_slow_is_not_tried(caplog: pytest.LogCaptureFixture) -> None:
+    # A program whose first node would take seconds is not tried.
+    greedy = plan_of(LENGTHS, Cluster(16, 8), solver="greedy")
+    assert plan_of(LENGTHS, Cluster(16, 8), most_variables=10) == greedy
     with caplog.at_level("INFO"):
-        few_cells = plan_of(LENGTHS, Cluster(16, 8), most_cells=100)
-    assert few_cells == plan_of(LENGTHS, Cluster(16, 8), solver="greedy")
+        assert plan_of(LENGTHS, Cluster(16, 8), most_cells=100) == greedy
     assert "constraints make more than 100 cells" in caplog.text
 
 
 @pytest.mark.parametrize("tokens_per_rank", [10**7, 10**9])
 def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    """As that of a small model on a GPU, which `report --run` of a trial has."""
+    # As that of a small model on a GPU, which `report --run` of a trial has.
     small = Model(8, 4, 4, num_layers=2, hidden_size=32, ffn_size=64, bytes_per_element=4)
     for lengths in ((300, 1, 1, 7, 300), (1, 1, 140, 300, 20, 20, 20, 7, 1, 20, 300, 20, 20, 7, 7, 7)):
         with caplog.at_level(logging.DEBUG):
@@ -131,35 +124,22 @@ def test_items_in_groups_that_are_not_there_are_no_answer(monkeypatch: pytest.Mo
         flexsp.improve(problem, ((2, (0, 1)),), flexsp.FlexSpOptions())
 
 
-def test_the_blaster_sorts_sequences_and_cuts_them_into_about_equal_tokens() -> None:
+def test_microbatches_are_cut_by_the_blaster_and_hold_every_sequence_once_within_the_capacity() -> None:
     assert flexsp.blast([5, 100, 20, 30, 40, 5], 2) == [[1], [4, 3, 2, 0, 5]]
     assert flexsp.blast([7], 3) == [[0]]
     assert flexsp.blast([], 2) == []
-
-
-def test_microbatches_hold_every_sequence_once_within_the_capacity() -> None:
-    cluster = Cluster(8, 4)
-    made = flexsp.plan_batch(
-        Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), flexsp.FlexSpOptions(tokens_per_rank=5000)
-    )
+    # Microbatches hold every sequence once within the capacity.
+    given = Batch(tuple(LENGTHS)), Cluster(8, 4), MODEL, AnalyticCost(Cluster(8, 4), MODEL)
+    made = flexsp.plan_batch(*given, flexsp.FlexSpOptions(tokens_per_rank=5000))
     assert len(made.plans) >= -(-sum(LENGTHS) // 40000)
     assert sorted(seq for (seqs,) in made.members for seq in seqs) == list(range(len(LENGTHS)))
     for plan, (seqs,) in zip(made.plans, made.members, strict=True):
         assert plan.lengths == tuple(LENGTHS[seq] for seq in seqs)
         assert max(plan_statistics(plan, MODEL)["tokens_per_rank"]) <= 5000
         verify(plan)
-
-
-def test_a_sequence_longer_than_the_pool_is_named() -> None:
-    cluster = Cluster(8, 4)
+    # A sequence longer than the pool is named.
     with pytest.raises(InfeasibleError, match="sequence 4 has 28869 tokens"):
-        flexsp.plan_batch(
-            Batch(tuple(LENGTHS)),
-            cluster,
-            MODEL,
-            AnalyticCost(cluster, MODEL),
-            flexsp.FlexSpOptions(tokens_per_rank=100),
-        )
+        flexsp.plan_batch(*given, flexsp.FlexSpOptions(tokens_per_rank=100))
 
 
 # The problem behind it
@@ -175,7 +155,7 @@ def problems(draw: st.DrawFn) -> flexsp.GroupsProblem:
 
 
 def brute_force(problem: flexsp.GroupsProblem) -> float:
-    """The lowest makespan over all sizes and assignments."""
+    # The lowest makespan over all sizes and assignments.
     best = float("inf")
     for count in range(1, problem.num_ranks + 1):
         for sizes in product(problem.sizes, repeat=count):
@@ -203,8 +183,9 @@ def test_the_program_finds_the_optimum_of_small_problems(problem: flexsp.GroupsP
     assert sorted(k for _, items in found for k in items) == list(range(len(problem.tokens)))
     assert sum(size for size, _ in found) <= 4
     assert all(sum(problem.tokens[k] for k in items) <= size * problem.capacity for size, items in found)
-    assert brute_force(problem) <= problem.makespan(found) * (1 + 1e-9)
-    assert problem.makespan(found) <= brute_force(problem) * 1.011  # two tolerances
+    optimum = brute_force(problem)
+    assert optimum <= problem.makespan(found) * (1 + 1e-9)
+    assert problem.makespan(found) <= optimum * 1.011  # two tolerances
 
 
 @given(tokens=st.lists(st.integers(1, 12), min_size=1, max_size=9), num_buckets=st.integers(1, 4))
@@ -231,7 +212,7 @@ def packed_plan(lengths: list[int], num_ranks: int = 4) -> MicrobatchPlan:
     return make_planner("packing", Cluster(num_ranks, num_ranks), PACKED)(lengths)
 
 
-def test_sequences_that_fill_packs_stay_whole() -> None:
+def test_sequences_that_fill_packs_stay_whole_and_what_fits_none_is_cut_where_packs_end() -> None:
     plan = packed_plan([6, 4, 10, 3, 7, 8, 2])
     assert plan.zones == (
         Zone("local", "ring", (0,), (2,)),
@@ -239,9 +220,7 @@ def test_sequences_that_fill_packs_stay_whole() -> None:
         Zone("local", "ring", (2,), (3, 4)),
         Zone("local", "ring", (3,), (0, 1)),
     )
-
-
-def test_what_fits_no_pack_is_cut_where_packs_end_and_sees_all_its_earlier_keys() -> None:
+    # What fits no pack is cut where packs end and sees all its earlier keys.
     plan = packed_plan([25, 9, 6])  # packs of 10: 9 and 6 whole, 25 into what is left, 1 + 4 + 10 + 10
     cut = plan.zones[0]
     assert isinstance(cut, TaskTable)
@@ -250,6 +229,10 @@ def test_what_fits_no_pack_is_cut_where_packs_end_and_sees_all_its_earlier_keys(
     assert plan.zones[1:] == (Zone("local", "ring", (0,), (1,)), Zone("local", "ring", (1,), (2,)))
     assert plan_statistics(plan, PACKED)["kv_tokens_received_per_rank"] == [0, 1, 5, 15]
     verify(plan, "replay")
+    # Best fit takes the bin with the least room and the lower of two.
+    assert best_fit([5, 5, 4, 9, 2], [6, 5, 10, 10]) == [1, 0, 2, 3, 2]
+    assert best_fit([3, 3], [3]) == [0, None]
+    assert best_fit([], []) == []
 
 
 @given(lengths=st.lists(st.integers(1, 300), max_size=12), num_ranks=st.integers(1, 9))
@@ -258,21 +241,12 @@ def test_every_rank_has_the_same_tokens(lengths: list[int], num_ranks: int) -> N
     assert max(tokens) - min(tokens) <= 1
 
 
-def test_redundant_pairs_are_those_of_each_query_with_the_sequences_before_its_own() -> None:
-    assert redundant_pairs([3, 2, 4]) == (0, 6, 20)
-    assert redundant_pairs([]) == ()
-
-
 @given(pack=st.lists(st.integers(1, 100), max_size=8))
 def test_a_pack_with_its_redundant_pairs_is_one_causal_sequence(pack: list[int]) -> None:
+    # Those of each query with the sequences before its own.
+    assert redundant_pairs([3, 2, 4]) == (0, 6, 20)
     own = sum(n * (n + 1) // 2 for n in pack)
     assert own + sum(redundant_pairs(pack)) == sum(pack) * (sum(pack) + 1) // 2
-
-
-def test_best_fit_takes_the_bin_with_the_least_room_and_the_lower_of_two() -> None:
-    assert best_fit([5, 5, 4, 9, 2], [6, 5, 10, 10]) == [1, 0, 2, 3, 2]
-    assert best_fit([3, 3], [3]) == [0, None]
-    assert best_fit([], []) == []
 
 
 # The memory that a planner inside a pipeline is told: that of its scheme.
@@ -286,16 +260,14 @@ CONTEXT = StepContext(
 STRATEGY = Strategy.parse("tp2-pp2-cp2+tp1-pp1-cp8")
 
 
-def test_it_is_of_the_stages_of_its_scheme_and_of_all_ranks_that_share_the_optimizer() -> None:
+def test_memory_that_pipelines_are_told_is_of_their_stages_and_of_all_ranks_that_share_the_optimizer() -> None:
     halves, whole = (inside.memory for inside in pipelines_of(STRATEGY, CONTEXT).inside)
     assert halves is not None
     assert whole is not None
     assert (halves.asked, halves.stages[0].recompute) == (TOLD.asked, TOLD.stages[0].recompute)
     assert [(each.num_layers, each.sharding.optimizer) for each in halves.stages] == [(16, 4), (16, 4)]
     assert [(each.num_layers, each.sharding.optimizer) for each in whole.stages] == [(32, 16)]
-
-
-def test_a_rank_that_is_one_gpu_has_its_part_of_a_groups_state() -> None:
+    # A rank that is one GPU has its part of a groups state.
     of_groups, of_gpus = (
         pipelines_of(STRATEGY, replace(CONTEXT, of_ranks=of_ranks)).inside[0].memory for of_ranks in (False, True)
     )
@@ -305,8 +277,6 @@ def test_a_rank_that_is_one_gpu_has_its_part_of_a_groups_state() -> None:
         assert gpu.state_bytes is not None
         assert group.state_bytes == pytest.approx(2 * gpu.state_bytes)
     assert of_gpus.model == LLAMA.share(2)
-
-
-def test_a_jobs_own_layout_is_what_it_is_told() -> None:
+    # A jobs own layout is what it is told.
     own = Strategy.parse("2*tp1-pp1-cp8")
     assert [inside.memory for inside in pipelines_of(own, replace(CONTEXT, strategy=own)).inside] == [TOLD, TOLD]

@@ -41,11 +41,14 @@ def groups_of(planned: MicrobatchPlan) -> dict[tuple[int, ...], tuple[int, ...]]
 # Topologies
 
 
-def test_a_topology_is_groups_on_neighbouring_ranks_in_its_order() -> None:
+def test_a_topology_is_groups_on_neighbouring_ranks_of_allowed_sizes() -> None:
     topology = knapformer.parse("g1n2+g2n1+g4n1")
     assert topology.groups() == [(0,), (1,), (2, 3), (4, 5, 6, 7)]
     assert str(topology) == "g1n2+g2n1+g4n1"
     assert (topology.num_ranks, topology.repeated(16).sizes) == (8, (1, 1, 2, 4) * 2)
+    # Sizes divide the heads and lie in a node or are whole nodes.
+    assert knapformer.allowed_sizes(H100, 24) == [1, 2, 4, 8, 24]
+    assert knapformer.allowed_sizes(Cluster(6, 3), 12) == [1, 3, 6]
 
 
 @given(terms=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=6))
@@ -61,7 +64,8 @@ def test_what_is_no_topology_is_refused_with_the_wrong_term(text: str) -> None:
         knapformer.parse(text)
 
 
-def test_a_unit_that_does_not_divide_the_ranks_and_groups_that_do_not_divide_the_heads_are_refused() -> None:
+def test_what_cannot_be_is_refused() -> None:
+    # A unit that does not divide the ranks and groups that do not divide the heads are refused.
     with pytest.raises(ConfigError, match="a unit of 3 ranks does not divide the 4 ranks of the pool"):
         plan_of([5], Cluster(4, 4), topology="g3n1")
     with pytest.raises(ConfigError, match=r"a group of 3 ranks cannot share 8 heads equally; use groups of 1, 2, 4, 8"):
@@ -71,27 +75,29 @@ def test_a_unit_that_does_not_divide_the_ranks_and_groups_that_do_not_divide_the
     assert {zone.pattern for zone in ring.zones} == {"ring"}
     for planned in (uneven, ring):
         verify(planned)
+    # A planner that cuts the causal triangle refuses full attention.
+    with pytest.raises(
+        ConfigError, match=r"planner distca plans causal and window attention only, .* full attention .* te_ring"
+    ):
+        make_planner("distca", Cluster(4, 4), MODEL)([10, 20])
+    with pytest.raises(ConfigError, match="attention 'half' is not a known mask; known: causal, full, window_KEYS"):
+        replace(MODEL, attention="half")
 
 
 # The knapsack
 
 
-def test_sequences_go_in_descending_work_to_the_least_occupied_group_with_room() -> None:
+def test_the_knapsack_by_hand() -> None:
+    # Sequences go in descending work to the least occupied group with room.
     # Capacities: 10 a rank. 20 fits the pair alone; 7 and 6 the single ranks; 4 fits none of them
     # and no pair, and the least occupied takes it: 6 of 10.
     assert knapformer.assign(np.array([6.0, 20.0, 4.0, 7.0, 3.0]), [1] * 5, [1, 1, 2], None).tolist() == [1, 2, 1, 0, 0]
-
-
-def test_a_sequence_that_no_group_has_room_for_goes_to_the_least_occupied() -> None:
+    # A sequence that no group has room for goes to the least occupied.
     assert knapformer.assign(np.array([90.0, 5.0, 5.0]), [1] * 3, [1, 1], None).tolist() == [0, 1, 1]
-
-
-def test_groups_may_be_empty_and_sequences_fewer_than_groups() -> None:
+    # Groups may be empty and sequences fewer than groups.
     assert groups_of(plan_of([9], Cluster(4, 4), topology="g1n4")) == {(0,): (0,)}
     assert plan_of([], Cluster(4, 4), topology="g1n4").zones == ()
-
-
-def test_memory_comes_before_work_and_is_an_error_where_no_group_has_it() -> None:
+    # Memory comes before work and is an error where no group has it.
     # By work each group would take one long and one short one: 13 tokens.
     assert knapformer.assign(np.array([4.0, 4.0, 1.0, 1.0]), [10, 6, 3, 1], [1, 1], 10).tolist() == [0, 1, 1, 1]
     with pytest.raises(InfeasibleError, match=r"sequence 0 has 30 tokens; .* of 1 ranks x 20 tokens, has room for 20"):
@@ -137,9 +143,7 @@ def test_work_is_equation_2_for_flux_and_half_the_pairs_for_a_causal_model() -> 
     causal = replace(FLUX, attention="causal")
     halved = sequence_work(lengths, causal, 1.0) - sequence_work(lengths, causal, 0.0)
     assert halved.tolist() == [4.0 * 3072 * n * (n + 1) / 2 for n in lengths.tolist()]
-
-
-def test_gamma_of_a_cost_model_is_the_ratio_of_its_rates() -> None:
+    # Gamma of a cost model is the ratio of its rates.
     slow, fast = (
         gamma_of(AnalyticCost(replace(H100, attention_kernel=None, attention_efficiency=share), FLUX), FLUX)
         for share in (0.3, 0.6)
@@ -148,11 +152,6 @@ def test_gamma_of_a_cost_model_is_the_ratio_of_its_rates() -> None:
 
 
 # The search
-
-
-def test_sizes_divide_the_heads_and_lie_in_a_node_or_are_whole_nodes() -> None:
-    assert knapformer.allowed_sizes(H100, 24) == [1, 2, 4, 8, 24]
-    assert knapformer.allowed_sizes(Cluster(6, 3), 12) == [1, 3, 6]
 
 
 def seconds(topology: str, lengths: list[int]) -> float:
@@ -166,26 +165,19 @@ def drawn(codes: str, seed: int) -> list[int]:
     return [length for samples in batch for length in samples]
 
 
-@pytest.mark.parametrize(
-    "codes", [distributions.LOW_RESOLUTION, distributions.MIXED_RESOLUTION, distributions.IMAGES_AND_VIDEOS]
-)
-def test_auto_is_as_fast_as_any_of_the_papers_topologies(codes: str) -> None:
-    for seed in range(2):
-        lengths = drawn(codes, seed)
-        best = min(seconds(topology, lengths) for topology in ("g1n32", "g2n16", "g4n8", "g8n4"))
-        assert seconds("auto", lengths) <= best * (1 + 1e-9)
-
-
 # Not the paper's: images of 512 x 512 pixels on 31 GPUs and a clip of five seconds on one, a quarter
 # of the work. Fixed before the search for topologies was written, to judge it by.
 IMAGES_AND_A_LONG_CLIP = "g1b1i1024f85s1,g31b28i512f1s0"
+WORKLOADS = (distributions.LOW_RESOLUTION, distributions.MIXED_RESOLUTION, distributions.IMAGES_AND_VIDEOS)
 
 
-def test_auto_is_five_percent_faster_on_the_workload_fixed_before() -> None:
+@pytest.mark.parametrize("codes", [*WORKLOADS, IMAGES_AND_A_LONG_CLIP])
+def test_auto_is_as_fast_as_any_of_the_papers_topologies_and_faster_on_the_workload_fixed_before(codes: str) -> None:
+    most = 0.95 if codes == IMAGES_AND_A_LONG_CLIP else 1 + 1e-9
     for seed in range(2):
-        lengths = drawn(IMAGES_AND_A_LONG_CLIP, seed)
+        lengths = drawn(codes, seed)
         best = min(seconds(topology, lengths) for topology in ("g1n32", "g2n16", "g4n8", "g8n4"))
-        assert seconds("auto", lengths) <= 0.95 * best
+        assert seconds("auto", lengths) <= most * best
 
 
 def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() -> None:
@@ -203,9 +195,8 @@ def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() 
 
 @pytest.mark.parametrize("topology", ["g12n2+g1n8", "g4n8"])
 def test_experts_wait_for_the_rank_with_the_most_tokens(topology: str) -> None:
-    """Each rank's exchange was priced by its own tokens, which are not those of the slowest rank where
-    topologies are mixed, and in the backward as twice the forward's.
-    """
+    # Each rank's exchange was priced by its own tokens, which are not those of the slowest rank
+    # where topologies are mixed, and in the backward as twice the forward's.
     cluster = load_cluster("a800").build(num_ranks=32, ranks_per_node=4)
     cost = planning_cost(cluster, EXPERTS, None)
     planned = knapformer.plan(
@@ -213,22 +204,8 @@ def test_experts_wait_for_the_rank_with_the_most_tokens(topology: str) -> None:
     )
     machine = Machine(cluster, EXPERTS, AnalyticCost(cluster, EXPERTS))
     step = simulate_step([planned], machine, Setup("keep", experts=8, engine="rounds"))
-    groups, work = (
-        knapformer.parse(topology).repeated(32),
-        sequence_work(np.array(CAUSAL), EXPERTS, gamma_of(cost, EXPERTS)),
-    )
+    groups = knapformer.parse(topology).repeated(32)
+    work = sequence_work(np.array(CAUSAL), EXPERTS, gamma_of(cost, EXPERTS))
     group_of = knapformer.assign(work, CAUSAL, groups.sizes, None)
     price_s = knapformer.TopologyPrices(CAUSAL, cluster, EXPERTS, cost).seconds(groups, group_of)
     assert price_s == pytest.approx(sum(step.layer_s), rel=0.01)
-
-
-# Masks
-
-
-def test_a_planner_that_cuts_the_causal_triangle_refuses_full_attention() -> None:
-    with pytest.raises(
-        ConfigError, match=r"planner distca plans causal and window attention only, .* full attention .* te_ring"
-    ):
-        make_planner("distca", Cluster(4, 4), MODEL)([10, 20])
-    with pytest.raises(ConfigError, match="attention 'half' is not a known mask; known: causal, full, window_KEYS"):
-        replace(MODEL, attention="half")

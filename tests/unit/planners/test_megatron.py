@@ -34,15 +34,15 @@ def planned(lengths: tuple[tuple[int, ...], ...], context: StepContext = CONTEXT
 
 
 def rings(step: StepPlan) -> list[list[tuple[tuple[int, ...], int]]]:
-    """By microbatch, ranks of each zone and tokens in it."""
+    # By microbatch, ranks of each zone and tokens in it.
     return [
         [(zone.ranks, sum(plan.lengths[seq] for seq in zone.seqs)) for zone in plan.zones if isinstance(zone, Zone)]
         for plan in step.plans
     ]
 
 
-def test_full_samples_go_to_the_replicas_in_turn() -> None:
-    """90 + 10, 60 + 40 and 50 + 50 fill three samples of 100 tokens; 70 + 30 a fourth."""
+def test_full_samples_go_to_replicas_of_the_fewest_ranks_in_turn() -> None:
+    # 90 + 10, 60 + 40 and 50 + 50 fill three samples of 100 tokens; 70 + 30 a fourth.
     step = planned(((90, 50, 10, 60), (40, 70, 30, 50)), tokens_per_rank=25, context_parallel=4)
     assert rings(step) == [[((0, 1, 2, 3), 100), ((4, 5, 6, 7), 100)]] * 2
     assert sorted(seq for (seqs,) in step.members for seq in seqs) == list(range(8))
@@ -52,29 +52,18 @@ def test_full_samples_go_to_the_replicas_in_turn() -> None:
         [60, 40],
         [50, 50],
     ]
-
-
-def test_a_ring_is_transformer_engines_inside_its_replica() -> None:
+    # Without a word the fewest ranks hold the longest sequence.
+    fewest = rings(planned(((90, 20, 20),), tokens_per_rank=50))
+    assert {ranks for zones in fewest for ranks, _ in zones} == {(0, 1), (2, 3)}
+    (everywhere,) = rings(planned(((90, 20, 20),)))
+    assert everywhere == [(tuple(range(8)), 130)]  # nothing limits a rank
+    # A ring is transformer engines inside its replica.
     (plan,) = planned(((64, 64),), tokens_per_rank=16, context_parallel=4).plans
     found = plan_statistics(plan, MODEL)
     assert found["kv_tokens_received_inter_node_per_rank"] == [0] * 8
-    assert (
-        found["kv_tokens_received_per_rank"]
-        == plan_statistics(make_planner("te_ring", Cluster(4, 4), MODEL)([64]), MODEL)["kv_tokens_received_per_rank"]
-        * 2
-    )
-
-
-def test_without_a_word_the_fewest_ranks_hold_the_longest_sequence() -> None:
-    assert {ranks for (zones) in rings(planned(((90, 20, 20),), tokens_per_rank=50)) for ranks, _ in zones} == {
-        (0, 1),
-        (2, 3),
-    }
-    (everywhere,) = rings(planned(((90, 20, 20),)))
-    assert everywhere == [(tuple(range(8)), 130)]  # nothing limits a rank
-
-
-def test_microbatches_that_are_dealt_keep_their_sequences() -> None:
+    alone = plan_statistics(make_planner("te_ring", Cluster(4, 4), MODEL)([64]), MODEL)
+    assert found["kv_tokens_received_per_rank"] == 2 * alone["kv_tokens_received_per_rank"]
+    # Microbatches that are dealt keep their sequences.
     dealt = replace(CONTEXT, own_microbatches=False)
     step = planned(((30, 30, 30), (90,)), dealt, tokens_per_rank=15)
     assert step.members == (((0, 1, 2),), ((3,),))
@@ -177,31 +166,13 @@ def test_dynamic_groups_hold_no_more_than_the_tokens_of_their_ranks(lengths: lis
 
 
 @each_rules
-def test_the_microbatches_of_a_schedule_follow_one_another_in_one_plan_if_a_rank_holds_them(rules: str) -> None:
-    def two(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microbatch]:
-        assert (tuple(lengths), num_ranks) == ((8, 8, 8, 8), 2)
-        return [((1, (0,)), (1, (1,))), ((2, (2, 3)),)] if tokens < 20 else [((1, (0, 1, 2)), (1, (3,)))]
-
-    cluster = Cluster(2, 2)
-    options = MegatronDynamicOptions(tokens_per_rank=20, rules=rules)  # pyright: ignore[reportArgumentType]
-    plan = plan_with(two, Batch((8, 8, 8, 8)), cluster, MODEL, options)
-    assert zones_of(plan) == [
-        ((0, 1), (2, 3)),
-        ((0,), (0,)),
-        ((1,), (1,)),
-    ]  # not the first schedule: it has 24 tokens on a rank
-
-
-@each_rules
-def test_a_capacity_equal_to_the_average_is_legal(rules: str) -> None:
+def test_the_rules_of_microbatches(rules: str) -> None:
+    # A capacity equal to the average is legal.
     for lengths in ([23, 19, 14, 8], [64], [1] * 64, [8] * 8, [63, 1]):
         plan = plan_of(lengths, Cluster(8, 4), tokens_per_rank=8, rules=rules)
         verify(plan)
         assert max(plan_statistics(plan, MODEL)["tokens_per_rank"]) <= 8 + 2 * len(lengths)
-
-
-@each_rules
-def test_microbatches_are_those_of_the_schedule(rules: str) -> None:
+    # Microbatches are those of the schedule.
     cluster, lengths = Cluster(8, 4), (300, 100, 90, 80, 70, 60, 50, 300, 300, 40, 20, 7)
     options = MegatronDynamicOptions(tokens_per_rank=100, rules=rules)  # pyright: ignore[reportArgumentType]
     made = plan_batch(Batch(lengths), cluster, MODEL, AnalyticCost(cluster, MODEL), options)
@@ -216,10 +187,24 @@ def test_microbatches_are_those_of_the_schedule(rules: str) -> None:
             first += size
         assert {seqs[i]: ranks for ranks, own in zones_of(plan) for i in own} == ranks_of
 
+    # The microbatches of a schedule follow one another in one plan if a rank holds them.
+    def two(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microbatch]:
+        assert (tuple(lengths), num_ranks) == ((8, 8, 8, 8), 2)
+        return [((1, (0,)), (1, (1,))), ((2, (2, 3)),)] if tokens < 20 else [((1, (0, 1, 2)), (1, (3,)))]
+
+    cluster = Cluster(2, 2)
+    options = MegatronDynamicOptions(tokens_per_rank=20, rules=rules)  # pyright: ignore[reportArgumentType]
+    plan = plan_with(two, Batch((8, 8, 8, 8)), cluster, MODEL, options)
+    # Not the first schedule: it has 24 tokens on a rank.
+    assert zones_of(plan) == [((0, 1), (2, 3)), ((0,), (0,)), ((1,), (1,))]
+
 
 def test_a_sequence_longer_than_the_pool_is_named() -> None:
     with pytest.raises(InfeasibleError, match="sequence 1 has 900 tokens"):
         plan_of([5, 900], Cluster(8, 4), tokens_per_rank=100)
+    cluster, options = Cluster(8, 4), HybridDpOptions(tokens_per_rank=100)
+    with pytest.raises(InfeasibleError, match="sequence 1 has 801 tokens and needs 9 ranks of 100 tokens; 8 are"):
+        baselines.hybrid_dp_batch(Batch((5, 801)), cluster, HYBRID, AnalyticCost(cluster, HYBRID), options)
 
 
 # hybrid_dp: short sequences alone, long ones in rings, FLOPs within the tolerance, memory by
@@ -245,41 +230,35 @@ def flops(plan: MicrobatchPlan) -> list[float]:
     ]
 
 
-def test_short_sequences_stay_on_one_rank_and_a_long_one_takes_a_ring_inside_its_node() -> None:
+def test_hybrid_dp_takes_the_fewest_ranks_that_memory_and_flops_allow() -> None:
+    # Short sequences stay on one rank and a long one takes a ring inside its node.
     # The long one has about half of all FLOPs, so half of the ranks take it; the others take the
     # short ones.
     plan = hybrid_plan([8000, *[4000] * 4], Cluster(8, 4), slack=2.5)
     assert hybrid_rings(plan) == [((0, 1, 2, 3), [8000]), *(((rank,), [4000]) for rank in range(4, 8))]
-
-
-def test_the_fewest_ranks_are_taken_that_memory_and_flops_allow() -> None:
+    # The fewest ranks are taken that memory and FLOPs allow.
     # 16 is four times a rank's capacity of 4; linear work outweighs these few pairs, so FLOPs ask
     # for no more.
     assert hybrid_rings(hybrid_plan([16, 4, 4, 4, 4], Cluster(8, 8), tokens_per_rank=4)) == [
         ((0, 1, 2, 3), [16]),
         *(((rank,), [4]) for rank in range(4, 8)),
     ]
+    # Without slack all sequences go over all ranks.
+    assert hybrid_rings(hybrid_plan([23, 19, 14, 8], Cluster(8, 4), tokens_per_rank=8)) == [
+        (tuple(range(8)), [23, 19, 14, 8])
+    ]
 
 
-def test_flops_are_within_the_tolerance_of_the_mean() -> None:
+def test_flops_are_within_the_tolerance_of_the_mean_and_more_of_it_moves_less() -> None:
+    # FLOPs are within the tolerance of the mean.
     lengths = [24957, 8593, 25756, 17251, 59657, 28869, 6177, 26620, 5610, 592, 9331, 15506]
     for tolerance in (0.02, 0.05, 0.2):
         work = flops(hybrid_plan(lengths, Cluster(64, 8), slack=2.0, tolerance=tolerance))
         assert max(work) <= (1 + tolerance) * sum(work) / 64 * 1.001  # chunks of a ring are near equal
-
-
-def test_more_tolerance_moves_less() -> None:
-    lengths = [24957, 8593, 25756, 17251, 59657, 28869, 6177, 26620, 5610, 592, 9331, 15506]
+    # More tolerance moves less.
     strict, lax = (hybrid_plan(lengths, Cluster(64, 8), slack=2.0, tolerance=t) for t in (0.02, 0.5))
-    assert sum(plan_statistics(lax, HYBRID)["kv_tokens_received_per_rank"]) < sum(
-        plan_statistics(strict, HYBRID)["kv_tokens_received_per_rank"]
-    )
-
-
-def test_without_slack_all_sequences_go_over_all_ranks() -> None:
-    assert hybrid_rings(hybrid_plan([23, 19, 14, 8], Cluster(8, 4), tokens_per_rank=8)) == [
-        (tuple(range(8)), [23, 19, 14, 8])
-    ]
+    moved = [sum(plan_statistics(plan, HYBRID)["kv_tokens_received_per_rank"]) for plan in (strict, lax)]
+    assert moved[1] < moved[0]
 
 
 @given(
@@ -321,13 +300,3 @@ def test_microbatches_even_out_flops_over_their_sum() -> None:
     work = [sum(rank) for rank in zip(*(flops(plan) for plan in made.plans), strict=True)]
     assert max(work) <= 1.05 * sum(work) / 8 * 1.001
     assert len({zone.ranks for zone in made.plans[-1].zones if isinstance(zone, Zone)}) < 8
-
-
-def test_hybrid_dp_names_a_sequence_longer_than_the_pool() -> None:
-    cluster = Cluster(8, 4)
-    with pytest.raises(
-        InfeasibleError, match="sequence 1 has 801 tokens and needs 9 ranks of 100 tokens; 8 are available"
-    ):
-        baselines.hybrid_dp_batch(
-            Batch((5, 801)), cluster, HYBRID, AnalyticCost(cluster, HYBRID), HybridDpOptions(tokens_per_rank=100)
-        )

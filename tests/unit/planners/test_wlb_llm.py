@@ -48,10 +48,9 @@ def documents(*lengths: int) -> list[wlb_llm.Document]:
 
 
 def test_algorithm_1_by_hand() -> None:
-    """Work of n tokens: n + n^2 / 10. The 10 (20) goes first; three of 5 (7.5 each) follow into the
-    other microbatch. That has more then, so a 4 joins the 10; a 6 would be more than 15 tokens with
-    either.
-    """
+    # Work of n tokens: n + n^2 / 10. The 10 (20) goes first; three of 5 (7.5 each) follow into the
+    # other microbatch. That has more then, so a 4 joins the 10; a 6 would be more than 15 tokens
+    # with either.
     packed = wlb_llm.by_workload(documents(10, 5, 5, 5, 4), 2, 15, lambda n: n + n * n / 10)
     assert [[each.length for each in microbatch] for microbatch in packed.microbatches] == [[10, 4], [5, 5, 5]]
     assert packed.left == ()
@@ -59,7 +58,8 @@ def test_algorithm_1_by_hand() -> None:
     assert tight.left == (wlb_llm.Document(4, 6),)
 
 
-def test_a_queue_is_emptied_when_it_has_one_document_for_each_microbatch() -> None:
+def test_queues_of_outliers_are_emptied_each_for_itself() -> None:
+    # A queue is emptied when it has one document for each microbatch.
     waiting = [wlb_llm.Document(-3, 120), wlb_llm.Document(-2, 210)]
     new = documents(130, 40, 99, 205)
     now, held = wlb_llm.release(waiting, new, (100, 200), 2)
@@ -70,9 +70,7 @@ def test_a_queue_is_emptied_when_it_has_one_document_for_each_microbatch() -> No
     assert [each.length for each in held] == [120, 130, 210, 205], "queue by queue, first in, first out"
     now, held = wlb_llm.release([], documents(100, 101, 102, 103, 104), (100,), 2)
     assert [each.number for each in held] == [4], "no queue keeps as many as it could give"
-
-
-def test_several_queues_are_not_one() -> None:
+    # Several queues are not one.
     short_and_long = ((120, 20), (30, 260))
     _, one = plan(short_and_long, thresholds=[100])
     _, two = plan(short_and_long, thresholds=[100, 200])
@@ -80,7 +78,7 @@ def test_several_queues_are_not_one() -> None:
     assert two.waiting == ((-4, 120), (-1, 260))
 
 
-def test_outliers_wait_and_come_back_by_their_numbers() -> None:
+def test_outliers_wait_and_what_fits_no_microbatch_goes_first_in_the_next_step() -> None:
     first, carry = plan(((300, 20), (30, 40)), thresholds=[200])
     assert (sorted(chain(*members(first))), carry.waiting) == ([1, 2, 3], ((-4, 300),))
     _, carry = plan(((50,), (60, 70)), carry, thresholds=[200])
@@ -89,17 +87,13 @@ def test_outliers_wait_and_come_back_by_their_numbers() -> None:
     assert after == EMPTY
     assert {tuple(seq for seq in seqs if seq in (-7, 0)) for seqs in members(third)} == {(-7,), (0,)}
     assert sorted(each.lengths for each in third.plans) == [(250, 10, 11), (300,)]
-
-
-def test_what_fits_no_microbatch_goes_first_in_the_next_step() -> None:
+    # What fits no microbatch goes first in the next step.
     step, carry = plan(((90, 60), (80, 50)), tokens_per_rank=60)
     assert all(each.num_tokens <= 120 for each in step.plans)
     assert carry.waiting == ((-3, 60), (-1, 50))
     step, carry = plan(((40,), (20,)), carry, tokens_per_rank=60)
     assert (sorted(members(step)), carry) == ([(-3, 1), (-1, 0)], EMPTY)
-
-
-def test_in_the_last_steps_nothing_is_delayed_and_what_waits_goes_first() -> None:
+    # In the last steps nothing is delayed and what waits goes first.
     carry = Carry.of("wlb_llm", {"remained": []}, ((-2, 300), (-1, 210)))
     last = replace(CONTEXT, may_delay=False)
     step, after = plan(((250,), (20,)), carry, last, thresholds=[200], tokens_per_rank=200)
@@ -115,13 +109,18 @@ def test_delay_off_trains_what_was_dealt_and_repacking_moves_it() -> None:
     assert (sorted(chain(*members(step))), carry) == ([0, 1, 2, 3, 4], EMPTY)
     assert members(step) == [(0,), (1, 2, 3, 4)]
     assert members(plan(lengths, packing="original")[0]) == [(0, 1), (2, 3, 4)]
-
-
-def test_without_a_capacity_and_a_next_step_what_fits_no_microbatch_of_one_length_is_trained_too() -> None:
-    """It failed, since no capacity is no whole number."""
+    # Without a capacity and a next step what fits no microbatch of one length is trained too.
+    # It failed, since no capacity is no whole number.
     once = replace(CONTEXT, may_carry=False)
     step, carry = plan(((400, 300), (200, 150)), context=once, packing="fixed", context_tokens=500)
     assert (sorted(chain(*members(step))), carry) == ([0, 1, 2, 3], EMPTY)
+    # A window of several batches brings like microbatches together.
+    lengths = ((900, 50), (60, 70), (880, 20), (40, 30))
+    step, _ = plan(lengths, packing="fixed", window=2, context_tokens=1000)
+    work = [sum(n * n for n in each.lengths) for each in step.plans]
+    assert work == sorted(work, reverse=True)
+    assert sorted(chain(*members(step))) == list(range(8))
+    assert plan(lengths, packing="ilp", window=2, context_tokens=1000)[1] == EMPTY
 
 
 def test_any_planner_may_follow_inside_a_microbatch() -> None:
@@ -192,15 +191,6 @@ def test_eq_1_is_solved_better_than_greedy_where_greedy_errs() -> None:
     assert pack_greedily(PackingProblem((9, 8), 1, 10)) == [0, None]
 
 
-def test_a_window_of_several_batches_brings_like_microbatches_together() -> None:
-    lengths = ((900, 50), (60, 70), (880, 20), (40, 30))
-    step, _ = plan(lengths, packing="fixed", window=2, context_tokens=1000)
-    work = [sum(n * n for n in each.lengths) for each in step.plans]
-    assert work == sorted(work, reverse=True)
-    assert sorted(chain(*members(step))) == list(range(8))
-    assert plan(lengths, packing="ilp", window=2, context_tokens=1000)[1] == EMPTY
-
-
 def test_tune_weighs_imbalance_against_delay() -> None:
     generator = np.random.default_rng(0)
     draw = [
@@ -221,7 +211,7 @@ def test_tune_weighs_imbalance_against_delay() -> None:
 
 
 def test_table_2_counts_and_ours_reaches_it() -> None:
-    """Fewer batches than the figures in docs have; the bounds that hold there hold here, too."""
+    # Fewer batches than the figures in docs have; the bounds that hold there hold here, too.
     batches = table2.global_batches("wlb-skew", 96)
     assert all(sum(sample) <= table2.WINDOW for batch in batches for sample in batch)
     original = table2.measure(batches, table2.context(packing="original"))
@@ -248,15 +238,6 @@ def slowest_s(planned: MicrobatchPlan) -> float:
     return wlb_llm.predicted_s(zones, Context.of(planned), H100, LLAMA, COST)
 
 
-@pytest.mark.parametrize(
-    ("sharding", "patterns"), [("document", ["gather_documents"]), ("sequence", ["gather_sequence"])]
-)
-def test_a_fixed_sharding_is_one_zone_over_all_ranks(sharding: str, patterns: list[str]) -> None:
-    planned = made(sharding, (5, 1, 30))
-    assert [zone.pattern for zone in planned.zones] == patterns
-    assert [zone.seqs for zone in planned.zones] == [(0, 1, 2)]
-
-
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 20), st.integers(1, 5000)), min_size=1, max_size=9),
     num_ranks=st.integers(1, 8),
@@ -271,21 +252,23 @@ def test_ranks_differ_by_one_token_at_most_with_both_shardings_in_one_microbatch
         assert sum(held) == sum(lengths)
 
 
-def test_long_documents_cut_on_their_own_are_even_and_packed_ones_are_not() -> None:
+def test_a_fixed_sharding_is_even_only_where_documents_are_cut_on_their_own() -> None:
+    for sharding, pattern in (("document", "gather_documents"), ("sequence", "gather_sequence")):
+        assert [(zone.pattern, zone.seqs) for zone in made(sharding, (5, 1, 30)).zones] == [(pattern, (0, 1, 2))]
+    # Long documents cut on their own are even and packed ones are not.
     even, packed = (plan_statistics(made(s, ONE_LONG), LLAMA)["imbalance"] for s in ("document", "sequence"))
     assert even["attention"] < 1.001
     assert packed["attention"] > 1.1
     assert even["tokens"] == packed["tokens"] == pytest.approx(1.0, abs=1e-4)
 
 
-def test_the_sooner_one_is_chosen_for_each_microbatch() -> None:
-    """Many short documents are better packed, a long one on its own."""
+def test_the_sooner_sharding_is_chosen_and_a_mixture_is_never_above_it() -> None:
+    # Many short documents are better packed, a long one on its own.
     for lengths, better, worse in ((SHORT, "sequence", "document"), ((40_000, 4000, 4000), "document", "sequence")):
         assert slowest_s(made(better, lengths)) < slowest_s(made(worse, lengths))
         assert made("adaptive", lengths) == made(better, lengths)
-
-
-def test_a_mixture_is_never_predicted_above_the_better_of_both_and_below_it_where_a_microbatch_has_both() -> None:
+    # A mixture is never predicted above the better of both and below it where a microbatch has
+    # both.
     for lengths in (SHORT, ONE_LONG, (7, 3, 1)):
         assert slowest_s(made("mixed", lengths)) <= slowest_s(made("adaptive", lengths))
     mixed = made("mixed", ONE_LONG)
@@ -296,23 +279,29 @@ def test_a_mixture_is_never_predicted_above_the_better_of_both_and_below_it_wher
     assert slowest_s(mixed) < 0.99 * slowest_s(made("adaptive", ONE_LONG))
 
 
-def test_the_second_zone_begins_with_the_ranks_that_have_no_token_more_yet() -> None:
+def test_candidates_of_a_mixture() -> None:
+    # The second zone begins with the ranks that have no token more yet.
     (zones,) = [zones for zones in wlb_llm.candidates((13, 6), 4, "mixed") if len(zones) == 2]
     assert [zone.ranks for zone in zones] == [(0, 1, 2, 3), (1, 2, 3, 0)]
 
-
-def test_no_document_too_short_for_all_chunks_is_cut_beside_packed_ones() -> None:
+    # No document too short for all chunks is cut beside packed ones.
     def alone(lengths: tuple[int, ...]) -> list[int]:
-        """Documents on their own of each candidate."""
+        # Documents on their own of each candidate.
         tried = wlb_llm.candidates(lengths, 4, "mixed")
         return [sum(len(zone.seqs) for zone in zones if zone.name == "document") for zones in tried]
 
     assert alone(SHORT) == [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
     assert alone((7,) * 9) == [0, 9], "all packed, or all on their own"
+    # Bad input is one sentence.
+    with pytest.raises(ConfigError, match=r"sharding 'chunk' is not known; choose one of document, sequence, adaptive"):
+        wlb_llm.shard(Batch((4,)), H100, LLAMA, COST, wlb_llm.WlbShardingOptions(sharding="chunk"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InfeasibleError, match="the batch has 41 tokens; 4 ranks x 10 tokens hold 40"):
+        make_planner("wlb_sharding", Cluster(4, 4), LLAMA, tokens_per_rank=10)([20, 21])
 
 
-def test_predicted_seconds_are_of_all_launches_forward_and_backward() -> None:
-    """Each rank launches once a zone; the flat machine takes 1 s forward and 2 s backward."""
+def test_predicted_seconds_are_of_all_launches_and_of_what_is_gathered() -> None:
+    # Predicted seconds are of all launches forward and backward.
+    # Each rank launches once a zone; the flat machine takes 1 s forward and 2 s backward.
     model = Model(2, 2, 16)
     context = Context(np.array([64, 64]), 2, 2, 4, 4)
     zones = [
@@ -320,10 +309,8 @@ def test_predicted_seconds_are_of_all_launches_forward_and_backward() -> None:
         Zone("sequence", "gather_sequence", (1, 0), (1,)),
     ]
     assert wlb_llm.kernel_s(zones, context, FlatCost(model)).tolist() == [6.0, 6.0, 3.0, 3.0]
-
-
-def test_what_is_gathered_and_its_gradients_count_at_the_rate_of_the_slowest_link() -> None:
-    """A rank of each of two nodes, 10 tokens each: a step of 1,280 bytes out and 2,560 back."""
+    # What is gathered and its gradients count at the rate of the slowest link.
+    # A rank of each of two nodes, 10 tokens each: a step of 1,280 bytes out and 2,560 back.
     cluster, model = Cluster(2, 1, ranks_per_nic=1), Model(2, 2, 16, bytes_per_element=2)
     context = Context(np.array([20]), 2, 2, 2, 1)
     (zones,) = wlb_llm.candidates([20], 2, "document")
@@ -334,10 +321,3 @@ def test_what_is_gathered_and_its_gradients_count_at_the_rate_of_the_slowest_lin
     assert wlb_llm.predicted_s(whole, replace(context, lengths=np.array([1])), cluster, model, flat) == 3.0, (
         "nothing travels"
     )
-
-
-def test_bad_input_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"sharding 'chunk' is not known; choose one of document, sequence, adaptive"):
-        wlb_llm.shard(Batch((4,)), H100, LLAMA, COST, wlb_llm.WlbShardingOptions(sharding="chunk"))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InfeasibleError, match="the batch has 41 tokens; 4 ranks x 10 tokens hold 40"):
-        make_planner("wlb_sharding", Cluster(4, 4), LLAMA, tokens_per_rank=10)([20, 21])

@@ -34,7 +34,7 @@ MODEL = Model(32, 32, 128)
 
 
 def plan_of(lengths: list[int], cluster: Cluster, **options: Any) -> MicrobatchPlan:
-    """Rings of single ranks, unless another rule is named."""
+    # Rings of single ranks, unless another rule is named.
     return make_planner("zeppelin", cluster, MODEL, **{"rule": "groups", "group_size": 1, **options})(lengths)
 
 
@@ -66,6 +66,8 @@ PAPERS_RULE: list[tuple[list[int], tuple[int, int], int, list[tuple[str, tuple[i
     # + 400) / 4 = 500: ceil(3.2) = 4 and ceil(0.8) = 1 fragments, but 20 whole passes the capacity of
     # its rank (10 + 20 > 16), so it is split over all four.
     ([40, 20], (4, 4), 16, [("intra_node", (0, 1, 2, 3), [40, 20])]),
+    # Without slack everything goes across nodes.
+    ([23, 19, 14, 8], (8, 4), 8, [("inter_node", tuple(range(8)), [23, 19, 14, 8])]),
 ]
 
 
@@ -75,26 +77,21 @@ def test_paper_rule_by_hand(lengths, ranks, tokens, zones) -> None:
     assert zones_of(plan) == zones
 
 
-def test_paper_rule_without_slack_sends_everything_across_nodes() -> None:
-    plan = plan_of([23, 19, 14, 8], Cluster(8, 4), rule="paper", tokens_per_rank=8)
-    assert zones_of(plan) == [("inter_node", tuple(range(8)), [23, 19, 14, 8])]
-
-
 # Rule: groups
 
 
-def test_short_sequences_stay_local_where_attention_is_even() -> None:
+def test_zones_of_rings_are_local_where_attention_is_even_shared_and_in_order() -> None:
+    # Short sequences stay local where attention is even.
     plan = plan_of([500] * 16, Cluster(8, 4))
     assert {name for name, _, _ in zones_of(plan)} == {"local"}
     assert plan_statistics(plan, MODEL)["imbalance"] == {"tokens": 1.0, "attention": 1.0}
-
-
-def test_sequences_on_the_same_ranks_share_one_zone() -> None:
+    # Equal sequences that fill the ranks exactly stay local without slack.
+    plan = plan_of([8] * 8, Cluster(8, 4), tokens_per_rank=8)
+    assert {name for name, _, _ in zones_of(plan)} == {"local"}
+    # Sequences on the same ranks share one zone.
     plan = plan_of([1000] * 3, Cluster(2, 2), tokens_per_rank=1500)
     assert len({ranks for _, ranks, _ in zones_of(plan)}) == len(plan.zones)
-
-
-def test_zones_are_issued_inter_node_then_intra_node_then_local() -> None:
+    # Zones are issued inter node then intra node then local.
     order = ["inter_node", "intra_node", "local"]
     names = [
         name for name, _, _ in zones_of(plan_of([60000, 30000, 20000, 9000, 4000, 3000, 500, 400], Cluster(32, 8)))
@@ -104,7 +101,7 @@ def test_zones_are_issued_inter_node_then_intra_node_then_local() -> None:
 
 
 def test_sequences_are_on_the_fewest_neighbours_that_stay_below_the_target() -> None:
-    """Of four groups with 19.25 seconds each in the mean."""
+    # Of four groups with 19.25 seconds each in the mean.
     seconds, tokens = [40.0, 30.0, 5.0, 2.0], [4, 3, 2, 1]
     assert aligned(seconds, tokens, 4, 27.0, 100) == [(0, 1), (2, 3), (2,), (3,)]
     assert aligned(seconds, tokens, 4, 22.0, 100) == [(0, 1), (2, 3), (2,), (3,)]
@@ -132,9 +129,8 @@ def test_the_closed_form_of_rings_of_groups_is_near_the_estimate_of_their_plan(n
 
 
 def drawn(seed: int, num_seqs: int = 60) -> list[int]:
-    """Long-tailed lengths of 64 tokens a rank of 16 ranks, to the token, and more than one sequence
-    of a length.
-    """
+    # Long-tailed lengths of 64 tokens a rank of 16 ranks, to the token, and more than one sequence
+    # of a length.
     rng = random.Random(seed)
     weights = [rng.lognormvariate(0, 1.2) for _ in range(num_seqs)]
     lengths = [max(1, int(1024 * weight / sum(weights))) for weight in weights]
@@ -146,9 +142,8 @@ def drawn(seed: int, num_seqs: int = 60) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_thresholds_that_are_passed_over_would_not_have_fit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Whether nothing is known of what found no room before; without slack, hardly any threshold
-    works out.
-    """
+    # Whether nothing is known of what found no room before; without slack, hardly any threshold
+    # works out.
     lengths, cluster, zone = drawn(seed), Cluster(16, 4), zeppelin._InterNodeZone  # pyright: ignore[reportPrivateUsage]
     slack = 64 + seed // 5
     found, tries = zeppelin.paper_placement(lengths, cluster, slack), list[int]()
@@ -164,11 +159,6 @@ def test_thresholds_that_are_passed_over_would_not_have_fit(monkeypatch: pytest.
 # Capacities, refusals and odd batches: tests/property/test_planners.py, of all planners
 
 
-def test_equal_sequences_that_fill_the_ranks_exactly_stay_local_without_slack() -> None:
-    plan = plan_of([8] * 8, Cluster(8, 4), tokens_per_rank=8)
-    assert {name for name, _, _ in zones_of(plan)} == {"local"}
-
-
 # Whether layers keep what they receive under a placement in waves, and what is taken where not.
 
 EXPERTS, STAGES = 32, 16
@@ -181,7 +171,7 @@ LONG = (212_365, 42_000, 7_779)
 
 
 def planned(lengths: tuple[int, ...], **options: Any) -> tuple[MicrobatchPlan, Machine, Machine]:
-    """A plan for 512 H800, told their memory; prices and the simulated machine."""
+    # A plan for 512 H800, told their memory; prices and the simulated machine.
     cluster = load_cluster("h800").build(num_ranks=32)
     machine, cost = Machine(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK)), planning_cost(cluster, DEEPSEEK, None)
     memory = step_memory(StageSetup(machine, SETUP)).of_microbatches(STAGES)
@@ -196,9 +186,8 @@ def waves_of(plan: MicrobatchPlan) -> int:
 
 
 def test_a_placement_comes_in_the_waves_whose_keys_layers_have_room_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three waves of a long sequence are faster than two whose keys come again, as simulated too. In
-    two, one such microbatch of 16 made all layers of the step replay.
-    """
+    # Three waves of a long sequence are faster than two whose keys come again, as simulated too. In
+    # two, one such microbatch of 16 made all layers of the step replay.
     kept, prices, machine = planned(LONG)
     monkeypatch.setattr(zeppelin, "_surely_keeps", lambda *_: True)
     replayed, *_ = planned(LONG)
@@ -215,7 +204,9 @@ def test_a_placement_comes_in_the_waves_whose_keys_layers_have_room_to_keep(monk
     assert seconds[0] < 0.98 * seconds[1]
 
 
-def test_the_search_is_made_again_for_layers_that_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_is_made_again_for_layers_that_replay_unless_waves_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told, placed = list[bool](), Search.placed
 
     def noted(self: Search, *, replays: bool) -> InWaves | None:
@@ -225,9 +216,7 @@ def test_the_search_is_made_again_for_layers_that_replay(monkeypatch: pytest.Mon
     monkeypatch.setattr(Search, "placed", noted)
     planned(LONG)
     assert told == [False, True]
-
-
-def test_a_number_of_waves_that_is_asked_for_stays() -> None:
+    # A number of waves that is asked for stays.
     plan, *_ = planned(LONG, num_waves=2)
     assert waves_of(plan) == 2
 
@@ -265,7 +254,7 @@ def test_no_rank_owns_or_receives_more_than_the_bound(lengths: list[int], name: 
 
 
 def test_without_waves_that_leave_room_the_faster_of_both_searches_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that fit, the one of the shorter layer."""
+    # Of those that fit, the one of the shorter layer.
     (kept, prices, _), (replayed, *_) = planned(LONG), planned(LONG, num_waves=2)
     context = StepContext(prices.cluster, prices.model, prices.cost, memory=prices.memory, options=ZeppelinOptions())
     search = search_of(LONG, context)
@@ -297,5 +286,5 @@ def _in(plan: MicrobatchPlan, number: int) -> tuple[SharedZone]:
 
 
 def search_of(lengths: Sequence[int], context: StepContext) -> Search:
-    """The search for a plan of one microbatch, whatever it holds."""
+    # The search for a plan of one microbatch, whatever it holds.
     return Search(tuple(lengths), context, sum(lengths))
