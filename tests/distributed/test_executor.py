@@ -299,16 +299,8 @@ CASE = strategies.Case(Batch((400, 90, 64, 33, 250)), Cluster(8, 4), Model(4, 2,
 PLANNERS = ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "random_task_table", "random_zones"]
 # Ranks 0 and 2 share a sequence across two nodes of two; ranks 1 and 3 attend their own and pass on
 # the others'.
-TWO_NODES = by_hand.plan(
-    (256, 40, 40),
-    4,
-    by_hand.ring((0, 2), 0),
-    by_hand.local(1, 1),
-    by_hand.local(3, 2),
-    ranks_per_node=2,
-    heads=(4, 2),
-    routing=Routing(1, (0,)),
-)
+TWO = (by_hand.ring((0, 2), 0), by_hand.local(1, 1), by_hand.local(3, 2))
+TWO_NODES = by_hand.plan((256, 40, 40), 4, *TWO, ranks_per_node=2, heads=(4, 2), routing=Routing(1, (0,)))
 
 
 def everything_routed(planned: MicrobatchPlan, ranks_per_nic: int = 1) -> MicrobatchPlan:

@@ -23,17 +23,11 @@ ZONES = (by_hand.head_exchange(range(4), 0), by_hand.all_gather((2, 3), 1), by_h
 COLLECTIVE = by_hand.plan((96, 40, 33), 4, *ZONES, **NODES)
 # For the interpreter, which takes its time over every block of 8 rows: still fragments of more than
 # one block, and of parts of one.
+HEADS = (by_hand.zone("zone", "head_ring", range(4), (0, 1)), by_hand.head_exchange(range(4), 2, 3))
 INTERPRETED = {
     "routed": replace(ROUTED, lengths=(72, 20)),
     "collective": replace(COLLECTIVE, lengths=(20, 18, 5)),
-    "head ring": by_hand.plan(
-        (30, 21, 12, 5),
-        4,
-        by_hand.zone("zone", "head_ring", range(4), (0, 1)),
-        by_hand.head_exchange(range(4), 2, 3),
-        ranks_per_node=2,
-        heads=(4, 4),
-    ),
+    "head ring": by_hand.plan((30, 21, 12, 5), 4, *HEADS, ranks_per_node=2, heads=(4, 4)),
     "tiled": random_task_table(Batch((72, 20)), Cluster(4, 4), Model(4, 2, 8), seed=3),
 }
 TILED = random_task_table(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)

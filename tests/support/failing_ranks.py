@@ -64,12 +64,8 @@ def llama() -> Any:
     # A small model of Transformers.
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)
     return LlamaForCausalLM._from_config(config, attn_implementation=hf.register())
 

@@ -125,10 +125,8 @@ class Trainer:
     def __init__(self, path: Sequence[str] = ()) -> None:
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
-        command, pipes = (
-            [sys.executable, "-W", "ignore", __file__],
-            {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
-        )
+        pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        command = [sys.executable, "-W", "ignore", __file__]
         self._server = subprocess.Popen(command, **pipes, text=True, cwd=ROOT, env=environment)
 
     def run(self, job: Job) -> Result:

@@ -22,15 +22,11 @@ from tests.support.role_traps import no_parallel_state, no_world_group
 from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
 
 # Sizes that TP 2, 3 and 4 divide.
-MODEL: dict[str, Any] = {
-    **GPT, "num-layers": 4, "hidden-size": 48, "ffn-hidden-size": 96, "num-attention-heads": 12,
-    "seq-length": 64, "max-position-embeddings": 64,
-}
-RUN: dict[str, Any] = {
-    **LOOP, **LOCAL_LAYERS, "global-batch-size": 8, "train-iters": 1, "lr": 0.001, "seed": 11, "mock-data": True,
-    "vocab-size": 90, "make-vocab-size-divisible-by": 48, "use-distributed-optimizer": True,
-    "balance-device": "cpu",
-}
+MODEL: dict[str, Any] = {**GPT, "num-layers": 4, "hidden-size": 48, "ffn-hidden-size": 96, "num-attention-heads": 12}
+MODEL |= {"seq-length": 64, "max-position-embeddings": 64}
+RUN: dict[str, Any] = {**LOOP, **LOCAL_LAYERS, "balance-device": "cpu", "mock-data": True, "seed": 11, "train-iters": 1}
+RUN |= {"vocab-size": 90, "make-vocab-size-divisible-by": 48, "use-distributed-optimizer": True}
+RUN |= {"global-batch-size": 8, "lr": 0.001}
 # On four ranks, in turn; the fourth leaves a rank over.
 STRATEGIES = (
     "tp2-pp1-cp1+tp1-pp2-cp1",

@@ -83,12 +83,12 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
         PhaseTrace(
             recorded,
             streams(ops, world.rank, plan.ranks_per_node),
-            [{relay_task.op for relay_task in group} for group in bound.phases[phase].relay_tasks],
+            [{relay_task.op for relay_task in group} for group in phase.relay_tasks],
             hidden_share(recorded),
         )
         for recorded, ops, phase in (
-            (forward, program.forward, "forward"),
-            (trace[len(forward) :], program.backward, "backward"),
+            (forward, program.forward, bound.phases["forward"]),
+            (trace[len(forward) :], program.backward, bound.phases["backward"]),
         )
     ]
 

@@ -19,16 +19,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-KEYS = (
-    "attention_mask",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "labels",
-    "loss_mask",
-    "max_seqlen",
-    "position_ids",
-    "tokens",
-)
+KEYS = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "labels", "loss_mask", "max_seqlen")
+KEYS += ("position_ids", "tokens")
 
 
 def get_batch(data_iterator):

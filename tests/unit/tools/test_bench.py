@@ -69,37 +69,18 @@ def test_every_batch_is_trained_under_every_variant_each_repeat_in_an_order_that
 
 
 def record(variant: int, batch: int, repeat: int, seconds: float, **changes: Any) -> report.Record:
-    rank: dict[str, Any] = {
-        "forward_calls": [(10.0, 10.0 + seconds / 6), (20.0, 20.0 + seconds / 6)],
-        "backward_calls": [(30.0, 30.0 + 2 * seconds / 3)],
-        "step_s": seconds + 1.5,
-        "all_reduce_s": 0.5,
-        "hidden_share": 0.25,
-        "used": [(1.0, 100.0), (2.5, 103.2)],
-        "cpu_s": 0.4,
-        "model_s": 4.0,
-        "waited_s": 2.0,
-    }
+    rank: dict[str, Any] = {"step_s": seconds + 1.5, "all_reduce_s": 0.5, "hidden_share": 0.25, "cpu_s": 0.4}
+    rank |= {"model_s": 4.0, "waited_s": 2.0, "used": [(1.0, 100.0), (2.5, 103.2)]}
+    rank["forward_calls"] = [(10.0, 10.0 + seconds / 6), (20.0, 20.0 + seconds / 6)]
+    rank["backward_calls"] = [(30.0, 30.0 + 2 * seconds / 3)]
     # it waits for the other to come
     prefetchable = [(start - 1.0, stop - 0.01) for start, stop in rank["backward_calls"]]
     idle = {**rank, "backward_calls": prefetchable, "hidden_share": 0.75}
-    body: report.Record = {
-        "nics": 4,
-        "dataset": "arxiv",
-        "share": 0.2,
-        "cores": 2,
-        "loss": 5.0,
-        "grad_norm": 0.25,
-        "batch": batch,
-        "repeat": repeat,
-        "variant_id": variant,
-        "variant": ABLATION[variant].name,
-        "nic_sent": [1000000, 0],
-        "nic_received": [0, 3000000],
-        "ranks": [rank, idle],
-        "plan_nic_sent": [1_000_000 * report.GOODPUT, 0],
-        "plan_nic_received": [0, 2_900_000 * report.GOODPUT],
-    }
+    body: report.Record = {"nics": 4, "dataset": "arxiv", "share": 0.2, "cores": 2, "loss": 5.0, "grad_norm": 0.25}
+    body |= {"batch": batch, "repeat": repeat, "variant_id": variant, "variant": ABLATION[variant].name}
+    body |= {"nic_sent": [1000000, 0], "nic_received": [0, 3000000], "ranks": [rank, idle]}
+    body["plan_nic_sent"] = [1_000_000 * report.GOODPUT, 0]
+    body["plan_nic_received"] = [0, 2_900_000 * report.GOODPUT]
     return {**body, **changes}
 
 
