@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance import Cluster, Model, make_planner
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import SEVERAL, single
@@ -39,12 +37,8 @@ def test_a_failing_step_is_logged_with_its_place_in_the_plan(caplog, monkeypatch
 @pytest.fixture(scope="module")
 def ended() -> dict[str, list[tuple[int, str]]]:
     # By job of `failing_ranks`: exit code and output of each rank.
-    ran = processes.ended(
-        [sys.executable, "-m", "tests.support.failing_ranks"],
-        cwd=Path(__file__).resolve().parents[2],
-        timeout=280,
-        check=True,
-    )
+    command, root = [sys.executable, "-m", "tests.support.failing_ranks"], Path(__file__).resolve().parents[2]
+    ran = processes.ended(command, cwd=root, timeout=280, check=True)
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -105,26 +99,19 @@ def plans(num_ranks: int) -> list:
     return [plan("te_ring", case)] * num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_ranks_with_the_same_plan_agree(pool: Pool, num_ranks: int) -> None:
-    assert pool.run(jobs.compare_plans, num_ranks, plans(num_ranks)) == ["agreed"] * num_ranks
-
-
-def test_every_rank_hears_who_differs(pool: Pool) -> None:
+def test_ranks_hear_whether_and_who_differs(pool: Pool) -> None:
+    for num_ranks in (1, 2, 8):
+        assert pool.run(jobs.compare_plans, num_ranks, plans(num_ranks)) == ["agreed"] * num_ranks
     mixed = plans(4)
     mixed[2] = replace(mixed[2], lengths=(50, 8, 3))
-    heard = pool.run(jobs.compare_plans, 4, mixed)
-    assert len(set(heard)) == 1
-    assert f"3 of 4 ranks have plan {mixed[0].fingerprint()}, but rank 2 has {mixed[2].fingerprint()}" in heard[0]
-    assert "same configuration" in heard[0]
-
-
-def test_when_no_two_agree_all_but_the_first_are_named(pool: Pool) -> None:
+    (heard,) = set(pool.run(jobs.compare_plans, 4, mixed))
+    assert f"3 of 4 ranks have plan {mixed[0].fingerprint()}, but rank 2 has {mixed[2].fingerprint()}" in heard
+    assert "same configuration" in heard
+    # where no two agree, all but the first are named
     mixed = [replace(p, lengths=(50 + rank, 7, 3)) for rank, p in enumerate(plans(3))]
-    heard = pool.run(jobs.compare_plans, 3, mixed)
-    assert len(set(heard)) == 1
-    assert "rank 1 has" in heard[0]
-    assert "rank 2 has" in heard[0]
+    (heard,) = set(pool.run(jobs.compare_plans, 3, mixed))
+    assert "rank 1 has" in heard
+    assert "rank 2 has" in heard
 
 
 def test_tensor_parallel_peers_that_plan_otherwise_are_an_error_on_every_rank(pool: Pool) -> None:
@@ -196,32 +183,22 @@ def test_links_are_measured_whatever_ranks_they_join(pool: Pool) -> None:
 # The pool itself: a test that hangs or fails on one rank must say where.
 
 
-@pytest.mark.parametrize("size", WORLDS)
-def test_every_world_has_exactly_its_ranks(pool: Pool, size: int) -> None:
-    assert pool.run(jobs.add_ranks, size) == [size * (size - 1) // 2] * size
-
-
-def test_a_failing_rank_is_named_with_its_traceback_and_the_next_job_runs(pool: Pool) -> None:
+def test_every_world_has_its_ranks_and_a_failing_one_is_named_with_its_traceback(pool: Pool) -> None:
+    for size in WORLDS:
+        assert pool.run(jobs.add_ranks, size) == [size * (size - 1) // 2] * size
     with pytest.raises(RankError, match=r"rank 2 of 4 failed:[\s\S]*in fail_on[\s\S]*asked to fail"):
         pool.run(jobs.fail_on, 4, 2)
-    assert pool.run(jobs.add_ranks, 4) == [6] * 4
+    assert pool.run(jobs.add_ranks, 4) == [6] * 4, "the next job runs"
 
 
-def test_a_hanging_rank_is_named_with_its_stack() -> None:
-    impatient = Pool(timeout_s=20.0)
-    assert impatient.run(jobs.add_ranks, 2) == [1, 1]
-    impatient.timeout_s = 1.0
-    try:
-        with pytest.raises(RankError, match=r"ranks \[1\] did not answer in time[\s\S]*in hang_on"):
-            impatient.run(jobs.hang_on, 2, 1)
-    finally:
-        impatient.close()
-
-
-def test_groups_that_some_ranks_make_are_an_error_and_not_a_hang_of_the_next_job() -> None:
+def test_a_hanging_rank_is_named_with_its_stack_and_groups_that_some_ranks_make_are_an_error() -> None:
     impatient = Pool(timeout_s=20.0)
     try:
         with pytest.raises(RankError, match=r"new_group_of_two made process groups on 2 of 8 ranks; make them on all"):
             impatient.run(jobs.new_group_of_two, 2)
+        assert impatient.run(jobs.add_ranks, 2) == [1, 1]
+        impatient.timeout_s = 1.0
+        with pytest.raises(RankError, match=r"ranks \[1\] did not answer in time[\s\S]*in hang_on"):
+            impatient.run(jobs.hang_on, 2, 1)
     finally:
         impatient.close()

@@ -11,20 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_balance import Batch, Cluster, MicrobatchPlan, Model
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.trace_format import COMPUTE, Trace, TrackSpan, joined
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.compile.pipeline import expand, layout
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InvalidProgramError
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
+from megatron_balance.ir.plan import REMAP, Routing
 from megatron_balance.planning.ticks import plan_ticks, ticks
 from megatron_balance.reference import owned_rows
 from megatron_balance.runtime.attention import BackwardSlot, Server, balanced_attention
@@ -71,16 +68,10 @@ def nano_batch_step(
 @pytest.mark.parametrize(
     ("num_stages", "num_chunks", "nano_batches", "way", "pattern"),
     [
-        pytest.param(2, 1, (FIRST,), Way(again=True), "dispatch", id="whole, again"),
-        pytest.param(
-            2, 1, (FIRST, SECOND), Way(streams=True), "dispatch", id="nano-batches", marks=pytest.mark.product
-        ),
-        pytest.param(
-            2, 2, (FIRST, SECOND), Way(again=True, streams=True), "dispatch_once", id="nano-batches, chunks, again"
-        ),
-        pytest.param(
-            4, 2, (FIRST, SECOND), Way(), "dispatch", id="nano-batches, four stages", marks=pytest.mark.product
-        ),
+        (2, 1, (FIRST,), Way(again=True), "dispatch"),
+        pytest.param(2, 1, (FIRST, SECOND), Way(streams=True), "dispatch", marks=pytest.mark.product),
+        (2, 2, (FIRST, SECOND), Way(again=True, streams=True), "dispatch_once"),
+        pytest.param(4, 2, (FIRST, SECOND), Way(), "dispatch", marks=pytest.mark.product),
     ],
 )
 def test_every_stage_gets_the_attention_of_its_own_microbatches(
@@ -101,16 +92,10 @@ def test_every_stage_gets_the_attention_of_its_own_microbatches(
             owned = Rows.of(3, layout(plan, rank).tolist())
             assert len(values[0]) == sum(stop - start for _, start, stop in owned)
             truth = alone(plan, DIM, seed_of(stage, cell, nano_batch)) if len(owned) else [[]] * 4
+            where = (number, cell, nano_batch)
             for name, value, wanted in zip(("out", "q_grad", "k_grad", "v_grad"), values, truth, strict=True):
-                assert not len(owned) or dense.worst([value], [owned_rows(owned, wanted)]) < 1e-10, (
-                    number,
-                    cell,
-                    nano_batch,
-                    name,
-                )
-        assert attended.order == ranks[0].order, (
-            "a rank that serves makes the calls of those that compute, in their order"
-        )
+                assert not len(owned) or dense.worst([value], [owned_rows(owned, wanted)]) < 1e-10, (*where, name)
+        assert attended.order == ranks[0].order, "who serves makes the calls of those that compute, in their order"
     segments = ping_pong.forward(LAYERS, len(nano_batches))
     forwards, backwards = (
         [segment for segment in ts if segment.part != "linear"] for ts in (segments, ping_pong.backward(segments))
@@ -121,16 +106,8 @@ def test_every_stage_gets_the_attention_of_its_own_microbatches(
 
 def test_ticks_are_proved_like_any_plan() -> None:
     step = nano_batch_step(FIRST[:3])
-    assert {one.tick.microbatches for one in step.ticks} == {
-        (0, None),
-        (1, 0),
-        (2, 1),
-        (None, 2),
-        (None, 0),
-        (0, 1),
-        (1, 2),
-        (2, None),
-    }
+    forward, backward = [(0, None), (1, 0), (2, 1), (None, 2)], [(None, 0), (0, 1), (1, 2), (2, None)]
+    assert {one.tick.microbatches for one in step.ticks} == {*forward, *backward}
     for one in step.ticks:
         verify(expand(one.plan, "replay"))
 
@@ -210,6 +187,7 @@ def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(
         assert [counted["forward_calls"] for counted in result.counters] == [NANO_LAYERS, NANO_LAYERS]
 
 
+# Order as NCCL needs it: both nano-batches on the same communicators, whose messages match by order.
 @pytest.mark.parametrize(
     ("planner", "layered", "policy"),
     [
@@ -221,30 +199,19 @@ def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(
 def test_streams_joined_by_events_alone_carry_two_nano_batches(
     pool: Pool, planner: str, layered: bool, policy: Policy
 ) -> None:
-    # Order as NCCL needs it: both nano-batches on the same communicators, whose messages match by
-    # their order.
-    plans = nano_batches_of(planner, layered=layered)
-    ours, theirs = (
-        pool.run(nano_batches.layers, 8, plans, ping_pong.forward(NANO_LAYERS), policy, streams)
-        for streams in (True, False)
-    )
-    assert_same_bits(ours, theirs)
+    job = (nano_batches.layers, 8, nano_batches_of(planner, layered=layered), ping_pong.forward(NANO_LAYERS), policy)
+    assert_same_bits(*(pool.run(*job, streams) for streams in (True, False)))
 
 
-@pytest.mark.parametrize(
-    "segments", [ping_pong.forward(NANO_LAYERS), ping_pong.one_by_one(NANO_LAYERS)], ids=["interleaved", "one by one"]
-)
-def test_segments_run_in_the_order_that_the_simulator_prices(pool: Pool, segments: tuple[Segment, ...]) -> None:
-    # Also in the backward, which autograd orders: a rank issues an exchange of one nano-batch under
-    # the computation of the other.
+# Also in the backward, which autograd orders: a rank issues an exchange of one nano-batch under the
+# computation of the other.
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_segments_run_in_the_order_that_the_simulator_prices(pool: Pool, interleaved: bool) -> None:
+    segments = (ping_pong.forward if interleaved else ping_pong.one_by_one)(NANO_LAYERS)
+    both = (("forward", segments), ("backward", ping_pong.backward(segments)))
+    expected = [(each.nano_batch, phase, each.part) for phase, ts in both for each in ts if each.part != "linear"]
     plans = nano_batches_of("random_task_table", layered=False)
     for ran in pool.run(nano_batches.layers, 8, plans, segments, "replay"):
-        expected = [
-            (segment.nano_batch, phase, segment.part)
-            for phase, of_phase in (("forward", segments), ("backward", ping_pong.backward(segments)))
-            for segment in of_phase
-            if segment.part != "linear"
-        ]
         assert ran.order == expected
 
 
@@ -265,12 +232,8 @@ def test_rows_arrive_in_the_order_of_the_plan_and_results_come_back(pool: Pool, 
     total = sum(n for of_rank in LENGTHS for microbatch in of_rank for n in microbatch)
     rows = [row for received in ranks for each in received.rows for row in each]
     assert len(rows) == len(set(rows)) == total
-
-
-def test_a_pool_of_one_rank_exchanges_nothing(pool: Pool) -> None:
-    (received,) = pool.run(jobs.step, 1, LENGTHS[1:2], "zeppelin", False)
-    assert received.rows == received.planned
-    assert received.back == received.read
+    (received,) = pool.run(jobs.step, 1, LENGTHS[1:2], planner, ping_pong)
+    assert (received.rows, received.back) == (received.planned, received.read), "one rank exchanges nothing"
 
 
 def test_every_rank_hears_of_one_that_cannot_read(pool: Pool) -> None:
@@ -297,13 +260,9 @@ def test_ranks_that_run_other_numbers_of_microbatches_are_named(
         assert (answer if not peer else answer.replace("[1, 3, 5]", "[0, 2, 4]").replace("[7]", "[6]")).find(heard) >= 0
 
 
-def test_every_group_of_a_pool_has_the_timeout_it_was_given(pool: Pool) -> None:
+def test_every_group_of_a_pool_has_the_timeout_it_was_given_and_a_plain_process_group_is_a_pool(pool: Pool) -> None:
     timeouts = pool.run(jobs.timeouts_of_pools, NUM_RANKS, 7)
-    assert [set(of_rank) for of_rank in timeouts] == [{7.0}] * NUM_RANKS
-    assert all(len(of_rank) == 3 for of_rank in timeouts), "pool, node, joint pool"
-
-
-def test_a_plain_process_group_is_a_pool(pool: Pool) -> None:
+    assert timeouts == [[7.0] * 3] * NUM_RANKS, "pool, node, joint pool"
     everyone = tuple(range(NUM_RANKS))
     assert pool.run(jobs.pool_of_group, NUM_RANKS) == [(rank, NUM_RANKS, 4, everyone) for rank in everyone]
 
@@ -312,17 +271,9 @@ def test_a_plain_process_group_is_a_pool(pool: Pool) -> None:
 # and bytes, whatever carries them.
 
 CLUSTER = Cluster(8, 4)
-RING = by_hand.plan(
-    (256, 40, 40),
-    8,
-    by_hand.ring((1, 2, 5, 6), 0, name="far"),
-    by_hand.local(0, 1),
-    by_hand.local(3, 2),
-    ranks_per_node=4,
-    heads=(4, 2),
-    moves=[(1, 6, 16)],
-    routing=Routing(1, (REMAP, 0), pieces=2),
-)
+ZONES = (by_hand.ring((1, 2, 5, 6), 0, name="far"), by_hand.local(0, 1), by_hand.local(3, 2))
+ROUTED = Routing(1, (REMAP, 0), pieces=2)
+RING = by_hand.plan((256, 40, 40), 8, *ZONES, ranks_per_node=4, heads=(4, 2), moves=[(1, 6, 16)], routing=ROUTED)
 TRACED_HEADS = by_hand.pool("head_exchange", (100, 64), 8, ranks_per_node=4, heads=(8, 8))
 GATHER = by_hand.pool("all_gather", (100, 64), 8, ranks_per_node=4, heads=(4, 2))
 
@@ -359,11 +310,8 @@ def test_a_real_call_moves_what_the_simulated_one_moves_under_the_same_names(
         assert {(s.rank, s.phase) for s in linear} == {(rank, "forward"), (rank, "backward")}
         assert {s.track for s in spans} <= {COMPUTE, *names, *(f"{name} collective" for name in names)}
         assert all(s.stop_s >= s.start_s >= 0 for s in spans)
-    traces = [
-        Trace(spans, {rank: f"rank {rank}"}, {"node": 0, "began_unix_s": began})
-        for rank, (spans, _, began) in enumerate(runs)
-    ]
-    trace = joined(traces)
+    facts = [{"node": 0, "began_unix_s": began} for _, _, began in runs]
+    trace = joined([Trace(run[0], {rank: f"rank {rank}"}, facts[rank]) for rank, run in enumerate(runs)])
     assert trace.facts["skew_s"] == 0, "one machine has one clock"
     file = tmp_path / "step.json"
     file.write_text(json.dumps(trace.document(), allow_nan=False))

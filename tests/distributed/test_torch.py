@@ -62,9 +62,11 @@ def test_waves_train_like_one_rank_with_every_gradient(world: Pool, way: Way) ->
     ranks = [trained for (trained,) in world.run(torch_jobs.train, RANKS, [way])]
     for trained in ranks:
         assert torch_jobs.differences(trained, expected) == pytest.approx((0, 0, 0), abs=1e-5)
-        assert trained.counted.patterns == {"waves"}
-        assert trained.counted.all_to_alls >= 4 * torch_jobs.LAYERS * way.steps, "both ways, forward and backward"
-    assert sum(trained.counted.kv_tokens_received for trained in ranks) > 0
+        assert trained.patterns == {"waves"}
+        assert trained.counted["exchanges_all_to_all"] >= 4 * torch_jobs.LAYERS * way.steps, (
+            "both ways, forward and backward"
+        )
+    assert sum(trained.counted["kv_tokens_received"] for trained in ranks) > 0
 
 
 def test_every_planner_trains(world: Pool) -> None:
@@ -140,10 +142,10 @@ def test_values_of_a_second_model_are_refused_after_those_of_a_balanced_one(worl
     drawn = [each for each in torch_jobs.documents(0, 0) if len(each) > 1]
     sums = [F.cross_entropy(model(each[None]).logits[0, :-1], each[1:], reduction="sum") for each in drawn]
     right = float(sum(sums)) / sum(len(each) - 1 for each in drawn)
-    for found in world.run(torch_jobs.take_of_second_model, RANKS):
-        assert found.said.count("in every layer of the forward that made these values, got none") == 2, found
-        assert found.balanced == pytest.approx(right, rel=1e-6)
-        assert abs(found.past - right) > 1e-3, "on sdpa it sees other documents"
+    for said, balanced, past in world.run(torch_jobs.take_of_second_model, RANKS):
+        assert said.count("in every layer of the forward that made these values, got none") == 2, said
+        assert balanced == pytest.approx(right, rel=1e-6)
+        assert abs(past - right) > 1e-3, "on sdpa it sees other documents"
 
 
 def test_the_router_loss_is_that_of_one_process_with_all_documents(world: Pool) -> None:
@@ -162,18 +164,14 @@ def test_the_router_loss_is_that_of_one_process_with_all_documents(world: Pool) 
         assert abs(of_ranks - wanted.item()) > 1e-4, "the mean of the ranks' losses is another"
 
 
-GOOD = [torch.arange(4)]
+GOOD, IDS = [torch.arange(4)], "expected token ids [n] of integers, at least one"
 
 
 @pytest.mark.parametrize(
     ("given", "own", "others"),
     [
-        ([torch.zeros(2, 2)], "document 0: expected token ids [n] of integers, at least one, got (2, 2)", "ranks [2] "),
-        (
-            [torch.arange(3), torch.arange(0)],
-            "document 1: expected token ids [n] of integers, at least one",
-            "ranks [2]",
-        ),
+        ([torch.zeros(2, 2)], f"document 0: {IDS}, got (2, 2)", "ranks [2] "),
+        ([torch.arange(3), torch.arange(0)], f"document 1: {IDS}", "ranks [2]"),
         (
             [(torch.arange(3), torch.arange(2))],
             "expected tensors with one entry for each of 3 tokens, got [2]",
@@ -229,47 +227,42 @@ def test_a_step_is_traced_as_a_simulated_one(world: Pool, tmp_path: Path) -> Non
 EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
 
 
+def printed_by(world: Pool, name: str, *words: str, job: Any = torch_jobs.run_example) -> tuple[str, str]:
+    # Source of an example, which says how it is started, and what rank 0 alone prints.
+    source = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert f"torchrun --standalone --nproc-per-node 4 scripts/examples/{name}" in source
+    printed, *others = world.run(job, RANKS, str(EXAMPLES / name), words)
+    assert set(others) == {""}
+    return source, printed
+
+
 @pytest.mark.parametrize(
     ("name", "last"), [("fsdp2_gpt.py", "in the last."), ("hf_llama.py", "rank 0's documents in the last step")]
 )
 def test_an_example_trains_shows_its_progress_and_prints_a_table(world: Pool, name: str, last: str) -> None:
     if name.startswith("hf"):
         pytest.importorskip("transformers")
-    script = EXAMPLES / name
-    source = script.read_text(encoding="utf-8")
-    assert f"torchrun --standalone --nproc-per-node 4 scripts/examples/{name}" in source
+    source, printed = printed_by(world, name, "--steps", "2")
     assert source.count("\n") < 150
-    printed, *others = world.run(torch_jobs.run_example, RANKS, str(script), ["--steps", "2"])
-    assert "2/2" in printed
-    assert last in printed
-    assert "┃" in printed
-    assert set(others) == {""}, "one rank prints"
+    assert all(words in printed for words in ("2/2", last, "┃"))
 
 
 def test_a_new_users_script_has_under_20_lines_beyond_its_model_and_trains(world: Pool) -> None:
-    script = EXAMPLES / "new_user.py"
-    source = script.read_text(encoding="utf-8")
-    assert "torchrun --standalone --nproc-per-node 4 scripts/examples/new_user.py" in source
+    source, printed = printed_by(world, "new_user.py")
     beyond = source.partition("# Beyond the model\n")[2]
     assert 0 < len([line for line in beyond.splitlines() if line]) < 20
-    printed, *others = world.run(torch_jobs.run_example, RANKS, str(script), [])
     losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines()]
     assert len(losses) == 20
     assert losses[-1] < 0.8 * losses[0]
-    assert set(others) == {""}, "one rank prints"
 
 
 @pytest.mark.parametrize("planner", ["zeppelin", "distca"])
 def test_the_corridor_is_one_file_and_ends_with_the_loss_of_dense_attention(world: Pool, planner: str) -> None:
-    script = EXAMPLES / "corridor.py"
-    source = script.read_text(encoding="utf-8")
-    assert "torchrun --standalone --nproc-per-node 4 scripts/examples/corridor.py" in source
+    source, printed = printed_by(world, "corridor.py", "--planner", planner)
     assert source.count("\n") <= 150
-    printed, *others = world.run(torch_jobs.run_example, RANKS, str(script), ["--planner", planner])
     assert "program lengths 600 250 70 33 9 heads 4 kv_heads 2 policy keep" in printed
     ours, dense = map(float, re.findall(r"(?:loss|dense) (-?[\d.]+)", printed))
     assert ours == pytest.approx(dense, rel=1e-8)
-    assert set(others) == {""}, "one rank prints"
 
 
 # A configuration of each kind; all of them: tools/zoo.py.
@@ -301,39 +294,29 @@ TOPOLOGIES = ("g1n4", "g2n2", "g4n1", "g2n1+g1n2", "g1n1+g3n1", "g1n1", "g2n1")
 HEADS_DIVIDE = tuple(topology for topology in TOPOLOGIES if "g3" not in topology)
 
 
-@pytest.fixture(scope="module")
-def dit_world() -> Iterator[Pool]:
-    ranks = Pool(timeout_s=240.0, num_ranks=4)
-    yield ranks
-    ranks.close()
-
-
 lengths_by_rank = st.lists(st.lists(st.integers(1, 30), max_size=3), min_size=4, max_size=4)
 
 
 @settings(max_examples=2, phases=(Phase.explicit, Phase.generate))
 @given(drawn=st.lists(st.tuples(st.sampled_from(HEADS_DIVIDE), lengths_by_rank), min_size=4, max_size=4))
 def test_route_and_head_exchange_have_exact_inverses_and_gradients(
-    dit_world: Pool, drawn: list[tuple[str, list[list[int]]]]
+    world: Pool, drawn: list[tuple[str, list[list[int]]]]
 ) -> None:
-    edge: list[tuple[str, list[list[int]]]] = [
-        ("g2n1+g1n2", [[], [5], [], []]),  # one sequence, empty ranks
-        ("g4n1", [[], [], [], [1]]),  # fewer tokens than ranks
-        ("g1n4", [[], [], [3, 2], []]),  # more groups than sequences
-        ("g2n2", [[], [], [], []]),  # none
-    ]
-    for zeros in dit_world.run(dit_jobs.round_trips, 4, [*edge, *drawn]):
+    # One sequence and empty ranks; fewer tokens than ranks; more groups than sequences; none.
+    edge: list[tuple[str, list[list[int]]]] = [("g2n1+g1n2", [[], [5], [], []]), ("g4n1", [[], [], [], [1]])]
+    edge += [("g1n4", [[], [], [3, 2], []]), ("g2n2", [[], [], [], []])]
+    for zeros in world.run(dit_jobs.round_trips, 4, [*edge, *drawn]):
         assert all(float(x.abs().sum()) == 0 or float(x.abs().max()) < 1e-12 for case in zeros for x in case)
 
 
 @pytest.mark.parametrize("topology", ["g2n1+g1n2", "g4n1"])
-def test_attention_between_pre_attn_and_post_attn_is_that_of_whole_sequences(dit_world: Pool, topology: str) -> None:
-    worst = dit_world.run(dit_jobs.attention, 4, topology, [[40, 3], [], [17], [1, 2, 9]])
+def test_attention_between_pre_attn_and_post_attn_is_that_of_whole_sequences(world: Pool, topology: str) -> None:
+    worst = world.run(dit_jobs.attention, 4, topology, [[40, 3], [], [17], [1, 2, 9]])
     assert max(worst) < 1e-12
 
 
-def test_mistakes_are_told_and_a_wrong_length_on_every_rank(dit_world: Pool) -> None:
-    told = dit_world.run(dit_jobs.mistakes, 4)
+def test_mistakes_are_told_and_a_wrong_length_on_every_rank(world: Pool) -> None:
+    told = world.run(dit_jobs.mistakes, 4)
     for rank, (none, width, tensor, rows, feature, back, heads, whole, *shared, lengths) in enumerate(told):
         assert none.startswith("expected a plan, got none; call plan_routing(seq_lens, d_model)")
         assert width == "d_model: expected a whole number of at least 1, got 1.5"
@@ -350,13 +333,10 @@ def test_mistakes_are_told_and_a_wrong_length_on_every_rank(dit_world: Pool) -> 
         assert ("sequence 0 has length 1.5" if rank == 2 else "ranks [2] could not read") in lengths
 
 
-def test_the_example_shows_its_progress_and_prints_a_table(dit_world: Pool) -> None:
-    source = dit_jobs.EXAMPLE.read_text(encoding="utf-8")
-    assert "torchrun --standalone --nproc-per-node 4 scripts/examples/dit.py" in source
-    printed, *others = dit_world.run(dit_jobs.run_example, 4, ["--steps", "2", "--samples", "5"])
+def test_the_example_of_a_diffusion_transformer_shows_its_progress_and_prints_a_table(world: Pool) -> None:
+    _, printed = printed_by(world, "dit.py", "--steps", "2", "--samples", "5", job=dit_jobs.run_example)
     assert "2/2" in printed
     assert "gradient norm" in printed
-    assert set(others) == {""}, "one rank prints"
 
 
 # Of a run; all ways, torch.compile too, over 20 steps: tools/torch_parity.py.
@@ -379,7 +359,7 @@ def truth() -> Trained:
     ],
     ids=lambda way: f"{way.planner or way.topology}{'-checkpointed' * way.checkpoint}",
 )
-def test_a_diffusion_transformer_trains_as_on_one_rank(dit_world: Pool, way: dit_jobs.argparse.Namespace) -> None:
+def test_a_diffusion_transformer_trains_as_on_one_rank(world: Pool, way: dit_jobs.argparse.Namespace) -> None:
     expected = replace(truth(), losses=truth().losses[: way.steps], norms=truth().norms[: way.steps])
-    for (trained,) in dit_world.run(dit_jobs.train, 4, [way]):
+    for (trained,) in world.run(dit_jobs.train, 4, [way]):
         assert torch_jobs.differences(trained, expected) == pytest.approx((0, 0, 0), abs=1e-5)

@@ -1,6 +1,5 @@
 """The emulated cluster's tests skip with the reason where namespaces are not permitted."""
 
-import functools
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -18,15 +17,9 @@ Job = Callable[..., Any]
 Emulate = Callable[..., Result]
 
 
-@functools.cache
-def _reason() -> str | None:
-    return check()
-
-
 @pytest.fixture(scope="session")
 def permitted() -> None:
-    reason = _reason()
-    if reason is not None:
+    if (reason := check()) is not None:
         pytest.skip(f"no emulated cluster here: {reason}")
 
 
@@ -36,7 +29,7 @@ def emulate(permitted: None, tmp_path: Path) -> Emulate:
     # process with torch and no threads.
     def call(topology: Topology, job: Job, *args: Any, **options: Any) -> Result:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "tests.emulated.jobs"])
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_run, args=(theirs, topology, job, args, tmp_path / "logs", options))
         process.start()

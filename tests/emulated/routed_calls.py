@@ -16,11 +16,12 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.plan import MicrobatchPlan, Routing, TaskTable, Zone
+from megatron_balance import MicrobatchPlan
+from megatron_balance.ir.plan import Routing
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups, make_groups
+from tests.support import by_hand
 from tools.bench.together import from_common_start
 from tools.emulated_cluster import Controller
 from tools.emulated_cluster.wiring import GOODPUT
@@ -100,23 +101,13 @@ def plan_of(case: Case, *, routed: bool) -> MicrobatchPlan:
     ring = case.what == "ring"
     tokens = RING_TOKENS_PER_RANK if ring else TRANSFER_TOKENS
     heads = case.num_bytes // (tokens * 2 * HEAD_DIM * ELEMENT_BYTES)
-    return MicrobatchPlan(
-        planner=case.what,
-        lengths=(tokens * NUM_RANKS if ring else tokens + 1,),
-        num_ranks=NUM_RANKS,
-        ranks_per_node=RANKS_PER_NODE,
-        num_heads=heads,
-        num_kv_heads=heads,
-        zones=(Zone("inter_node", "ring", tuple(range(NUM_RANKS)), (0,)) if ring else _one_transfer(tokens),),
-        routing=Routing(RANKS_PER_NODE // case.pieces, (0,)) if routed else None,
-    )
-
-
-def _one_transfer(tokens: int) -> TaskTable:
     far = RANKS_PER_NODE
-    fragments = Rows.of(4, [(0, 0, 0, tokens), (far, 0, tokens, tokens + 1)])
-    tasks = Rows.of(6, [(0, 0, 0, tokens, 0, tokens), (far, 0, tokens, tokens + 1, 0, tokens + 1)])
-    return TaskTable("inter_node", fragments, tasks)
+    fragments = [(0, 0, 0, tokens), (far, 0, tokens, tokens + 1)]
+    tasks = [(0, 0, 0, tokens, 0, tokens), (far, 0, tokens, tokens + 1, 0, tokens + 1)]
+    zone = by_hand.ring(range(NUM_RANKS), 0) if ring else by_hand.task_table(fragments, tasks)
+    routing = Routing(RANKS_PER_NODE // case.pieces, (0,)) if routed else None
+    lengths = (tokens * NUM_RANKS if ring else tokens + 1,)
+    return by_hand.plan(lengths, NUM_RANKS, zone, ranks_per_node=far, heads=(heads, heads), routing=routing)
 
 
 def measure(rank: int, controller: Controller, cases: Sequence[Case], repeats: Repeats) -> list[Measured]:

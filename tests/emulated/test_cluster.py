@@ -67,15 +67,12 @@ def test_a_standing_cluster_is_found_by_its_tag_with_the_rates_it_has_now() -> N
 
 
 @pytest.mark.usefixtures("permitted")
-def test_the_sandbox_shows_only_its_own_processes() -> None:
-    def job() -> list[str]:
-        return sorted(name for name in os.listdir("/proc") if name.isdigit())
+def test_the_sandbox_shows_its_own_processes_only_touches_no_interface_of_the_host_and_tells_errors() -> None:
+    assert in_sandbox(lambda: sorted(name for name in os.listdir("/proc") if name.isdigit())) == ["1"]
+    before = Path("/proc/self/net/dev").read_text().count(":")
+    in_sandbox(lambda: EmulatedCluster(SMALL, "a").up())
+    assert Path("/proc/self/net/dev").read_text().count(":") == before
 
-    assert in_sandbox(job) == [str(1)]
-
-
-@pytest.mark.usefixtures("permitted")
-def test_an_error_in_the_sandbox_comes_out_with_its_traceback() -> None:
     def job() -> None:
         raise KeyError("mislaid")
 
@@ -83,42 +80,20 @@ def test_an_error_in_the_sandbox_comes_out_with_its_traceback() -> None:
         in_sandbox(job)
 
 
-@pytest.mark.usefixtures("permitted")
-def test_no_interface_of_the_host_is_touched() -> None:
-    before = Path("/proc/self/net/dev").read_text().count(":")
-    in_sandbox(lambda: EmulatedCluster(SMALL, "a").up())
-    assert Path("/proc/self/net/dev").read_text().count(":") == before
-
-
 # Counts, addresses and what is refused; no namespace is made.
 
 TWO_BY_FOUR = Topology(num_nodes=2, ranks_per_node=4, nics_per_node=2, nic_bits_per_s=50_000_000, intra_bits_per_s=None)
 
 
-def test_ranks_are_numbered_node_by_node_with_one_address_each() -> None:
-    assert [TWO_BY_FOUR.address(rank) for rank in (0, 3, 4, 7)] == [
-        "10.201.0.1",
-        "10.201.0.4",
-        "10.201.1.1",
-        "10.201.1.4",
-    ]
-    assert TWO_BY_FOUR.environment(6) == {
-        "RANK": "6",
-        "LOCAL_RANK": "2",
-        "GROUP_RANK": "1",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "4",
-        "GROUP_WORLD_SIZE": "2",
-        "MASTER_ADDR": "10.201.0.1",
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": "nic",
-    }
-
-
-def test_text_reads_back() -> None:
-    shaped = TWO_BY_FOUR.at_rates(25_000_000, 200_000_000)
-    assert Topology.parse(TWO_BY_FOUR.text()) == TWO_BY_FOUR
-    assert Topology.parse(shaped.text()) == shaped
+def test_ranks_are_numbered_node_by_node_with_one_address_each_and_text_reads_back() -> None:
+    addresses = [TWO_BY_FOUR.address(rank) for rank in (0, 3, 4, 7)]
+    assert addresses == ["10.201.0.1", "10.201.0.4", "10.201.1.1", "10.201.1.4"]
+    place = {"RANK": "6", "LOCAL_RANK": "2", "GROUP_RANK": "1"}
+    sizes = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
+    first = {"MASTER_ADDR": "10.201.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "nic"}
+    assert TWO_BY_FOUR.environment(6) == {**place, **sizes, **first}
+    for topology in (TWO_BY_FOUR, TWO_BY_FOUR.at_rates(25_000_000, 200_000_000)):
+        assert Topology.parse(topology.text()) == topology
 
 
 @pytest.mark.parametrize(
@@ -138,25 +113,19 @@ def test_what_no_cluster_has_is_refused(change: dict[str, int], sentence: str) -
         Topology(**{**fields, **change})  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("tag", ["", "Upper", "with-dash", "thirteenchars", "../x"])
-def test_a_tag_that_could_name_what_is_not_ours_is_refused(tag: str) -> None:
-    with pytest.raises(ConfigError, match="choose 1 to 12 lower-case letters and digits"):
-        EmulatedCluster(TWO_BY_FOUR, tag)
+def test_a_tag_that_could_name_what_is_not_ours_is_refused() -> None:
+    for tag in ("", "Upper", "with-dash", "thirteenchars", "../x"):
+        with pytest.raises(ConfigError, match="choose 1 to 12 lower-case letters and digits"):
+            EmulatedCluster(TWO_BY_FOUR, tag)
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
+def test_a_module_with_arguments_is_a_command_and_what_is_none_is_refused() -> None:
+    command = parse(["--", "-m", "package.module", "--flag", "--", "value"])
+    assert (command.name, command.is_module, command.arguments) == ("package.module", True, ("--flag", "--", "value"))
+    for words, sentence in (
         ([], "name the command after '--'"),
         (["--", "-m"], "name the command after '--'"),
         (["--", "python", "x.py"], "python: no such script; .* without 'python'"),
-    ],
-)
-def test_a_command_that_is_none_is_refused(words: list[str], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        parse(words)
-
-
-def test_a_module_with_arguments_is_a_command() -> None:
-    command = parse(["--", "-m", "package.module", "--flag", "--", "value"])
-    assert (command.name, command.is_module, command.arguments) == ("package.module", True, ("--flag", "--", "value"))
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            parse(words)

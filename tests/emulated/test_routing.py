@@ -11,15 +11,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_balance import Cluster, Model, make_planner
+from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.analysis.statistics import traffic
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.transpose import Policy
-from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Program
 from megatron_balance.planning.layers import Layers
-from tests.emulated import attention_jobs, routed_calls
+from tests.emulated import jobs, routed_calls
 from tests.emulated.conftest import Emulate
 from tests.emulated.routed_calls import MEGABYTE, NODES, NUM_RANKS, RANKS_PER_NODE, Case, Measured, Repeats
 from tests.emulated.test_run import ENDED_S, assert_no_namespace_but, network_namespaces
@@ -110,9 +109,7 @@ def test_every_nic_carries_what_the_plan_says(nics: int, policy: Policy, emulate
         ("llama_all_gather", False, True),
     ]
     plans = [planned(name, cluster, remapped=remapped, routed=routed) for name, remapped, routed in cases]
-    result = emulate(
-        topology(nics, rate=400_000_000), attention_jobs.nic_bytes, plans, MODEL.head_dim, policy, deadline_s=120.0
-    )
+    result = emulate(topology(nics, rate=400_000_000), jobs.nic_bytes, plans, MODEL.head_dim, policy, deadline_s=120.0)
     for index, (name, remapped, routed) in enumerate(cases):
         program = expand(plans[index], policy)
         of_ranks = [of_rank[index] for of_rank in result.values]
@@ -137,10 +134,8 @@ def assert_carried(counted: Sequence[NicBytes], program: Program, ranks_per_nic:
     assert plan.nic_sent.sum() > MEGABYTE
     for nic in counted:
         sent, received = (int(of[nic.node, nic.nic]) for of in (plan.nic_sent, plan.nic_received))
-        for what, count, payload, other_way in (
-            ("send", nic.sent, sent, received),
-            ("receive", nic.received, received, sent),
-        ):
+        both = ("send", nic.sent, sent, received), ("receive", nic.received, received, sent)
+        for what, count, payload, other_way in both:
             most = (1 + SLACK) * payload + ACKNOWLEDGED * other_way + UNPLANNED_BYTES
             assert payload <= count <= most, f"{nic}: the plan lets it {what} {payload} bytes"
 
@@ -151,18 +146,11 @@ def assert_carried(counted: Sequence[NicBytes], program: Program, ranks_per_nic:
 @pytest.mark.parametrize("victim", [1, RANKS_PER_NODE], ids=["proxy", "target"])
 def test_a_rank_killed_in_the_middle_of_a_routed_call_ends_the_job_and_is_named(victim: int, emulate: Emulate) -> None:
     case = Case("transfer", 32 * MEGABYTE, 4, 4, RATE // 2, None)
-    middle_s = routed_calls.eq1(case).routed_s / 2
+    middle_s, plan = routed_calls.eq1(case).routed_s / 2, routed_calls.plan_of(case, routed=True)
     before = network_namespaces()
     start = time.monotonic()
     with pytest.raises(RankError, match=rf"rank {victim} \(node \d, local rank \d\) was killed by SIGKILL") as caught:
-        emulate(
-            topology(4, RATE // 2),
-            attention_jobs.killed,
-            routed_calls.plan_of(case, routed=True),
-            routed_calls.HEAD_DIM,
-            victim,
-            middle_s,
-        )
+        emulate(topology(4, RATE // 2), jobs.killed, plan, routed_calls.HEAD_DIM, victim, middle_s)
     assert time.monotonic() - start < ENDED_S
     assert caught.value.rank == victim
     assert_no_namespace_but(before)

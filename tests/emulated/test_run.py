@@ -8,24 +8,27 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_balance.cli import main
 from tests.emulated import jobs
 from tests.emulated.conftest import Emulate
 from tests.support.processes import ended
 from tools.emulated_cluster import RankError, Topology
+from tools.megatron_flags import command_line
 
 pytestmark = pytest.mark.dist
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = "tests/emulated"
 SMALL = Topology(num_nodes=2, ranks_per_node=2, nics_per_node=1, nic_bits_per_s=100_000_000, intra_bits_per_s=None)
 CAPABILITIES = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 SYS_NICE = 1 << 23
 # Seconds that a job may take to end once a rank has died.
 ENDED_S = 30.0
+MOST = "/proc/sys/user/max_net_namespaces"
 
 
 def tool(*words: str | Path) -> list[str]:
@@ -75,26 +78,15 @@ def assert_no_namespace_but(before: set[str]) -> None:
     wait_until(lambda: not network_namespaces() - before, 5.0, "network namespaces are left")
 
 
-@pytest.mark.parametrize("command", [("-m", "tests.emulated.total"), (f"{HERE}/total.py",)], ids=["module", "script"])
+@pytest.mark.parametrize(
+    "command", [("-m", "tests.emulated.total"), ("tests/emulated/total.py",)], ids=["module", "script"]
+)
 def test_a_command_runs_on_every_rank_and_the_counters_come_at_its_end(
     command: tuple[str, ...], nothing_left: Path
 ) -> None:
     figures = nothing_left.parent / "figures.json"
-    options = (
-        "--nodes",
-        "2",
-        "--ranks-per-node",
-        "2",
-        "--nics",
-        "1",
-        "--logs",
-        nothing_left,
-        "--show",
-        "3",
-        "--json",
-        figures,
-    )
-    done = call("run", *options, "--", *command, "--flag", "value")
+    shape = ["--nodes", "2", "--ranks-per-node", "2", "--nics", "1", "--show", "3"]
+    done = call("run", *shape, "--logs", nothing_left, "--json", figures, "--", *command, "--flag", "value")
     assert done.returncode == 0, done.stderr
     assert "rank 3 of 4: total 6, arguments ['--flag', 'value']" in done.stdout
     assert "rank 2 of 4" not in done.stdout
@@ -111,7 +103,7 @@ def test_a_command_runs_on_every_rank_and_the_counters_come_at_its_end(
 
 def test_a_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(nothing_left: Path) -> None:
     start = time.monotonic()
-    done = call("run", "--nics", "2", "--logs", nothing_left, "--", f"{HERE}/steps.py", "5", "4")
+    done = call("run", "--nics", "2", "--logs", nothing_left, "--", "tests/emulated/total.py", "steps", "5", "4")
     assert time.monotonic() - start < ENDED_S
     assert done.returncode == 1
     assert "error: rank 5 (node 1, local rank 1) was killed by SIGKILL after" in done.stderr
@@ -120,16 +112,9 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(nothing
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_launcher_that_is_stopped_leaves_nothing(number: signal.Signals, nothing_left: Path) -> None:
-    command = tool(
-        "run", "--nodes", "1", "--ranks-per-node", "2", "--logs", nothing_left, "--", f"{HERE}/steps.py", "-1", "-1"
-    )
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=heed_interrupts,  # noqa: PLW1509
-    ) as launcher:
+    words = ("--nodes", "1", "--ranks-per-node", "2", "--logs", nothing_left, "--", "tests/emulated/total.py")
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "preexec_fn": heed_interrupts}
+    with subprocess.Popen(tool("run", *words, "steps", "-1", "-1"), cwd=ROOT, **quiet) as launcher:
         try:
             log = nothing_left / "rank1.log"
             wait_until(lambda: log.exists() and "begins step 3" in log.read_text(), 60.0, "the ranks never began")
@@ -164,14 +149,14 @@ def test_a_standing_cluster_serves_several_runs(permitted: None, tmp_path: Path)
     try:
         assert "2 nodes x 2 ranks, 1 NICs" in call("up", "--tag", tag, "--ranks-per-node", "2", "--nics", "1").stdout
         for _ in range(2):
-            done = call("run", "--tag", tag, "--logs", tmp_path, "--", f"{HERE}/total.py")
+            done = call("run", "--tag", tag, "--logs", tmp_path, "--", "tests/emulated/total.py")
             assert "rank 0 of 4: total 6" in done.stdout, done.stderr
     finally:
         removed = call("down", "--tag", tag)
     assert "removed 7 namespaces" in removed.stdout
     assert "removed 0 namespaces" in call("down", "--tag", tag).stdout
     assert_no_namespace_but(before)
-    gone = call("run", "--tag", tag, "--", f"{HERE}/total.py")
+    gone = call("run", "--tag", tag, "--", "tests/emulated/total.py")
     assert gone.returncode == 2
     assert gone.stderr.startswith(f"error: no emulated cluster with the tag '{tag}' stands")
 
@@ -180,10 +165,7 @@ def test_a_standing_cluster_serves_several_runs(permitted: None, tmp_path: Path)
     ("preface", "reason"),
     [
         # A user namespace that may hold no network namespace.
-        (
-            "echo 0 > /proc/sys/user/max_net_namespaces && exec",
-            "this machine permits no namespaces: No space left on device",
-        ),
+        (f"echo 0 > {MOST} && exec", "this machine permits no namespaces: No space left on device"),
         ("PATH=/nonexistent exec", "ip: No such file or directory; install iproute2"),
     ],
 )
@@ -192,18 +174,14 @@ def test_where_it_is_not_permitted_check_says_skip_and_run_says_why(permitted: N
         script = f'{preface} "$0" "$@"'
         return ended(["unshare", "-Ur", "sh", "-c", script, *tool(*words)], cwd=ROOT)
 
-    checked = inside("check")
-    assert (checked.returncode, checked.stdout.startswith(f"SKIP: {reason}")) == (77, True), (
-        checked.stdout + checked.stderr
-    )
-    refused = inside("run", "--", f"{HERE}/total.py")
-    assert (refused.returncode, refused.stderr.startswith(f"error: {reason}")) == (2, True), refused.stderr
-    assert refused.stderr.count("\n") == 1
-
-
-def test_check_says_ok(permitted: None) -> None:
     done = call("check")
     assert (done.returncode, done.stdout) == (0, "OK\n")
+    checked = inside("check")
+    assert checked.returncode == 77, checked.stdout + checked.stderr
+    assert checked.stdout.startswith(f"SKIP: {reason}")
+    refused = inside("run", "--", "tests/emulated/total.py")
+    assert (refused.returncode, refused.stderr.startswith(f"error: {reason}")) == (2, True), refused.stderr
+    assert refused.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("may_schedule", [False, True])
@@ -236,19 +214,55 @@ def test_a_failing_rank_ends_the_job_and_is_named(emulate: Emulate, code: int | 
 
 
 def test_the_deadline_ends_a_job_and_shows_where_it_stands(emulate: Emulate) -> None:
-    with pytest.raises(
-        RankError, match=r"the deadline passed after \d s: rank 1 was still running[\s\S]*in hang_on"
-    ) as raised:
-        emulate(SMALL, jobs.hang_on, 1, deadline_s=1.0)
+    said = r"the deadline passed after \d s: rank 1 was still running[\s\S]*in hang_on"
+    with pytest.raises(RankError, match=said) as raised:
+        emulate(SMALL, jobs.hang_on, 1, deadline_s=4.0)
     assert raised.value.rank == 1
 
 
-def test_a_rate_that_no_link_has_is_refused_in_the_rank_that_asked(emulate: Emulate) -> None:
-    result = emulate(SMALL, jobs.ask_for_no_rate)
-    assert result.values == ("ConfigError: nic_bits_per_s = 0: choose a rate of at least 1 bit/s",) * 4
-
-
-def test_what_ranks_leave_behind_is_gone(emulate: Emulate) -> None:
+def test_a_rate_that_no_link_has_is_refused_in_the_rank_that_asked_and_what_ranks_leave_behind_is_gone(
+    emulate: Emulate,
+) -> None:
     before = network_namespaces()
-    emulate(SMALL, jobs.leave_a_process_behind)
+    result = emulate(SMALL, jobs.ask_for_no_rate_and_leave_a_process_behind)
+    assert result.values == ("ConfigError: nic_bits_per_s = 0: choose a rate of at least 1 bit/s",) * 4
     assert_no_namespace_but(before)
+
+
+# Megatron's own loop, started as a user starts it
+
+BYTES_PER_TOKEN = 2 * 4 * 4 * 4  # keys and values of 4 heads of 4 numbers of 4 bytes each: MODEL
+
+
+@pytest.mark.megatron
+@pytest.mark.usefixtures("permitted")
+def test_training_runs_over_shaped_nics_and_finds_the_nodes_by_host_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("megatron.training")
+    from tests.megatron.conftest import MODEL, RUN, write_corpus
+
+    corpus = write_corpus(tmp_path / "documents", (300, 140, 40, 20, 7, 1) * 10)
+    (tmp_path / "balance.yaml").write_text("planner: {name: te_ring}\n")
+    flags = {"context-parallel-size": 4, "train-iters": 2, "data-path": corpus}
+    ours = {"balance-config": tmp_path / "balance.yaml", "balance-log": tmp_path / "log"}
+    links = ["--ranks-per-node", "2", "--intra-mbit", "800", "--deadline-s", "100"]
+    files = ("--logs", tmp_path / "ranks", "--json", tmp_path / "figures.json")
+    script = ("-m", "megatron_balance.pretrain_gpt", *command_line(MODEL, RUN, flags, ours))
+    done = call("run", *links, *files, "--", *script)
+    assert done.returncode == 0, done.stderr[-6000:]
+    steps = [json.loads(line) for line in (tmp_path / "log" / "steps.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["kv_tokens_received_inter_node"] > 0 for step in steps)
+    nics = json.loads((tmp_path / "figures.json").read_text())["nics"]
+    assert [(nic["node"], nic["nic"]) for nic in nics] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    # A lower bound: the keys and values of one layer's forward pass, which two layers, their
+    # gradients and the optimizer add to.
+    forward = sum(step["kv_tokens_received_inter_node"] for step in steps) * BYTES_PER_TOKEN
+    assert sum(nic["received"] for nic in nics) > forward
+    asked = ["report", "--run", str(tmp_path / "log"), "--planner", "zeppelin", "--out", str(tmp_path / "gain.html")]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["baseline"], {row["planner"] for row in found["rows"]}) == ("te_ring", {"te_ring", "zeppelin"})
+    assert found["lengths"]["num_batches"] == sum(len(step["lengths"]) for step in steps)
+    assert found["asked"]["cluster"]["num_ranks"] == 4

@@ -78,10 +78,12 @@ def _assert_equal(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("entries", {**ENTRIES, **WINDOWS}.values(), ids={**ENTRIES, **WINDOWS})
-def test_cpu_flash_equals_plain(entries, monkeypatch):
+def test_cpu_flash_and_varlen_which_groups_and_indexes_entries_equal_plain(entries, monkeypatch):
     monkeypatch.setattr(cpu_flash, "_BLOCK", 3)
-    inputs = _inputs(torch.float32)
-    _assert_equal(_both(CpuFlashKernel(), entries, inputs), _both(PlainKernel(), entries, inputs), 1e-5)
+    varlen = VarlenKernel("by_formula", ByFormula())
+    for kernel, dtype, tolerance in ((CpuFlashKernel(), torch.float32, 1e-5), (varlen, torch.float64, 1e-12)):
+        inputs = _inputs(dtype)
+        _assert_equal(_both(kernel, entries, inputs), _both(PlainKernel(), entries, inputs), tolerance)
 
 
 @pytest.mark.parametrize("entries", {**ENTRIES, **WINDOWS}.values(), ids={**ENTRIES, **WINDOWS})
@@ -119,13 +121,6 @@ def test_a_window_shows_the_keys_around_a_querys_own(window, keys):
     assert masked.tolist() == [[key - (query + 4) not in keys for key in range(12)] for query in range(8)]
 
 
-@pytest.mark.parametrize("entries", {**ENTRIES, **WINDOWS}.values(), ids={**ENTRIES, **WINDOWS})
-def test_varlen_groups_and_indexes_entries(entries):
-    kernel = VarlenKernel("by_formula", ByFormula())
-    inputs = _inputs(torch.float64)
-    _assert_equal(_both(kernel, entries, inputs), _both(PlainKernel(), entries, inputs), 1e-12)
-
-
 def test_an_op_takes_one_launch_or_two_whatever_the_number_of_its_entries():
     # Two where some are full and some causal; a full entry of one query row is causal as well.
     def launches(*entries):
@@ -145,20 +140,6 @@ def test_an_op_takes_one_launch_or_two_whatever_the_number_of_its_entries():
     assert launches(*squares, *rows) == 1
     kernel = VarlenKernel("by_formula", ByFormula())
     assert [kernel.launches(each) for each in WINDOWS.values()] == [1, 1, 2]
-
-
-def test_a_kernel_that_does_not_serve_the_tensors_is_refused():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    with pytest.raises(ConfigError, match="does not serve cpu tensors"):
-        choose_kernel("torch_varlen", cpu, torch.bfloat16, 64)
-    with pytest.raises(
-        ConfigError, match="unknown kernel 'flash'; known: auto, plain, cpu_flash, torch_varlen, flash_attn, "
-    ):
-        choose_kernel("flash", cpu, torch.bfloat16, 64)
-    with pytest.raises(ConfigError, match=r"serves head dims up to 256 \(head dim 264\)"):
-        choose_kernel("torch_varlen", cuda, torch.bfloat16, 264)
-    with pytest.raises(ConfigError, match=r"does not serve torch.float32, only torch.bfloat16, torch.float16"):
-        choose_kernel("flash_attn", cuda, torch.float32, 64)
 
 
 @pytest.fixture
@@ -190,8 +171,16 @@ FA2, FA3, FA4 = "flash_attn.flash_attn_interface", "flash_attn_3.flash_attn_inte
 TE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 
 
-def test_a_kernel_that_is_not_installed_says_what_it_needs(machine):
+def test_a_kernel_that_is_not_there_or_does_not_serve_the_tensors_is_refused(machine):
     machine((9, 0))
+    for name, device, dtype, dim, said in (
+        ("torch_varlen", "cpu", torch.bfloat16, 64, "does not serve cpu tensors"),
+        ("flash", "cpu", torch.bfloat16, 64, "'flash'; known: auto, plain, cpu_flash, torch_varlen, flash_attn, "),
+        ("torch_varlen", "cuda", torch.bfloat16, 264, r"serves head dims up to 256 \(head dim 264\)"),
+        ("flash_attn", "cuda", torch.float32, 64, "does not serve torch.float32, only torch.bfloat16, torch.float16"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            choose_kernel(name, torch.device(device), dtype, dim)
     for name, needs in (
         ("flash_attn", "flash_attn"),
         ("flash_attn_3", "flash_attn_interface or flash_attn_3"),
@@ -220,24 +209,25 @@ def test_a_kernel_that_is_not_installed_says_what_it_needs(machine):
 def test_auto_chooses_by_capability_and_by_what_is_installed(machine, capability, installed, expected):
     machine(capability, *installed)
     assert chosen() == expected
-
-
-def test_auto_on_a_cpu_takes_its_flash_kernel_else_the_formula():
     assert chosen(device="cpu", dtype=torch.float32) == "cpu_flash"
     assert chosen(device="cpu", dtype=torch.float64) == "plain"
 
 
-def test_auto_never_takes_the_formula_on_cuda(machine):
+def test_auto_never_takes_the_formula_on_cuda_and_pads_heads_of_100(machine):
     # Tensors that no kernel serves are an error that says why, and what to install.
     machine((9, 0), FA2)
     with pytest.raises(ConfigError, match=r"torch.float32 and head dim 64 on cuda.*flash_attn_3: build.*kernel: plain"):
         chosen(dtype=torch.float32, head_dim=64)
     with pytest.raises(ConfigError, match=r"head dim 264 on cuda: .*flash_attn serves head dims up to 256"):
         chosen(head_dim=264)
+    assert chosen(head_dim=100) == "flash_attn"
     machine((7, 5), FA2)
     with pytest.raises(ConfigError, match=r"flash_attn serves compute capability 8.0 and later, this GPU has 7.5"):
         chosen()
     assert choose_kernel("plain", torch.device("cuda"), torch.float32, 264).name == "plain"
+    made = KERNELS["torch_varlen"].make(100)
+    assert isinstance(made, PaddedKernel)
+    assert made.wide == 104
 
 
 @pytest.mark.parametrize(
@@ -267,12 +257,8 @@ def test_a_cudnn_that_wants_multiples_of_64_is_skipped(machine, monkeypatch):
     assert chosen() == "torch_varlen"
     utils = SimpleNamespace()
     monkeypatch.setattr(kernels, "import_module", lambda _: utils)
-    for version, fault in (
-        ((9, 6, 0), "multiples of 64"),
-        ((9, 7, 0), ""),
-        ((9, 10, 1), "known faults"),
-        ((9, 20, 0), ""),
-    ):
+    versions = (((9, 6, 0), "multiples of 64"), ((9, 7, 0), ""), ((9, 10, 1), "known faults"), ((9, 20, 0), ""))
+    for version, fault in versions:
         utils.get_cudnn_version = lambda version=version: version
         found = kernels._cudnn_fault()
         assert (fault in found) if fault else not found
@@ -287,16 +273,12 @@ def test_an_import_that_raises_is_a_fault_and_no_end(tmp_path, monkeypatch, erro
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(error if "/" in error else f"raise {error}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert kernels._import_fault(f"{name}.interface").startswith(
-        ("OSError: lib", "ImportError: undef", "ZeroDivisionError: ")
-    )
+    said = ("OSError: lib", "ImportError: undef", "ZeroDivisionError: ")
+    assert kernels._import_fault(f"{name}.interface").startswith(said)
     (tmp_path / f"{name}_2").mkdir()
     (tmp_path / f"{name}_2" / "__init__.py").write_text("")
-    assert (
-        kernels._import_fault(f"{name}_2.interface")
-        == kernels._import_fault("no_such_package.part")
-        == kernels.NOT_INSTALLED
-    )
+    for missing in (f"{name}_2.interface", "no_such_package.part"):
+        assert kernels._import_fault(missing) == kernels.NOT_INSTALLED
     (tmp_path / f"{name}_2" / "inner.py").write_text("import no_such_dependency")
     assert kernels._import_fault(f"{name}_2.inner") == "ModuleNotFoundError: No module named 'no_such_dependency'"
 
@@ -352,14 +334,6 @@ def test_padded_head_dims_give_exact_results(entries, dim):
     assert all(x.is_contiguous() for x in (found[0], *found[2:]))
 
 
-def test_head_dim_100_is_served_on_cuda(machine):
-    machine((9, 0), FA2)
-    assert chosen(head_dim=100) == "flash_attn"
-    made = KERNELS["torch_varlen"].make(100)
-    assert isinstance(made, PaddedKernel)
-    assert made.wide == 104
-
-
 @pytest.mark.parametrize("entries", {**ENTRIES, "halo": HALO}.values(), ids=[*ENTRIES, "halo"])
 @pytest.mark.parametrize("name", stand_ins.LIBRARIES)
 def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
@@ -387,12 +361,8 @@ def test_torchs_own_operators_take_these_arguments(entries):
     prepared = kernel.prepare(entries, meta)
     out, lse = kernel.forward(prepared, q, k, v, SCALE)
     num_q, num_k = entries.num_q, sum(b - a for a, b in entries.k)
-    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
-        (num_q, HEADS, DIM),
-        torch.bfloat16,
-        (num_q, HEADS),
-        torch.float32,
-    )
+    assert (out.shape, out.dtype) == ((num_q, HEADS, DIM), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((num_q, HEADS), torch.float32)
     rows = max(stop for _, stop in entries.dout)
     final = (q.new_empty(rows, HEADS, DIM), q.new_empty(rows, HEADS, DIM), lse.new_empty(rows, HEADS))
     grads = kernel.backward(prepared, final, q, k, v, SCALE)

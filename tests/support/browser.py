@@ -40,20 +40,10 @@ def view(page: Path, scratch: Path, *flags: str) -> Seen:
     log = scratch / "net.json"
     command = [
         *(browser, "--headless", "--disable-gpu", "--no-first-run", "--disable-extensions", "--disable-dev-shm-usage"),
-        *(
-            "--disable-background-networking",
-            "--disable-component-update",
-            "--disable-sync",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-        ),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1200,900"),
+        *("--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", f"--log-net-log={log}"),
         *(["--no-sandbox"] if os.geteuid() == 0 else []),  # a sandbox is refused to root
-        *(
-            f"--user-data-dir={scratch / 'profile'}",
-            f"--log-net-log={log}",
-            "--enable-logging=stderr",
-            "--window-size=1200,900",
-        ),
-        *("--virtual-time-budget=10000", *flags, "--dump-dom", page.as_uri()),
+        *(f"--user-data-dir={scratch / 'profile'}", "--virtual-time-budget=10000", *flags, "--dump-dom", page.as_uri()),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, f"{browser} ended with {done.returncode}: {done.stderr[-2000:]}"
@@ -89,46 +79,28 @@ def make(folder: Path) -> dict[str, Path]:
     (folder / "cluster.yaml").write_text(f'base: h200\nname: "{HOSTILE}"\n', encoding="utf-8")
     (folder / "model.yaml").write_text(f'base: llama-3b\nname: "{PICTURE}"\n', encoding="utf-8")
     made = {"simulated": folder / "simulated.html", "trained": folder / "trained.html"}
-    inputs = [
-        "--cluster",
-        str(folder / "cluster.yaml"),
-        "--model",
-        str(folder / "model.yaml"),
-        "--lengths-file",
-        str(lengths),
-    ]
-    shape = [
-        "--ranks",
-        "8",
-        "--ranks-per-node",
-        "4",
-        "--tokens-per-rank",
-        "4000",
-        "--planner",
-        "zeppelin",
-        "--planner",
-        "ulysses",
-    ]
+    files = {"cluster": folder / "cluster.yaml", "model": folder / "model.yaml", "lengths-file": lengths}
+    inputs = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    shape = ["--ranks", "8", "--ranks-per-node", "4", "--tokens-per-rank", "4000"]
+    shape += ["--planner", "zeppelin", "--planner", "ulysses"]
     assert main(["report", *inputs, *shape, "--out", str(made["simulated"])]) == 0
+    even = {"tokens": 1.0, "attention": 1.1}
+    same = {"planner": HOSTILE, "plan_ms": 3.0, "plan_wait_ms": 1.0, "imbalance_after": even}
+    same |= {"imbalance_before": {"tokens": 1.0, "attention": 1.4}}
     steps = [
         {
-            "step": at,
-            "step_ms": 100.0 + at,
-            "loss": 6.0 - 0.1 * at,
-            "planner": HOSTILE,
-            "imbalance_after": {"tokens": 1.0, "attention": 1.1},
-            "imbalance_before": {"tokens": 1.0, "attention": 1.4},
-            "kv_tokens_received": 10.0 + at,
-            "plan_ms": 3.0,
-            "plan_wait_ms": 1.0,
-            "predicted_ms": 50.0 + at,
+            "step": n,
+            "step_ms": 100.0 + n,
+            "loss": 6.0 - 0.1 * n,
+            "kv_tokens_received": 10.0 + n,
+            "predicted_ms": 50.0 + n,
         }
-        for at in range(1, 13)
+        for n in range(1, 13)
     ]
     runs = [folder / PICTURE, folder / "other"]
     for run in runs:
         run.mkdir()
-        (run / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
+        (run / "steps.jsonl").write_text("".join(json.dumps(same | step) + "\n" for step in steps), encoding="utf-8")
     assert main(["report", "--steps", str(runs[0]), "--steps", str(runs[1]), "--out", str(made["trained"])]) == 0
     return made
 

@@ -98,9 +98,9 @@ def _note(done: Trained, model: nn.Module) -> None:
         done.gradients[name] = (gradient if full is None else full()).clone()
 
 
-def run_example(world: World, arguments: Sequence[str]) -> str:
+def run_example(world: World, script: str, arguments: Sequence[str]) -> str:
     # As `torch_jobs.run_example`; the pictures that were read stay read.
-    return printed_by(example().main, [str(EXAMPLE), *arguments])
+    return printed_by(example().main, [script, *arguments])
 
 
 def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]]]) -> list[list[Tensor]]:

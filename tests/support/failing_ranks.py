@@ -53,14 +53,6 @@ def boom(_: Tensor) -> None:
         raise ValueError("boom")
 
 
-def in_the_model(balancer: SequenceBalancer) -> None:
-    step(balancer, boom)
-
-
-def in_the_backward(balancer: SequenceBalancer) -> None:
-    step(balancer, lambda first: first.register_hook(boom))
-
-
 def refused(balancer: SequenceBalancer) -> None:
     # By attention, on one rank.
     batch = balancer([torch.arange(40)])
@@ -72,12 +64,8 @@ def llama() -> Any:
     # A small model of Transformers.
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)
     return LlamaForCausalLM._from_config(config, attn_implementation=hf.register())
 
@@ -97,14 +85,6 @@ def in_a_collective_of_the_user(balancer: SequenceBalancer) -> None:
         dist.all_reduce(torch.ones(3))
 
     step(balancer, reduce)
-
-
-def killed(balancer: SequenceBalancer) -> None:
-    step(balancer, lambda _: dist.get_rank() == FAILS and os._exit(9))
-
-
-def exits(balancer: SequenceBalancer) -> None:
-    step(balancer, lambda _: dist.get_rank() == FAILS and sys.exit(3))
 
 
 def in_knapformer(_balancer: SequenceBalancer) -> None:
@@ -180,15 +160,20 @@ def ends_first(balancer: SequenceBalancer) -> None:
     time.sleep(1.0 if dist.get_rank() else 0.0)
 
 
-JOBS = (
-    *(in_the_model, in_the_backward, refused, in_a_collective_of_the_user, killed, exits, in_knapformer),
-    *(leaves_the_balancer, leaves_an_evaluation, caught, caught_by_all, ends_first),
-    *(goes_on_from_the_model, goes_on_from_attention),
-    *((masked,) if find_spec("transformers") else ()),
-)
+Job = Callable[[SequenceBalancer], object]
+JOBS: dict[str, Job] = {
+    "in_the_model": lambda balancer: step(balancer, boom),
+    "in_the_backward": lambda balancer: step(balancer, lambda first: first.register_hook(boom)),
+    "killed": lambda balancer: step(balancer, lambda _: dist.get_rank() == FAILS and os._exit(9)),
+    "exits": lambda balancer: step(balancer, lambda _: dist.get_rank() == FAILS and sys.exit(3)),
+    **{job.__name__: job for job in (refused, in_a_collective_of_the_user, in_knapformer, leaves_the_balancer)},
+    **{job.__name__: job for job in (leaves_an_evaluation, caught, caught_by_all, ends_first)},
+    **{job.__name__: job for job in (goes_on_from_the_model, goes_on_from_attention)},
+    **({"masked": masked} if find_spec("transformers") else {}),
+}
 
 
-def run(job: Callable[[SequenceBalancer], None], rank: int, port: int) -> None:
+def run(job: Job, rank: int, port: int) -> None:
     # A rank; what it raises ends its process.
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=SIZE, timeout=timedelta(seconds=200))
@@ -202,7 +187,7 @@ def run(job: Callable[[SequenceBalancer], None], rank: int, port: int) -> None:
         print(f"seconds {time.monotonic() - begin:.1f}", file=sys.stderr)  # noqa: T201  read below
 
 
-def fork(job: Callable[[SequenceBalancer], None], rank: int, port: int, said: Path) -> int:
+def fork(job: Job, rank: int, port: int, said: Path) -> int:
     # Start a rank that writes to `said`; its process.
     process = os.fork()
     if process:
@@ -223,14 +208,14 @@ def main() -> None:
     processes: dict[tuple[str, int], int] = {}
     gc.collect()
     gc.freeze()  # a rank's end else goes through, and so copies, all that it inherits
-    for job in JOBS:
+    for name, job in JOBS.items():
         if job is masked:
             llama()  # after the others are forked, whose end would be slow with all that it imports
             gc.freeze()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         for rank in range(SIZE):
-            processes[job.__name__, rank] = fork(job, rank, port, folder / f"{job.__name__}-{rank}")
+            processes[name, rank] = fork(job, rank, port, folder / f"{name}-{rank}")
     found: dict[str, list[tuple[int, str]]] = {}
     for (name, rank), process in processes.items():
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

@@ -21,7 +21,7 @@ from megatron_balance.runtime import bind as binding
 from megatron_balance.runtime import transport
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.cuda import StreamMessage
-from megatron_balance.runtime.executor import BackwardRun, ForwardRun
+from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups
 from tests.support.rendezvous import GroupCall, Meeting
 from tests.support.silent import ShapeKernel, SilentStream, SilentStreams
@@ -164,11 +164,5 @@ def _run_rank(rank: int, plans: Sequence[MicrobatchPlan], policy: Policy, hosts:
 def _call(bound: Bound) -> None:
     heads, kv_heads, dim = bound.shape.num_heads, bound.shape.num_kv_heads, bound.shape.head_dim
     q, k, v = (torch.empty(bound.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads))
-    forward = ForwardRun(bound, q, (k, v), 1.0)
-    forward.start()
-    forward.attend()
-    out, lse, received = forward.outputs()
-    backward = BackwardRun(bound, torch.empty_like(out), (q, k, v), (out, lse), received, 1.0)
-    backward.start()
-    backward.attend()
-    backward.gradients()
+    out, lse, received = run_forward(bound, q, (k, v), 1.0)
+    run_backward(bound, torch.empty_like(out), (q, k, v), (out, lse), received, 1.0)

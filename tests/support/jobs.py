@@ -13,14 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance import make_planner
+from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, DataError, PlanMismatchError
-from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.model import GradientWire, Model
-from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.model import GradientWire
 from megatron_balance.planning.layers import Layers, nano_batches_of
 from megatron_balance.reference import Floats, owned_rows
 from megatron_balance.runtime.attention import AttentionCall, balanced_attention, latent_attention
@@ -106,17 +104,8 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[
     results = []
     for run in runs:
         dtype = getattr(torch, run.dtype)
-        bound = bind(
-            plan,
-            world.rank,
-            shape,
-            groups=world.groups,
-            device=run.device,
-            dtype=dtype,
-            policy=run.policy,
-            mover=run.mover,
-            gradient_wire=run.gradient_wire,
-        )
+        how: Any = {"device": run.device, "policy": run.policy, "mover": run.mover, "gradient_wire": run.gradient_wire}
+        bound = bind(plan, world.rank, shape, groups=world.groups, dtype=dtype, **how)
         calls: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]] = []
         for call in range(run.calls):
             x = inputs(plan, head_dim, call)
@@ -444,9 +433,8 @@ def _tensor_parallel(world: World, size: int) -> tuple[Pool, TensorParallel]:
     # made by all ranks of the world together, which is all there are
     made = {tuple(ranks): cast("dist.ProcessGroup", dist.new_group(list(ranks))) for ranks in (*pools, *tensor)}
     numbered = tuple(range(len(same)))
-    return Pool(Groups(place, len(same), same, made[same]), 1, numbered, numbered), TensorParallel(
-        made[peers], peers[0]
-    )
+    pool = Pool(Groups(place, len(same), same, made[same]), 1, numbered, numbered)
+    return pool, TensorParallel(made[peers], peers[0])
 
 
 def timeouts_of_pools(world: World, seconds: int) -> list[float]:

@@ -125,14 +125,9 @@ class Trainer:
     def __init__(self, path: Sequence[str] = ()) -> None:
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
+        pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        command = [sys.executable, "-W", "ignore", __file__]
+        self._server = subprocess.Popen(command, **pipes, text=True, cwd=ROOT, env=environment)
 
     def run(self, job: Job) -> Result:
         # Exit codes of a job, whatever they are.
@@ -180,12 +175,8 @@ def serve() -> None:
         job = Job(**{**body, **given})  # pyright: ignore[reportArgumentType]
         start = time.monotonic()
         codes, left = run_job(job)
-        answer = {
-            "left": left,
-            "codes": [codes[rank] for rank in range(job.num_ranks)],
-            "ended": list(codes),
-            "seconds": time.monotonic() - start,
-        }
+        by_rank = [codes[rank] for rank in range(job.num_ranks)]
+        answer = {"left": left, "codes": by_rank, "ended": list(codes), "seconds": time.monotonic() - start}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
@@ -291,13 +282,8 @@ def run_rank(job: Job, rank: int, port: int) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1)
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(job.num_ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.num_ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sys.path[:0] = job.path
         if job.fault is not None:
             from tests.support import injected

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,9 +92,8 @@ def interleaved(
                 if 0 < layer < num_layers:
                     qkv[nano_batch] = _linear(out[nano_batch], qkv[nano_batch])
             case "start":
-                calls[nano_batch] = AttentionCall(
-                    nano_batches[nano_batch].bound, backward=nano_batches[nano_batch].backward
-                )
+                bound, slot = nano_batches[nano_batch]
+                calls[nano_batch] = AttentionCall(bound, backward=slot)
                 calls[nano_batch].start(*qkv[nano_batch])
             case "attend":
                 calls[nano_batch].attend()
@@ -214,16 +213,8 @@ class _Run:
         if self.way.again:
             phases.add("forward")
         rank, double = self.groups.rank, torch.float64
-        bound = bind(
-            one.plan,
-            rank,
-            self.shape,
-            groups=self.groups,
-            dtype=double,
-            policy="replay",
-            nano_batch=nano_batch,
-            phases=phases,
-        )
+        how: Any = {"dtype": double, "policy": "replay", "nano_batch": nano_batch, "phases": phases}
+        bound = bind(one.plan, rank, self.shape, groups=self.groups, **how)
         self.nano_batch_of[bound] = nano_batch
         return bound
 

@@ -77,19 +77,10 @@ def provider(kind: Kind, num_samples: Sequence[int], vp_stage: int | None = None
     blend, per_split = get_blend_and_blend_per_split(args)
     packed = kind == "packed"
     tokenizer: Any = Numbers(args.padded_vocab_size) if packed else build_tokenizer(args)
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=per_split,
-        split=args.split,
-        tokenizer=tokenizer,
-        reset_position_ids=not packed,
-        reset_attention_mask=not packed,
-        eod_mask_loss=not packed,
-        create_attention_mask=False,
-        context_parallel_size=args.context_parallel_size,
-    )
+    given: dict[str, Any] = {"blend": blend, "blend_per_split": per_split, "split": args.split, "tokenizer": tokenizer}
+    given |= {"random_seed": args.seed, "sequence_length": args.seq_length, "create_attention_mask": False}
+    given |= dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), not packed)
+    config = GPTDatasetConfig(**given, context_parallel_size=args.context_parallel_size)
     of_rank: Callable[[], bool] = lambda: mpu.get_tensor_model_parallel_rank() == 0  # noqa: E731
     return BlendedMegatronDatasetBuilder(
         Conversations if packed else GPTDataset, list(num_samples), of_rank, config

@@ -22,28 +22,11 @@ from tests.support.role_traps import no_parallel_state, no_world_group
 from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
 
 # Sizes that TP 2, 3 and 4 divide.
-MODEL: dict[str, Any] = {
-    **GPT,
-    "num-layers": 4,
-    "hidden-size": 48,
-    "ffn-hidden-size": 96,
-    "num-attention-heads": 12,
-    "seq-length": 64,
-    "max-position-embeddings": 64,
-}
-RUN: dict[str, Any] = {
-    **LOOP,
-    **LOCAL_LAYERS,
-    "global-batch-size": 8,
-    "train-iters": 1,
-    "lr": 0.001,
-    "vocab-size": 90,
-    "make-vocab-size-divisible-by": 48,
-    "seed": 11,
-    "mock-data": True,
-    "use-distributed-optimizer": True,
-    "balance-device": "cpu",
-}
+MODEL: dict[str, Any] = {**GPT, "num-layers": 4, "hidden-size": 48, "ffn-hidden-size": 96, "num-attention-heads": 12}
+MODEL |= {"seq-length": 64, "max-position-embeddings": 64}
+RUN: dict[str, Any] = {**LOOP, **LOCAL_LAYERS, "balance-device": "cpu", "mock-data": True, "seed": 11, "train-iters": 1}
+RUN |= {"vocab-size": 90, "make-vocab-size-divisible-by": 48, "use-distributed-optimizer": True}
+RUN |= {"global-batch-size": 8, "lr": 0.001}
 # On four ranks, in turn; the fourth leaves a rank over.
 STRATEGIES = (
     "tp2-pp1-cp1+tp1-pp2-cp1",
@@ -90,17 +73,11 @@ class Checker:
         alone = Strategy((Scheme(),) * dist.get_world_size())
         self.strategies = (alone, *strategies)
         apart = {each: Apart(slots=True, ranks_per_node=2) for each in strategies}
-        self.roles = Roles(
-            config.model,
-            self.layout,
-            [alone, *strategies],
-            timedelta(seconds=60),
-            apart=apart,
-            overlap=True,
-        )
+        minute = timedelta(seconds=60)
+        self.roles = Roles(config.model, self.layout, [alone, *strategies], minute, apart=apart, overlap=True)
         apart = {each: Apart(ranks_per_node=2) for each in strategies[:2]}
         # The first two without overlap.
-        self.at_once = Roles(config.model, self.layout, list(apart), timedelta(seconds=60), apart=apart)
+        self.at_once = Roles(config.model, self.layout, list(apart), minute, apart=apart)
         named = dict(named_parameters(unwrap_model(self.model[0])))
         (shards,) = getattr(optimizer, "chained_optimizers", [optimizer])
         self.starts = {

@@ -1,11 +1,13 @@
 """Jobs of the pool's ranks that look at how exchanges ran, not only at what came out."""
 
+import copy
 import gc
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,9 +25,8 @@ from megatron_balance.runtime import phase_run
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
-from megatron_balance.runtime.groups import stream_names
-from megatron_balance.runtime.kernels.base import Kernel
-from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Phase, Step
+from megatron_balance.runtime.groups import HostTimes, stream_names
+from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Step
 from megatron_balance.runtime.pool import BufferPool
 from megatron_balance.runtime.recorder import Recorder, Trace, Traced, hidden_share
 from megatron_balance.training.stragglers import Link, link_rates
@@ -79,10 +80,16 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
     out.sum().backward()
     program = compile_policies(plan, world.rank, [policy])[0].program
     return [
-        _phase_trace(forward, streams(program.forward, world.rank, plan.ranks_per_node), bound.phases["forward"]),
-        _phase_trace(
-            trace[len(forward) :], streams(program.backward, world.rank, plan.ranks_per_node), bound.phases["backward"]
-        ),
+        PhaseTrace(
+            recorded,
+            streams(ops, world.rank, plan.ranks_per_node),
+            [{relay_task.op for relay_task in group} for group in phase.relay_tasks],
+            hidden_share(recorded),
+        )
+        for recorded, ops, phase in (
+            (forward, program.forward, bound.phases["forward"]),
+            (trace[len(forward) :], program.backward, bound.phases["backward"]),
+        )
     ]
 
 
@@ -129,7 +136,7 @@ def die_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> None:
     # Rank `rank` is gone at its first launch, without a word.
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank == rank:
-        bound = replace(bound, kernel=_Fatal())
+        bound = _with(bound, lambda *_: os._exit(1))
     _attend(bound)
 
 
@@ -137,7 +144,7 @@ def fail_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> str:
     # The error that each rank gets when the kernel of `rank` fails and the rank lives on.
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank == rank:
-        bound = replace(bound, kernel=_Failing())
+        bound = _with(bound, _fail)
     return said(_attend, bound)
 
 
@@ -145,7 +152,8 @@ def forward_seconds(world: World, plan: MicrobatchPlan, slow: tuple[int, ...], s
     # How long the forward took on this rank, where each launch of the ranks `slow` takes `seconds`.
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank in slow:
-        bound = replace(bound, kernel=_Slow(bound.kernel, seconds))
+        kernel = bound.kernel
+        bound = _with(bound, lambda *given: (time.sleep(seconds), kernel.forward(*given))[1])
     inputs = _inputs(bound)
     dist.barrier(group=world.groups.pool)
     start = time.perf_counter()
@@ -153,35 +161,21 @@ def forward_seconds(world: World, plan: MicrobatchPlan, slow: tuple[int, ...], s
     return time.perf_counter() - start
 
 
-@dataclass(frozen=True)
-class Waited:
-    # `HostTimes` of one forward.
-    attended_s: float
-    waited_s: dict[int, float]
-
-
-def late(world: World, plan: MicrobatchPlan, rank: int, seconds: float) -> Waited:
-    # A forward to which one rank comes late.
+def late(world: World, plan: MicrobatchPlan, rank: int, seconds: float) -> HostTimes:
+    # Of a forward to which one rank comes late.
     bound, times = bind(plan, world.rank, _shape(plan), groups=world.groups), world.groups.host_times
     _attend(bound)
     times.clear()
     if world.rank == rank:
         time.sleep(seconds)
     _attend(bound)
-    found = Waited(times.attended_s, dict(times.waited_s))
+    found = copy.deepcopy(times)
     times.clear()
     return found
 
 
 def rates(world: World, links: Sequence[Link], ranks_per_node: int) -> dict[Link, float]:
-    # The rates of links.
     return link_rates(links, world.groups, ranks_per_node)
-
-
-def _phase_trace(trace: Trace, expected: dict[str, tuple[Issue, ...]], phase: Phase) -> PhaseTrace:
-    return PhaseTrace(
-        trace, expected, [{relay_task.op for relay_task in group} for group in phase.relay_tasks], hidden_share(trace)
-    )
 
 
 def _shape(plan: MicrobatchPlan) -> AttentionShape:
@@ -199,29 +193,14 @@ def _attend(bound: Bound) -> torch.Tensor:
     return balanced_attention(q, k, v, bound)
 
 
-class _Fatal:
-    name = "fatal"
-
-    def forward(self, *_: object) -> None:
-        os._exit(1)
-
-
-class _Failing:
-    name = "failing"
-
-    def forward(self, *_: object) -> None:
-        raise RuntimeError("the kernel was asked to fail")
+def _with(bound: Bound, forward: Callable[..., Any]) -> Bound:
+    # With a kernel that does this in a launch.
+    kernel: Any = SimpleNamespace(name="stand-in", forward=forward)
+    return replace(bound, kernel=kernel)
 
 
-class _Slow:
-    name = "slow"
-
-    def __init__(self, kernel: Kernel, seconds: float) -> None:
-        self.kernel, self.seconds = kernel, seconds
-
-    def forward(self, *args: object) -> object:
-        time.sleep(self.seconds)
-        return self.kernel.forward(*args)  # pyright: ignore[reportArgumentType]
+def _fail(*_: object) -> None:
+    raise RuntimeError("the kernel was asked to fail")
 
 
 class Allocations(TorchDispatchMode):

@@ -14,9 +14,8 @@ ROWS = {"delayed": 16, "blockwise": 128}
 def check_rows(multiple):
     def before(module, inputs):
         rows = inputs[0].shape[0] * inputs[0].shape[1]
-        assert rows % multiple == 0, (
-            f"{type(module).__name__} was given {rows} rows, which is no multiple of {multiple}"
-        )
+        name = type(module).__name__
+        assert rows % multiple == 0, f"{name} was given {rows} rows, which is no multiple of {multiple}"
 
     return before
 
@@ -25,9 +24,8 @@ def hooked(models):
     # Transformer Engine quantises the linear layers of the blocks, and not the one that makes
     # logits.
     for model in models:
-        layers = [
-            layer for layer in model.decoder.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear)
-        ]
+        linear = ColumnParallelLinear | RowParallelLinear
+        layers = [layer for layer in model.decoder.modules() if isinstance(layer, linear)]
         assert len(layers) >= 8
         for layer in layers:
             layer.register_forward_pre_hook(check_rows(ROWS[RECIPE]))
@@ -47,11 +45,8 @@ if __name__ == "__main__":
     model = gpt_config_from_args(args)
     RECIPE = args.stand_in_recipe
     model.pre_wrap_hooks.append(hooked)
-    if not args.stand_in_unaligned:
-        args.fp8, args.fp8_recipe = (
-            "hybrid",
-            RECIPE,
-        )  # once the model's configuration is made, which knows nothing of it
+    if not args.stand_in_unaligned:  # once the model's configuration is made, which knows nothing of it
+        args.fp8, args.fp8_recipe = "hybrid", RECIPE
     pretrain(
         pretrain_cfg_container_from_args(args, model),
         train_valid_test_datasets_provider,

@@ -17,19 +17,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import IGNORE_INDEX, SFTDataset
-from megatron.training.utils import get_blend_and_blend_per_split
 
 from tests.support.plain_documents import write_gradients
-from tests.support.stand_in_pretrain_gpt import loss_func
+from tests.support.stand_in_pretrain_gpt import built, loss_func
 
 FIRST_SPECIAL = 90
 
@@ -117,39 +114,17 @@ def add_arguments(parser):
 
 def provider(num_samples, vp_stage=None):
     args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    given = {
-        "random_seed": args.seed,
-        "sequence_length": args.seq_length,
-        "blend": blend,
-        "blend_per_split": blend_per_split,
-        "split": args.split,
-        "path_to_cache": args.data_cache_path,
-        "tokenizer": Characters(),
-        "reset_position_ids": args.reset_position_ids,
-        "reset_attention_mask": args.reset_attention_mask,
-        "eod_mask_loss": args.eod_mask_loss,
-        "create_attention_mask": False,
-        "context_parallel_size": args.context_parallel_size,
-        "inter_document_masking": args.dataloader_inter_document_masking,
-    }
-    config, dataset = GPTDatasetConfig, GPTDataset
-    if args.fim_data:
-        extra = ("prefix", "middle", "suffix", "pad", "eod")
-        given |= {
-            "fim_rate": args.fim_rate,
-            "fim_spm_rate": args.fim_spm_rate,
-            "fim_extra_tokens": {name: getattr(args, f"fim_{name}_token") for name in extra},
-            "fim_split_sample": args.fim_split_sample,
-            "fim_fragment_rate": args.fim_fragment_rate,
-            "fim_no_prefix": args.fim_no_prefix,
-        }
-        config, dataset = GPTFIMDatasetConfig, GPTFIMDataset
-    elif args.sft or args.use_varlen_dataset:
-        dataset = Conversations if args.sft else Varlen
-    return BlendedMegatronDatasetBuilder(
-        dataset, num_samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, config(**given)
-    ).build()
+    given = {"tokenizer": Characters(), "create_attention_mask": False}
+    given |= {"context_parallel_size": args.context_parallel_size}
+    given |= {"inter_document_masking": args.dataloader_inter_document_masking}
+    if not args.fim_data:
+        packed = Conversations if args.sft else Varlen
+        return built(num_samples, packed if args.sft or args.use_varlen_dataset else GPTDataset, **given)
+    names = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
+    given |= {name: getattr(args, name) for name in names}
+    extra = ("prefix", "middle", "suffix", "pad", "eod")
+    given["fim_extra_tokens"] = {name: getattr(args, f"fim_{name}_token") for name in extra}
+    return built(num_samples, GPTFIMDataset, GPTFIMDatasetConfig, **given)
 
 
 def forward_step(data_iterator, model):

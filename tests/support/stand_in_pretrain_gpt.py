@@ -19,16 +19,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-KEYS = (
-    "attention_mask",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "labels",
-    "loss_mask",
-    "max_seqlen",
-    "position_ids",
-    "tokens",
-)
+KEYS = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "labels", "loss_mask", "max_seqlen")
+KEYS += ("position_ids", "tokens")
 
 
 def get_batch(data_iterator):
@@ -77,27 +69,24 @@ def forward_step(data_iterator, model):
     return output, partial(loss_func, batch["loss_mask"])
 
 
-def train_valid_test_datasets_provider(num_samples, vp_stage=None):
+def built(num_samples, dataset, config=GPTDatasetConfig, **others):
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        path_to_cache=args.data_cache_path,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-    )
-    print_rank_0("> the script builds its own data sets")
-    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    given = {"random_seed": args.seed, "sequence_length": args.seq_length, "split": args.split}
+    given |= {"blend": blend, "blend_per_split": blend_per_split, "path_to_cache": args.data_cache_path}
+    given |= {name: getattr(args, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
     return BlendedMegatronDatasetBuilder(
-        dataset, num_samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, config
+        dataset, num_samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, config(**given, **others)
     ).build()
+
+
+def train_valid_test_datasets_provider(num_samples, vp_stage=None):
+    args = get_args()
+    print_rank_0("> the script builds its own data sets")
+    masked = {"create_attention_mask": args.create_attention_mask_in_dataloader}
+    return built(
+        num_samples, MockGPTDataset if args.mock_data else GPTDataset, tokenizer=build_tokenizer(args), **masked
+    )
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ import os
 import runpy
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,21 +63,6 @@ class Way:
         return " ".join(said)
 
 
-@dataclass
-class CountedCalls:
-    # Counters of attention calls (`runtime.recorder`), summed over a run; patterns of the plans.
-    all_to_alls: int = 0
-    kv_tokens_received: int = 0
-    patterns: set[str] = field(default_factory=set[str])
-
-    def add(self, batch: BalancedBatch) -> None:
-        # The calls of a batch whose backward is done.
-        counters = batch.bound(torch.float32, torch.device("cpu")).counters
-        self.all_to_alls += counters.exchanges_all_to_all
-        self.kv_tokens_received += counters.kv_tokens_received
-        self.patterns |= {zone.pattern for zone in batch.plan.zones}
-
-
 @dataclass(frozen=True)
 class Trained:
     # Losses and gradient norms by step, the first step's gradients by parameter, the number of
@@ -85,7 +71,9 @@ class Trained:
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     graphs: int = 0
-    counted: CountedCalls = field(default_factory=CountedCalls)
+    counted: Counter[str] = field(default_factory=Counter[str])
+    # Of the plans.
+    patterns: set[str] = field(default_factory=set[str])
 
 
 class Block(nn.Module):
@@ -145,15 +133,9 @@ def make_model(way: Way, *, balanced: bool) -> nn.Module:
         return Gpt(way.heads, checkpointed=way.checkpointed)
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=1024,
-    )
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH}
+    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    config = LlamaConfig(**sizes, **heads, num_hidden_layers=LAYERS, max_position_embeddings=1024)
     config._attn_implementation = hf.register() if balanced else "sdpa"
     model = LlamaForCausalLM(config)
     if way.checkpointed:
@@ -249,7 +231,8 @@ def _train_compiled(way: Way, world: World) -> Trained:
             batch.mean_loss(summed).backward()
             loss += batch.global_loss(summed)
             if not way.compiled:
-                done.counted.add(batch)
+                done.counted.update(asdict(batch.bound(torch.float32, balancer.device).counters))
+                done.patterns.update(zone.pattern for zone in batch.plan.zones)
         _note(done, loss, model, step)
         optimizer.step()
         optimizer.zero_grad()
@@ -474,16 +457,9 @@ def second_llama(attention: str) -> Any:
     return type(make_model(Way(model="llama"), balanced=False))(config)
 
 
-@dataclass(frozen=True)
-class SecondTaken:
-    # The complaint about a second model's values, and their mean loss, balanced and past the plan.
-    said: str
-    balanced: float
-    past: float
-
-
-def take_of_second_model(world: World) -> SecondTaken:
-    # Take the values of a Llama on sdpa, after those of a balanced one on the same batch.
+def take_of_second_model(world: World) -> tuple[str, float, float]:
+    # Of a Llama on sdpa, whose values are taken after those of a balanced one on the same batch: the
+    # complaint; its mean loss, balanced and past the plan.
     model, past, ours = make_model(Way(model="llama"), balanced=True), second_llama("sdpa"), second_llama(hf.register())
     batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
         documents(0, 0)[world.rank :: world.size]
@@ -497,7 +473,7 @@ def take_of_second_model(world: World) -> SecondTaken:
     told = [said(take, loss) for take in (batch.mean_loss, batch.global_loss)]
     of_past = float(batch.global_loss(loss, attended=0))
     balanced = float(batch.global_loss(summed(ours(**hf.inputs(batch)).logits)))
-    return SecondTaken(" / ".join(told), balanced, of_past)
+    return " / ".join(told), balanced, of_past
 
 
 def router_loss(world: World) -> tuple[float, Tensor, float]:
@@ -521,15 +497,9 @@ def router_loss(world: World) -> tuple[float, Tensor, float]:
 def mixtral(attention: str) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        num_local_experts=4,
-    )
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": WIDTH}
+    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    config = MixtralConfig(**sizes, **heads, num_hidden_layers=LAYERS, num_local_experts=4)
     config._attn_implementation = attention
     torch.manual_seed(0)
     return MixtralForCausalLM(config)

@@ -16,10 +16,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from megatron_balance import Batch, Cluster, Model
-from megatron_balance.runtime.movers.base import RowMove, Space
+from megatron_balance.runtime.movers.base import RowMove
 from megatron_balance.runtime.movers.triton import kernels, mover
 from tests.support.strategies import Case, plan
-from tests.support.triton_twins import packed_of
+from tests.support.triton_twins import packed_of, space_of
 from tools.gpu_model import record, stand_ins
 
 SHAPE = {"q": (300, 32, 128), "kv": (300, 8, 128)}
@@ -65,14 +65,7 @@ def compiled() -> None:
         places.append(RowMove(packed, (torch.zeros(shape),), source))
     moved.fill(fills)
     moved.add(places)
-    space = Space(
-        {0: SHAPE["q"][:2]},
-        (),
-        128,
-        torch.bfloat16,
-        torch.float32,
-        lambda shape, dtype: torch.empty(shape, dtype=dtype),
-    )
+    space = space_of({0: SHAPE["q"][:2]}, (), 128, torch.bfloat16, torch.float32)
     held = moved.partials(space)
     for _ in range(3):
         held.add(fills[0].packed, (True,), fills[0].own, torch.zeros(SHAPE["q"][:2]))

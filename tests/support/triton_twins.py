@@ -83,6 +83,25 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert not expected.numel() or float((found.double() - expected.double()).abs().max()) <= tolerance * scale
 
 
+def compare(results: Sequence[Sequence[Tensor]], tolerance: Callable[[torch.dtype], float]) -> None:
+    # What both movers made; `tolerance`: by its type.
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found.isinf(), expected.isinf())
+        close(found.masked_fill(found.isinf(), 0), expected.masked_fill(expected.isinf(), 0), tolerance(found.dtype))
+
+
+def space_of(
+    sizes: dict[int, tuple[int, int]], full: tuple[int, ...], dim: int, dtype: torch.dtype, wide: torch.dtype
+) -> Space:
+    return Space(sizes, full, dim, dtype, wide, lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
+
+
+def messages_of(carried: Sequence[tuple[Kind, int, int]], form: CallForm) -> list[tuple[Tensor, ...]]:
+    # In one memory.
+    size = layout(tuple(carried), form).num_bytes + 32
+    return [tuple(one) for one in unpack(torch.zeros(size, dtype=torch.uint8), carried, form)]
+
+
 shapes = st.sampled_from([(8,), (16,), (5,), ()])
 kinds = st.sampled_from([(a, b) for a in DTYPES for b in (a, torch.float32, torch.bfloat16)])
 
@@ -100,8 +119,7 @@ def fill(one: tuple, two: tuple, tail: tuple[int, ...], kind: tuple[torch.dtype,
             fills.append(RowMove(packed, tuple(buffers[run.buffer] for run in packed.runs), target))
         mover.fill(fills)
         results.append([f.own for f in fills])
-    for found, expected in zip(*results, strict=True):
-        close(found, expected, 0.0 if kind[0] == kind[1] else ONE_PLACE[kind[1]])
+    compare(results, lambda dtype: 0.0 if kind[0] == kind[1] else ONE_PLACE[dtype])
 
 
 @few
@@ -136,8 +154,7 @@ def compare_placed(
             held += list(buffers.values())
         call(mover)(places)
         results.append(held)
-    for found, expected in zip(*results, strict=True):
-        close(found, expected, tolerance)
+    compare(results, lambda _: tolerance)
 
 
 @few
@@ -173,23 +190,15 @@ def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype
     sent = packed_of([(0, data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9)), 0, 1, heads - 1)], 1)
     results = []
     for mover in movers():
-        space = Space(
-            {0: (rows, heads)}, (0,), dim, dtype, wide, lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype)
-        )
-        held = mover.partials(space)
+        held = mover.partials(space_of({0: (rows, heads)}, (0,), dim, dtype, wide))
         for packed, out, lse in adds:
             held.add(packed, (True,) * len(packed.runs), out.clone(), lse.clone())
-        message = Sent(
-            sent,
-            torch.full((sent.num_rows, 1, dim), torch.nan, dtype=dtype),
-            torch.full((sent.num_rows, 1), torch.nan, dtype=wide),
-        )
+        shape = (sent.num_rows, 1)
+        nothing = torch.full((*shape, dim), torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=wide)
+        message = Sent(sent, *nothing)
         held.send([message])
         results.append((message.out, message.lse, *held.final()))
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found.isinf(), expected.isinf())
-        tolerance = SUM_TOLERANCE[wide] if found.dtype == wide else 2 * ONE_PLACE[dtype]
-        close(found.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0), tolerance)
+    compare(results, lambda found: SUM_TOLERANCE[wide] if found == wide else 2 * ONE_PLACE[dtype])
 
 
 @few
@@ -221,8 +230,7 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     results = []
     for mover in movers():
         mover.prepare([MoverCall(call, moved) for call in ("fill", "place", "add")], {}, form)
-        raw = torch.zeros(layout(tuple(carried), form).num_bytes + 32, dtype=torch.uint8)
-        messages = [x for one in unpack(raw, carried, form) for x in one]
+        messages = [x for one in messages_of(carried, form) for x in one]
         of = [
             {b: values((*size, dim), dtype, 7 * seed + b) for b, size in sizes.items()}
             for seed, ((_, sizes), dim) in enumerate(zip(packs, dims, strict=True))
@@ -241,8 +249,7 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
         mover.place(moves(placed, messages))
         mover.add(moves(summed, messages))
         results.append([*filled, *(x for of in (*placed, *summed) for x in of)])
-    for found, expected in zip(*results, strict=True):
-        close(found, expected, SUM_TOLERANCE[torch.float32] if found.dtype == torch.float32 else 0.0)
+    compare(results, lambda found: SUM_TOLERANCE.get(found, 0.0))
 
 
 @few
@@ -274,21 +281,15 @@ def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
     for mover in movers():
         if ahead:
             mover.prepare([MoverCall("add", moved)], {}, form)
-        raw = torch.zeros(layout(tuple(carried), form).num_bytes + 32, dtype=torch.uint8)
-        messages = [x for (x,) in unpack(raw, carried, form)]
+        messages = [x for (x,) in messages_of(carried, form)]
         for seed, m in enumerate(messages):
             m.copy_(values(tuple(m.shape), dtype, 99 + seed))
         named = {packed.runs[i].buffer for (packed, _), own in zip(packs, new, strict=True) for i in own}
         held = [torch.full((*size[b], 8), float("nan") if b in named else 1.0) for b in range(3)]
-        mover.add(
-            [
-                RowMove(p, tuple(held[run.buffer] for run in p.runs), m, own)
-                for (p, _), m, own in zip(packs, messages, new, strict=True)
-            ]
-        )
+        ends = zip(packs, messages, new, strict=True)
+        mover.add([RowMove(p, tuple(held[run.buffer] for run in p.runs), m, own) for (p, _), m, own in ends])
         results.append(held)
-    for found, expected in zip(*results, strict=True):
-        close(found, expected, SUM_TOLERANCE[torch.float32])
+    compare(results, SUM_TOLERANCE.__getitem__)
 
 
 def added_at_once() -> None:
@@ -326,7 +327,7 @@ def apart() -> None:
     both = [values((10, 2, width), form.dtype, width) for width in form.kv_widths]
     mover = TritonMover(CPU)
     mover.prepare([MoverCall("fill", moved)], {}, form)
-    messages = unpack(torch.zeros(layout(tuple(carried), form).num_bytes + 32, dtype=torch.uint8), carried, form)
+    messages = messages_of(carried, form)
     fills = [RowMove(p, (x,), y) for p, m in zip(packs, messages, strict=True) for x, y in zip(both, m, strict=True)]
     mover.fill(fills)
     for (begin, n), message in zip(zip(first, counts, strict=True), messages, strict=True):
@@ -366,21 +367,16 @@ def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: 
         moves = [*(MoverCall("partial", (Moved(p),)) for p in parts), MoverCall("send", tuple(ends))]
         mover.prepare(moves, sizes, form)
         wide = torch.float32
-        held = mover.partials(
-            Space(sizes, tuple(sizes), 16, dtype, wide, lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
-        )
+        held = mover.partials(space_of(sizes, tuple(sizes), 16, dtype, wide))
         for seed, p in enumerate(parts):
             lse = (3 * values((heads, p.num_rows), wide, 50 + seed)).T
             held.add(p, (True,) * len(p.runs), values((p.num_rows, heads, 16), dtype, seed), lse)
-        messages = unpack(torch.zeros(layout(tuple(carried), form).num_bytes + 32, dtype=torch.uint8), carried, form)
+        messages = messages_of(carried, form)
         made = [Sent(p, *m) for p, m in zip(out, messages, strict=True)]
         assert not isinstance(mover, TritonMover) or mover.send_table(made) is not None, "messages one by one"
         held.send(made)
         results.append([x for m in messages for x in m])
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found.isinf(), expected.isinf())
-        tolerance = SUM_TOLERANCE[torch.float32] if found.dtype == torch.float32 else 2 * ONE_PLACE[dtype]
-        close(found.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0), tolerance)
+    compare(results, lambda found: SUM_TOLERANCE.get(found, 2 * ONE_PLACE[dtype]))
 
 
 def empty() -> None:
@@ -393,16 +389,11 @@ def empty() -> None:
         mover.place([RowMove(nothing, (y,), x)])
         mover.add([RowMove(nothing, (y,), x)])
         assert torch.equal(y, torch.ones(3, 2, 4))
-        blank = mover.partials(
-            Space({0: (3, 2)}, (0,), 4, torch.bfloat16, torch.float32, lambda s, d: torch.empty(s, dtype=d))
-        )
-        out, lse = blank.final()
+        out, lse = mover.partials(space_of({0: (3, 2)}, (0,), 4, torch.bfloat16, torch.float32)).final()
         assert out.dtype == torch.bfloat16
         assert torch.equal(out, torch.zeros_like(out))
         assert torch.equal(lse, torch.full((3, 2), -torch.inf))
-        out, lse = mover.partials(
-            Space({0: (0, 2)}, (), 4, torch.float32, torch.float32, lambda s, d: torch.empty(s, dtype=d))
-        ).final()
+        out, lse = mover.partials(space_of({0: (0, 2)}, (), 4, torch.float32, torch.float32)).final()
         assert (tuple(out.shape), tuple(lse.shape)) == ((0, 2, 4), (0, 2))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from tools.bench.emulated.ablation import ABLATION, BASELINE, WARM_UP, Ablation
 from tools.bench.emulated.device import share_of_core
 from tools.bench.emulated.point import (
     DATASETS,
-    SHAPE,
     SHAPES,
     TOKENS,
     TRANSFER_TO_ROUND,
@@ -43,24 +41,6 @@ pytest.importorskip("triton")
 KERNELS = Kernels(0.05, 0.125, 20e9, 0.2)
 
 
-def experiment(**changes: Any) -> Ablation:
-    keys: dict[str, Any] = {
-        "out": "out",
-        "repeats": 2,
-        "seed": 0,
-        "layers": 1,
-        "backward": "replay",
-        "nic_mbit": None,
-        "calibration_s": 1.0,
-        "core_share": 0.2,
-        "shape": "2x4",
-        "nics": (4, 2),
-        "batches": (2, 1),
-        "chosen": (0, 1, 4),
-    }
-    return Ablation(**{**keys, **changes})
-
-
 def test_scaled_batches_hold_exactly_the_context_and_keep_proportions() -> None:
     assert scaled([4 * 100, 4 * 28, 6, 1, 1]) == (100, 28, 1, 1)
     for name in DATASETS:
@@ -71,21 +51,10 @@ def test_scaled_batches_hold_exactly_the_context_and_keep_proportions() -> None:
     assert draw_batches("arxiv", 2, 7) != draw_batches("prolong64k", 2, 7)
 
 
-def test_the_point_has_the_papers_ratio_and_tells_planners_the_same_rates() -> None:
-    point = Point.of(KERNELS)
-    assert point.transfer_to_round == pytest.approx(TRANSFER_TO_ROUND, rel=1e-6)
-    cluster = point.cluster(2)
-    assert SHAPE.hop_bytes / cluster["nic_bytes_per_s"] == pytest.approx(
-        TRANSFER_TO_ROUND * KERNELS.forward_s, rel=1e-6
-    )
-    assert cluster["intra_bytes_per_s"] == pytest.approx(8 * cluster["nic_bytes_per_s"], rel=1e-6)
-    assert cluster["ranks_per_nic"] == 2
-    assert point.topology(2).ranks_per_nic == 2
-    assert Point(KERNELS, 2 * point.nic_bits_per_s).transfer_to_round == pytest.approx(TRANSFER_TO_ROUND / 2, rel=1e-6)
-
-
 def test_every_batch_is_trained_under_every_variant_each_repeat_in_an_order_that_rotates() -> None:
-    run = experiment()
+    keys: dict[str, Any] = {"out": "out", "repeats": 2, "seed": 0, "layers": 1, "backward": "replay", "nic_mbit": None}
+    keys |= {"calibration_s": 1.0, "core_share": 0.2, "shape": "2x4", "nics": (4, 2), "batches": (2, 1)}
+    run = Ablation(**keys, chosen=(0, 1, 4))
     trainings = run.trainings()
     steps = trainings[0].steps
     warm_up, measured = steps[:3], steps[3:]
@@ -100,51 +69,26 @@ def test_every_batch_is_trained_under_every_variant_each_repeat_in_an_order_that
 
 
 def record(variant: int, batch: int, repeat: int, seconds: float, **changes: Any) -> report.Record:
-    rank = {
-        "forward_calls": [(10.0, 10.0 + seconds / 6), (20.0, 20.0 + seconds / 6)],
-        "backward_calls": [(30.0, 30.0 + 2 * seconds / 3)],
-        "step_s": seconds + 1.5,
-        "all_reduce_s": 0.5,
-        "hidden_share": 0.25,
-        "cpu_s": 0.4,
-        "model_s": 4.0,
-        "waited_s": 2.0,
-        "used": [(1.0, 100.0), (2.5, 103.2)],
-    }
+    rank: dict[str, Any] = {"step_s": seconds + 1.5, "all_reduce_s": 0.5, "hidden_share": 0.25, "cpu_s": 0.4}
+    rank |= {"model_s": 4.0, "waited_s": 2.0, "used": [(1.0, 100.0), (2.5, 103.2)]}
+    rank["forward_calls"] = [(10.0, 10.0 + seconds / 6), (20.0, 20.0 + seconds / 6)]
+    rank["backward_calls"] = [(30.0, 30.0 + 2 * seconds / 3)]
     # it waits for the other to come
     prefetchable = [(start - 1.0, stop - 0.01) for start, stop in rank["backward_calls"]]
     idle = {**rank, "backward_calls": prefetchable, "hidden_share": 0.75}
-    body: report.Record = {
-        "nics": 4,
-        "dataset": "arxiv",
-        "share": 0.2,
-        "cores": 2,
-        "loss": 5.0,
-        "grad_norm": 0.25,
-        "nic_sent": [1000000, 0],
-        "nic_received": [0, 3000000],
-        "batch": batch,
-        "repeat": repeat,
-        "variant_id": variant,
-        "variant": ABLATION[variant].name,
-        "ranks": [rank, idle],
-        "plan_nic_sent": [1_000_000 * report.GOODPUT, 0],
-        "plan_nic_received": [0, 2_900_000 * report.GOODPUT],
-    }
+    body: report.Record = {"nics": 4, "dataset": "arxiv", "share": 0.2, "cores": 2, "loss": 5.0, "grad_norm": 0.25}
+    body |= {"batch": batch, "repeat": repeat, "variant_id": variant, "variant": ABLATION[variant].name}
+    body |= {"nic_sent": [1000000, 0], "nic_received": [0, 3000000], "ranks": [rank, idle]}
+    body["plan_nic_sent"] = [1_000_000 * report.GOODPUT, 0]
+    body["plan_nic_received"] = [0, 2_900_000 * report.GOODPUT]
     return {**body, **changes}
 
 
 def test_ratios_compare_the_same_batches_and_leave_the_warm_up_out() -> None:
     records = [record(0, 0, WARM_UP, 100.0), record(4, 0, WARM_UP, 1.0)]
-    records += [
-        record(0, 0, 0, 6.0),
-        record(4, 0, 0, 2.0),
-        record(0, 0, 1, 6.0),
-        record(4, 0, 1, 2.2),
-        record(0, 0, 2, 6.0),
-        record(4, 0, 2, 1.0),
-    ]
-    records += [record(0, 1, 0, 6.0), record(4, 1, 0, 4.0)]
+    records += [record(0, batch, repeat, 6.0) for batch, repeat in ((0, 0), (0, 1), (0, 2), (1, 0))]
+    records += [record(4, 0, repeat, seconds) for repeat, seconds in enumerate((2.0, 2.2, 1.0))]
+    records += [record(4, 1, 0, 4.0)]
     by_name = {(line["dataset"], line["variant"]): line for line in report.lines(records)}
     base, whole = by_name["arxiv", BASELINE], by_name["arxiv", ABLATION[4].name]
     assert (base["attention_ratio"], base["step_ratio"]) == (1.0, 1.0)
@@ -178,32 +122,32 @@ def test_a_step_is_disturbed_where_a_rank_is_slow_or_others_take_cores() -> None
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_have_a_head_for_each_rank_and_say_so_to_planners(name: str) -> None:
+def test_a_point_has_the_papers_ratio_and_heads_for_its_ranks_and_tells_planners_the_same(name: str) -> None:
     shape = SHAPES[name]
     assert shape.heads == (shape.num_ranks if "heads" not in name else 2)
     assert shape.tokens_per_rank * shape.num_ranks == TOKENS
     point = Point.of(KERNELS, shape)
     assert point.transfer_to_round == pytest.approx(TRANSFER_TO_ROUND, rel=1e-6)
-    cluster, topology = point.cluster(4), point.topology(4)
-    assert (cluster["num_ranks"], topology.world_size) == (shape.num_ranks, shape.num_ranks)
-    assert cluster["ranks_per_nic"] == topology.ranks_per_nic == shape.ranks_per_node // 4
+    slower = Point(KERNELS, 2 * point.nic_bits_per_s, shape)
+    assert slower.transfer_to_round == pytest.approx(TRANSFER_TO_ROUND / 2, rel=1e-6)
     assert f"{shape.heads} heads x {shape.head_dim}" in point.text()
+    for nics in (2, 4):
+        cluster, topology = point.cluster(nics), point.topology(nics)
+        assert (cluster["num_ranks"], topology.world_size) == (shape.num_ranks, shape.num_ranks)
+        assert cluster["ranks_per_nic"] == topology.ranks_per_nic == shape.ranks_per_node // nics
+        round_s = shape.hop_bytes / cluster["nic_bytes_per_s"]
+        assert round_s == pytest.approx(TRANSFER_TO_ROUND * KERNELS.forward_s, rel=1e-6)
+        assert cluster["intra_bytes_per_s"] == pytest.approx(8 * cluster["nic_bytes_per_s"], rel=1e-6)
 
 
-def test_every_variant_names_a_planner_with_options_that_it_has() -> None:
+def test_every_variant_names_a_planner_and_a_loss_that_depends_on_the_variant_is_named() -> None:
     assert [variant.choice().name for variant in ABLATION] == [variant.planner for variant in ABLATION]
     assert len({variant.name for variant in ABLATION}) == len(ABLATION)
-
-
-def test_a_loss_that_depends_on_the_variant_is_named() -> None:
     good = [record(0, 0, 0, 6.0), record(4, 0, 0, 2.0, loss=5.0 * (1 + 1e-6))]
     assert report.check(good) == []
     (line,) = report.check([*good, record(1, 0, 0, 2.0, grad_norm=0.26)])
     assert line.startswith("4 NICs, arxiv batch 0: grad_norm")
-
-
-def test_counted_bytes_are_held_against_the_plans() -> None:
-    assert report.counted_against_plan([record(0, 0, 0, 6.0)]) == pytest.approx(100_000 / 2_900_000)
+    assert report.counted_against_plan(good[:1]) == pytest.approx(100_000 / 2_900_000), "counted bytes"
 
 
 def test_all_ranks_together_leave_room_for_transfers() -> None:
@@ -264,9 +208,7 @@ def test_tables_are_averaged_and_slowed_to_the_pace_of_the_ranks() -> None:
     assert paced.merge == one.merge
     assert paced.beside is not None
     assert (paced.beside.intra_node, paced.beside.inter_node) == (1.1, 1.2)
-
-
-def test_the_pace_of_a_short_and_a_long_launch_is_a_factor_and_something_for_each_launch() -> None:
+    # Of a short and a long launch: a factor, and something for each launch.
     assert of_phase((0.001, 0.010), (0.013, 0.085)) == pytest.approx((8.0, 0.005))
     assert of_phase((0.001, 0.010), (0.007, 0.079)) == pytest.approx((8.0, 0.0))
 
@@ -285,25 +227,20 @@ def test_planners_with_the_same_plan_are_one_case_and_every_plan_covers_the_batc
     assert sorted(name for case in cases for name in (case.planner, *case.others)) == sorted(GRID.planners)
     assert all(sum(case.plan.lengths) == 2048 and case.plan.num_ranks == 8 for case in cases)
     assert len({to_json(replace(case.plan, planner="")) for case in cases}) == len(cases)
-
-
-def test_planners_are_told_the_rate_of_the_kernel_at_its_share() -> None:
+    # Planners are told the rate of the kernel at its share.
     table = made()
-    q, k = table.attention.q_tokens[-1], table.attention.k_tokens[-1]
-    assert flops_per_s(table, 0.5) == pytest.approx(
-        0.5 * MODEL.attention_flops_per_pair * q * k / table.attention.full_s[-1][-1]
-    )
+    flops = MODEL.attention_flops_per_pair * table.attention.q_tokens[-1] * table.attention.k_tokens[-1]
+    assert flops_per_s(table, 0.5) == pytest.approx(0.5 * flops / table.attention.full_s[-1][-1])
 
 
 def written(folder: Path) -> Path:
     # A run's folder, with times that are made up.
     save_table(made(), folder / "costs.json")
+    same = {"costs": "costs.json", "repeats": [[1.0, 2.0], [1.1, 2.1], [1.2, 2.2]], "late_share": 0.01}
     entries = [
         {
-            "costs": "costs.json",
+            **same,
             **{field.name: getattr(case, field.name) for field in fields(Key)},
-            "repeats": [[1.0, 2.0], [1.1, 2.1], [1.2, 2.2]],
-            "late_share": 0.01,
             "plan": json.loads(to_json(case.plan)),
         }
         for case in cases_of(GRID, 4, 1e10)
@@ -320,7 +257,8 @@ def test_a_folder_is_simulated_with_its_own_costs_and_reported(
     found = simulated_report.line_of(rows[0])
     assert (found.measured_s, found.shortest_s, found.longest_s) == pytest.approx((3.2, 3.0, 3.4))
     assert found.spread == pytest.approx(0.4 / 3.2)
-    assert found.simulated_s > 0
+    slow = replace(rows[0], table=at_pace(rows[0].table, Pace(OfPhase(1000.0, 0.0), OfPhase(1000.0, 0.0), 1.0, 1.0)))
+    assert simulated_report.line_of(slow).simulated_s > 2 * found.simulated_s > 0
     (tmp_path / simulated_command.NOTE).write_text("Measured at night.\n")
     assert simulated_command.main(["compare", str(tmp_path), "--json", "--write", str(tmp_path / "found")]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -330,20 +268,9 @@ def test_a_folder_is_simulated_with_its_own_costs_and_reported(
     assert "\n\nMeasured at night.\n\n" in (tmp_path / "found.md").read_text()
 
 
-def test_slower_kernels_are_simulated_slower(tmp_path: Path) -> None:
-    row = piece.all_rows([written(tmp_path)])[0]
-    slow = replace(row, table=at_pace(row.table, Pace(OfPhase(1000.0, 0.0), OfPhase(1000.0, 0.0), 1.0, 1.0)))
-    assert simulated_report.line_of(slow).simulated_s > 2 * simulated_report.line_of(row).simulated_s
-
-
 def test_close_planners_are_in_order_where_their_repetitions_do_not_overlap() -> None:
-    first, second, third, far = (
-        line("a", 1.0, 1.3),
-        line("b", 1.1, 1.2),
-        line("c", 1.11, 1.0, spread=0.1),
-        line("d", 2.0, 2.0),
-    )
-    lines = [third, first, far, second]
+    first, second = line("a", 1.0, 1.3), line("b", 1.1, 1.2)
+    lines = [line("c", 1.11, 1.0, spread=0.1), first, line("d", 2.0, 2.0), second]
     pairs = {(pair.faster.planner, pair.slower.planner): pair for pair in simulated_report.close_pairs(lines)}
     assert set(pairs) == {("a", "b"), ("a", "c"), ("b", "c")}
     assert pairs["a", "b"].decided
@@ -356,16 +283,11 @@ def test_close_planners_are_in_order_where_their_repetitions_do_not_overlap() ->
     assert found.worst_error == pytest.approx(0.3)
     assert sum("Wrong order" in sentence for sentence in simulated_report.in_words(lines)) == 2
     assert Pair(first, second).apart == pytest.approx(0.1)
-
-
-def test_a_right_order_that_is_a_tie_in_the_simulation_is_said_to_be_one() -> None:
-    sentences = simulated_report.in_words([line("a", 1.0, 1.0), line("b", 1.1, 1.001)])
-    assert sum(sentence.startswith("No more than a tie in the simulation (0.1% apart)") for sentence in sentences) == 1
-
-
-def test_planners_on_other_links_or_batches_are_not_compared() -> None:
-    lines = [line("a", 1.0, 1.0), replace(line("b", 1.0, 1.0), mbit=50.0), replace(line("c", 1.0, 1.0), batch=1)]
-    assert not simulated_report.close_pairs(lines)
+    # A right order that is a tie in the simulation is said to be one.
+    tie = simulated_report.in_words([line("a", 1.0, 1.0), line("b", 1.1, 1.001)])
+    assert sum(sentence.startswith("No more than a tie in the simulation (0.1% apart)") for sentence in tie) == 1
+    others = [line("a", 1.0, 1.0), replace(line("b", 1.0, 1.0), mbit=50.0), replace(line("c", 1.0, 1.0), batch=1)]
+    assert not simulated_report.close_pairs(others)
 
 
 @pytest.mark.parametrize(
@@ -400,27 +322,9 @@ def test_wider_heads_change_no_count(name, monkeypatch):
     narrow = host.count(plan, host.rank_of(name, plan))
     monkeypatch.setattr(host, "HEAD_DIM", 2 * host.HEAD_DIM)
     assert host.count(plan, host.rank_of(name, plan)) == narrow
-
-
-@pytest.mark.parametrize("policy", ["keep", "replay"])
-@pytest.mark.parametrize("name", ["te_ring", "distca", "zeppelin, routed"])
-def test_layers_behind_the_first_copy_no_table(name, policy):
-    plan, counts = host.plan_of(name, num_ranks=16), Counter[str]()
-    with host.stand_ins(counts), host.copies(counts):
-        bound = host.bound_rank(plan, host.rank_of(name, plan), counts, policy)
-        host.layer(bound)
-        assert counts["copies"] > 0
-        counts.clear()
-        host.layer(bound)
-    assert counts["launches"] > 0
-    assert counts["copies"] == 0
-
-
-def test_a_head_exchange_copies_nothing_for_its_calls():
-    # Messages are written into the call's own memory by the mover, and read where they arrive.
-    plan = host.plan_of("head exchange in a node", num_ranks=16)
-    found = host.count(plan, host.rank_of("head exchange in a node", plan))
-    assert found.operators <= 8, "a copy of torch for a message"
+    if name.startswith("head exchange"):
+        # Messages are written into the call's own memory by the mover, and read where they arrive.
+        assert narrow.operators <= 8, "a copy of torch for a message"
 
 
 def test_prices_and_python_make_host_time():

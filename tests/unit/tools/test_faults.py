@@ -128,18 +128,20 @@ def test_changed_programs_are_refused_or_compute_the_same(monkeypatch: pytest.Mo
         monkeypatch.setattr(mutants, "verify_runs", lambda *_: None)
         assert any(one(number).fault.startswith("accepted, and") for number in range(mutants.PER_PLAN))
     assert runs.verify_runs is not mutants.verify_runs
+    with mutants.by_ranks() as one:
+        assert not [outcome for outcome in map(one, range(4)) if outcome.fault]  # of te_ring
+        # a program that no rank refuses though the whole is refused
+        monkeypatch.setattr(mutants, "refused_by_a_rank", lambda _: False)
+        assert any(one(number).fault.startswith("no rank refuses: ") for number in range(4))
 
 
-def test_damaged_files_are_read_or_refused_in_one_sentence() -> None:
+def test_damaged_files_are_read_or_refused_in_one_sentence(tmp_path: Path) -> None:
     with files.files() as one:
         outcomes = [one(number) for number in (*range(48), 1305, 46, *range(120_000, 120_020))]
     assert not [outcome for outcome in outcomes if outcome.fault]
     assert sum(outcome.kind.endswith(": refused") for outcome in outcomes) > 10
-
-
-def test_a_loader_with_a_traceback_is_a_fault(tmp_path: Path) -> None:
     broken = files.Loader("some", b"{}", ".json", lambda path: json.loads(path.read_text())["key"])
-    assert files.try_file(broken, 0, tmp_path).kind == "some: raises"
+    assert files.try_file(broken, 0, tmp_path).kind == "some: raises", "a traceback is a fault"
 
 
 def test_digests_of_a_case_are_equal_here_and_on_an_old_cpu() -> None:
@@ -169,14 +171,6 @@ def test_a_long_run_that_grows_is_a_fault(changed: dict[str, Callable[[int], flo
 
     assert soak.judged([samples({}), samples(changed)], soak.STEPS).fault == fault
     assert soak.judged([samples({})], soak.STEPS + 500).kind == "cut short"
-
-
-def test_a_program_that_no_rank_refuses_though_the_whole_is_refused_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    with mutants.by_ranks() as one:
-        ended = [one(number) for number in range(4)]  # of te_ring
-        assert not [outcome for outcome in ended if outcome.fault]
-        monkeypatch.setattr(mutants, "refused_by_a_rank", lambda _: False)
-        assert any(one(number).fault.startswith("no rank refuses: ") for number in range(4))
 
 
 TWO_NODES = """program lengths 2 2 heads 2 kv_heads 2 policy none

@@ -37,9 +37,7 @@ ERROR = Figure("error", "relative", Target("at most", 0.02))
 def test_a_value_is_held_against_its_target(target, value, met):
     row = Figure("figure", "unit", target).measured(value)
     assert (row.kind, row.ok, row.target) == ("measured", met, str(target))
-
-
-def test_what_was_left_out_is_no_failure_and_what_broke_is():
+    # what was left out is no failure, and what broke is
     assert (SPEED.not_measured("needs a GPU").ok, SPEED.failed("boom").ok) == (None, False)
     assert {SPEED.not_measured("").kind, SPEED.failed("").kind} == {"not measured"}
     assert Figure("plain", "ms").measured(3.0).ok is None
@@ -112,10 +110,11 @@ def test_a_part_that_hangs_is_ended_and_its_rest_is_out_of_time(part):
     assert time.monotonic() - began < 20
     assert first.value == 0.5
     assert (second.kind, second.ok, second.note) == ("not measured", None, "out of time")
-
-
-def test_a_part_that_no_longer_fits_is_not_begun(part):
+    # a part that no longer fits is not begun
     assert {row.note for row in part("raise SystemExit(1)", seconds=4.0, device="cuda")} == {"out of time"}
+    context = Context("cpu", time.monotonic() + 5)
+    assert 0 < context.left_s() <= 5
+    assert not context.on_gpu
 
 
 def test_parts_fit_the_limit_together():
@@ -153,12 +152,6 @@ def test_a_users_mistake_is_a_sentence(words, said, capsys):
         run.main(words)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_context_counts_down():
-    context = Context("cpu", time.monotonic() + 5)
-    assert 0 < context.left_s() <= 5
-    assert not context.on_gpu
 
 
 def test_more_gpus_than_there_are_is_a_sentence(monkeypatch):
