@@ -266,8 +266,8 @@ def test_the_sentence_says_the_decision_and_a_step_that_fits_in_no_way_what_woul
     assert "full activation recomputation" in told
     assert "tokens on a rank, in place of 100,000" in told
     assert "set 'backward: replay'" in told
-    for policy, share in (("replay", 0.9), ("auto", 1.2)):
-        backward.check_fits(backward.decide([step], policy, share * needs), [batch], MODEL, [stage])
+    for decided in (backward.decide([step], "replay", 0.9 * needs), backward.decide([step], "auto", 1.2 * needs)):
+        backward.check_fits(decided, [batch], MODEL, [stage])
 
 
 # Pull and push of a change, on links.

@@ -481,8 +481,8 @@ def test_a_cut_reaches_as_far_as_the_keys_at_hand_or_at_home() -> None:
     # A server is not emptied into one that lacks the keys which it holds.
     # Rank 2 holds half of the keys that its queries see, and would save the other nano-batch; rank
     # 1 would need all of them.
-    owned: list[Owner] = [(0, 0, 0, LONG), (0, 1, 0, 512), (1, 2, 0, 1024), (2, 1, 512, 1024)]
-    joined, apart = (planned(owned, 16, empty_light_servers=each) for each in (True, False))
+    light: list[Owner] = [(0, 0, 0, LONG), (0, 1, 0, 512), (1, 2, 0, 1024), (2, 1, 512, 1024)]
+    joined, apart = (planned(light, 16, empty_light_servers=each) for each in (True, False))
     assert attended_spans(joined, 2, 1)[-1][1] == 1024
     assert attended_spans(joined, 1, 1) == []
     reports = [plan_statistics(plan, flat_cost.MODEL) for plan in (joined, apart)]
