@@ -335,7 +335,7 @@ def test_collectives_go_at_the_pace_of_their_slowest_step() -> None:
 def test_gradients_experts_and_stages_hand_on_what_they_must() -> None:
     # Gradients are summed in fp32 and weights gathered in bf16.
     assert parallel.gradient_sync_s(8e6, NODE) == pytest.approx(7 * (2e-6 + (4e6 + 2e6) / 100e9))
-    # Experts are reached by two all to alls.
+    # Experts are reached by two all-to-alls.
     moe = Model(8, 8, 64, hidden_size=512, num_experts=8, experts_per_token=2)
     cluster = Cluster(8, 8)
     group = parallel.group_of(cluster, 8, 8, busy_nics=True)
