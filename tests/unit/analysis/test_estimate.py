@@ -80,6 +80,8 @@ CASES = [
     (load_model("llama-550m"), "a800", 10, 0),
     (load_model("llama-550m"), "a800", 10, 1),
 ]
+# All cases under a causal mask, under the others some of each kind: by number.
+ASKED = {"causal": range(8), "full": (0, 3, 4, 6), "window": (1, 2, 3, 5, 7)}
 # Ranks of a node, by ranks, where not 8.
 NODES = {10: 5}
 MASKS = {"causal": ("causal",), "full": ("full",), "window": ("window_1024", "window_4096")}
@@ -111,7 +113,8 @@ def test_an_estimate_is_near_what_the_simulator_says(
 ) -> None:
     # And neither is below what the planner cannot come below, nor the estimate below the physical
     # bound that `compare` prints.
-    for number, (causal, on, num_ranks, batch) in enumerate(CASES):
+    for number in ASKED[mask]:
+        causal, on, num_ranks, batch = CASES[number]
         if causal.latent_travels and PLANNERS[name].parts(options):
             continue
         cluster = load_cluster(on).build(num_ranks=num_ranks, ranks_per_node=NODES.get(num_ranks, 8))
@@ -135,9 +138,7 @@ def test_an_estimate_is_near_what_the_simulator_says(
 
 
 def test_every_planner_has_its_tolerances() -> None:
-    there = {
-        (name, mask) for name, options, masks in NEAR for mask in masks if not options or name in ("zeppelin", "flexsp")
-    }
+    there = {(name, mask) for name, options, masks in NEAR for mask in masks if not options or name == "flexsp"}
     assert there >= {(name, mask) for name, planner in PLANNERS.items() for mask in planner.masks}
 
 
@@ -161,14 +162,13 @@ def test_zones_that_lie_alike_are_priced_as_one_by_one(
         assert found.backward == one_by_one.backward
 
 
-def test_what_the_bound_of_a_ring_counts() -> None:
+def test_what_the_bounds_of_rings_and_of_sequences_whole_on_groups_count() -> None:
+    # What the bound of a ring counts.
     # One long document: rings cannot bring its keys round in the time that attending to it takes.
     lengths, model = [16384], load_model("llama-7b")
     bounds = Bounds.of(lengths, A800, model, AnalyticCost(A800, model))
     assert bounds.rings() > 1.3 * bounds.even()
-
-
-def test_what_the_bound_of_sequences_whole_on_groups_counts() -> None:
+    # What the bound of sequences whole on groups counts.
     # A long document takes as many ranks as heads reach at most; one of many sizes exchanges more.
     model = load_model("llama-7b")
     cluster = load_cluster("h200").build(num_ranks=256, ranks_per_node=8)
@@ -182,7 +182,8 @@ def test_what_the_bound_of_sequences_whole_on_groups_counts() -> None:
     assert 1.02 < over_even([65536, *[2048] * 480]) < over_even([131072, *[2048] * 448])
 
 
-def test_of_plans_that_do_not_fit_the_fastest_of_those_that_need_about_the_least_comes_first() -> None:
+def test_estimates_are_made_once_for_a_machine_and_compared_by_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of plans that do not fit the fastest of those that need about the least comes first.
     def needs(seconds: float, gigabytes: float) -> Estimate:
         return Estimate(seconds, 0.0, Decision(0, (1,), gigabytes * GB, 0.0, 0.0, 0, 0, 80 * GB))
 
@@ -190,9 +191,7 @@ def test_of_plans_that_do_not_fit_the_fastest_of_those_that_need_about_the_least
     assert best_first([least, alike, more]) == [1, 0, 2]
     assert best_first([least, alike, more, fits]) == [3, 0, 1, 2]
     assert best_first([]) == []
-
-
-def test_a_plan_is_estimated_once_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A plan is estimated once on one machine also of nothing.
     plan = make_planner("te_ring", H200, MODEL)([4096])
     asked: list[object] = []
     inner = module._estimate
@@ -202,8 +201,5 @@ def test_a_plan_is_estimated_once_on_one_machine(monkeypatch: pytest.MonkeyPatch
     assert again is first
     assert first != other
     assert len(asked) == 2
-
-
-def test_a_batch_of_nothing_has_an_estimate() -> None:
-    plan = make_planner("te_ring", H200, MODEL)([])
-    assert estimated(plan, H200, MODEL).layer_s >= 0
+    # A batch of nothing has an estimate.
+    assert estimated(make_planner("te_ring", H200, MODEL)([]), H200, MODEL).layer_s >= 0

@@ -9,26 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance import Model
+from megatron_balance import Batch, Cluster, MicrobatchPlan, Model
 from megatron_balance.analysis import backward
+from megatron_balance.analysis import memory as rank
 from megatron_balance.analysis.estimate import Estimate, estimate
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.memory import (
-    LOGIT_BYTES,
-    OPTIMIZER_BYTES,
-    PARTIAL_BYTES,
-    Holding,
-    Sharding,
-    layer_activation_bytes,
-    rank_memory,
-)
+from megatron_balance.analysis.memory import Holding, Sharding, layer_activation_bytes, rank_memory
 from megatron_balance.analysis.step_memory import MARGIN, StepMemory, max_len, most_tokens, stages_of
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.modules import head_module, layer_flops, num_parameters
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Layers
 from megatron_balance.ir.strategy import Scheme
 from megatron_balance.model_config import pretrained
@@ -46,19 +36,15 @@ NORMS = 2 * 512
 KEPT = 2 * (4 * 512 + 2 * 512 + 2 * 128 + 3 * 1024)
 
 
-def test_parameters_are_layers_norms_and_two_tables() -> None:
+def test_parameters_and_flops_are_those_of_layers_experts_and_tables() -> None:
+    # Parameters are layers norms and two tables.
     assert num_parameters(MODEL) == 4 * (LAYER + NORMS) + TABLES
     assert layer_flops(MODEL) == 2 * LAYER
-
-
-def test_every_expert_is_stored_and_those_visited_are_computed() -> None:
+    # Every expert is stored and those visited are computed.
     moe = replace(MODEL, num_experts=8, experts_per_token=2)
     assert num_parameters(moe) - num_parameters(MODEL) == 4 * (7 * 3 * 512 * 1024 + 512 * 8)
     assert layer_flops(moe) - layer_flops(MODEL) == 2 * (3 * 512 * 1024 + 512 * 8)
-
-
-def test_shared_experts_are_visited_and_dense_layers_have_none_of_the_others() -> None:
-    moe = replace(MODEL, num_experts=8, experts_per_token=2)
+    # Shared experts are visited and dense layers have none of the others.
     shared = replace(moe, shared_ffn_size=256)
     beside = 3 * 512 * 256
     assert num_parameters(shared) - num_parameters(moe) == 4 * beside
@@ -68,11 +54,8 @@ def test_shared_experts_are_visited_and_dense_layers_have_none_of_the_others() -
     assert layer_activation_bytes(moe) - layer_activation_bytes(MODEL) == 2 * (visits + 512)
     dense = replace(moe, dense_layers=1)
     assert num_parameters(moe) - num_parameters(dense) == 6 * 3 * 512 * 1024 + 512 * 8
-
-
-def test_ranks_with_the_same_experts_share_out_their_optimizer() -> None:
+    # Ranks with the same experts share out their optimizer.
     # Of 8 ranks two have each expert where 4 share them out, so each holds half of its optimizer.
-    moe = replace(MODEL, num_experts=8, experts_per_token=2)
     experts = 4 * 8 * 3 * 512 * 1024
     memory = rank_memory(moe, 0, 0, Sharding(optimizer=8, experts=4))
     others = num_parameters(moe) - experts
@@ -80,45 +63,37 @@ def test_ranks_with_the_same_experts_share_out_their_optimizer() -> None:
     assert memory.optimizer == 12 * (others / 8 + experts / 4 / 2)
 
 
-def test_further_tokens_have_logits_of_their_own_and_a_matrix_that_joins() -> None:
+def test_further_tokens_and_tied_tables() -> None:
+    # Further tokens have logits of their own and a matrix that joins.
     further = replace(MODEL, num_layers=5, mtp_layers=1)
     assert num_parameters(further) == 5 * (LAYER + NORMS) + TABLES + 2 * 512 * 512
     assert rank_memory(further, 100, 0).activations == 100 * (5 * KEPT + 2 * 8 * 1000)
     assert head_module(further).flops == 2 * (2 * 1000 * 512 + 2 * 512 * 512)
-
-
-def test_tied_tables_are_one_on_one_stage_and_two_on_several() -> None:
+    # Tied tables are one on one stage and two on several.
     tied = replace(MODEL, tied_embeddings=True)
     assert num_parameters(MODEL) - num_parameters(tied) == 1000 * 512
     ends = [rank_memory(tied, 0, 0, Sharding(pipeline=2, stage=at)).weights for at in (0, 1)]
     assert ends == [2 * (2 * (LAYER + NORMS) + 1000 * 512)] * 2
 
 
-def test_a_rank_of_one_stage_holds_all_layers() -> None:
+def test_a_rank_holds_its_layers_what_it_received_and_microbatches_in_flight() -> None:
+    # A rank of one stage holds all layers.
     memory = rank_memory(MODEL, 100, 30)
     parameters = num_parameters(MODEL)
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * parameters, 4 * parameters, 12 * parameters)
     assert memory.activations == 100 * (4 * KEPT + 8 * 1000)
     assert memory.received == 4 * 30 * 2 * 2 * 64 * 2
     assert memory.total == 18 * parameters + memory.activations + memory.received
-
-
-def test_replay_holds_two_rounds_of_one_layer() -> None:
+    # Replay holds two rounds of one layer.
     assert rank_memory(MODEL, 100, 30, holding=Holding("replay")).received == 2 * 30 * 2 * 2 * 64 * 2
-
-
-def test_recomputation_keeps_inputs_and_works_on_one_layer() -> None:
+    # Recomputation keeps inputs and works on one layer.
     partial = 4 * 8 * 65
     memory = rank_memory(MODEL, 100, 30, holding=Holding(recompute="full"))
     assert memory.activations == 100 * (4 * 2 * 512 + max(KEPT + partial, 8000))
     assert memory.received == 30 * 2 * 2 * 64 * 2
-
-
-def test_the_first_stage_holds_most_microbatches_and_the_last_the_logits() -> None:
-    first, last = (
-        rank_memory(MODEL, 100, 0, Sharding(pipeline=2, stage=s), Holding(num_microbatches=8)) for s in (0, 1)
-    )
-    partial = 4 * 8 * 65
+    # The first stage holds most microbatches and the last the logits.
+    eight = Holding(num_microbatches=8)
+    first, last = (rank_memory(MODEL, 100, 0, Sharding(pipeline=2, stage=s), eight) for s in (0, 1))
     assert first.activations == 100 * (2 * 2 * KEPT + partial)
     assert last.activations == 100 * (2 * KEPT + 8000)
     assert first.weights == last.weights == 2 * (2 * (LAYER + NORMS) + TABLES / 2)
@@ -126,7 +101,6 @@ def test_the_first_stage_holds_most_microbatches_and_the_last_the_logits() -> No
 
 # The memory of a step by the layout that runs: what a rank of a job like DeepSeek-V3's holds, and
 # what planners decide by it.
-
 STAGES, LAYERS = 16, 4
 DEEPSEEK = replace(Model(**pretrained({**DEEPSEEK_V3, "num_nextn_predict_layers": 1})), num_layers=STAGES * LAYERS)
 SMALL = Model(8, 8, 64, num_layers=12, hidden_size=512, ffn_size=1024, vocab_size=1000)
@@ -151,9 +125,11 @@ def test_the_state_of_a_rank_of_2048_gpus_is_the_sum_on_paper() -> None:
     state = 6 * (others + experts) + 12 * (others / 128 + experts / 2)
     assert state / 1e9 == pytest.approx(19.8, abs=0.05)
     assert of_deepseek(128, 64).stages[0].state_bytes == pytest.approx(state, rel=1e-6)
-    assert StepMemory.one_stage(DEEPSEEK, 128).of_microbatches(1).stages[0].state_bytes == pytest.approx(
-        4.3e12, rel=0.1
-    )
+    whole = StepMemory.one_stage(DEEPSEEK, 128).of_microbatches(1)
+    assert whole.stages[0].state_bytes == pytest.approx(4.3e12, rel=0.1)
+    # It is told to the planning process as it is.
+    memory = of_deepseek(32, 16, "full")
+    assert StepMemory.from_json(json.loads(json.dumps(memory, default=dataclasses.asdict))) == memory
 
 
 @pytest.mark.parametrize(
@@ -205,11 +181,10 @@ def test_auto_takes_the_fastest_where_it_took_what_needs_the_least() -> None:
     # On 512 H800, 32 ranks a stage.
     cluster = load_cluster("h800").build(num_ranks=32)
     context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK))
+    memories, auto = {False: None, True: of_deepseek(32, 32, "full")}, choose_planner("auto", {})
     steps = {
-        told: choose_planner("auto", {}).plan_step(
-            ((*MIXED * 2,),) * 2, replace(context, memory=of_deepseek(32, 32, "full") if told else None)
-        )[0]
-        for told in (False, True)
+        told: auto.plan_step(((*MIXED * 2,),) * 2, replace(context, memory=memory))[0]
+        for told, memory in memories.items()
     }
     assert "nothing fits" in steps[False].plans[0].note
     assert "fit" not in steps[True].plans[0].note
@@ -228,12 +203,9 @@ def test_auto_takes_the_fastest_where_it_took_what_needs_the_least() -> None:
 def test_stages_that_are_left_out_change_no_decision(
     pipeline: int, number: int, chunks: int, recompute: backward.Recomputed, kept: int, memory_bytes: float
 ) -> None:
-    stages = tuple(
-        backward.Stage(
-            12 // pipeline + (at == pipeline - 1), Sharding(pipeline=pipeline, stage=at, optimizer=2), recompute, chunks
-        )
-        for at in range(pipeline)
-    )
+    shards = [Sharding(pipeline=pipeline, stage=at, optimizer=2) for at in range(pipeline)]
+    layers = [12 // pipeline] * (pipeline - 1) + [12 // pipeline + 1]
+    stages = tuple(backward.Stage(own, each, recompute, chunks) for own, each in zip(layers, shards, strict=True))
     received = (np.array([kept, kept // part]) for part in (2, 3, 4))
     own = backward.MicrobatchBytes(np.array([900, 1100]), *received)
     memory = StepMemory(SMALL, stages)
@@ -241,11 +213,9 @@ def test_stages_that_are_left_out_change_no_decision(
     found = memory.of_microbatches(number)
     decision = found.decide(own, memory_bytes)
     assert len(found.stages) <= 2
-    expected = backward.decide(every, "auto", memory_bytes)
-    assert replace(decision, peak_bytes=0.0, keep_bytes=0.0, replay_bytes=0.0) == replace(
-        expected, peak_bytes=0.0, keep_bytes=0.0, replay_bytes=0.0
-    )
-    for bytes_of in ("peak_bytes", "keep_bytes", "replay_bytes"):
+    expected, rounded = backward.decide(every, "auto", memory_bytes), ("peak_bytes", "keep_bytes", "replay_bytes")
+    assert replace(decision, **dict.fromkeys(rounded, 0.0)) == replace(expected, **dict.fromkeys(rounded, 0.0))
+    for bytes_of in rounded:
         assert getattr(decision, bytes_of) == pytest.approx(getattr(expected, bytes_of))
 
 
@@ -297,74 +267,55 @@ def test_an_estimate_is_of_the_experts_that_a_rank_has_and_of_the_way_to_the_oth
     assert found.backward.peak_bytes == pytest.approx(step.backward.peak_bytes, rel=0.02)
 
 
-def test_it_is_told_to_the_planning_process_as_it_is() -> None:
-    memory = of_deepseek(32, 16, "full")
-    assert StepMemory.from_json(json.loads(json.dumps(memory, default=dataclasses.asdict))) == memory
-
-
 # The capacity of a rank is the inverse of the memory model
-
-FOUR_LAYERS = Model(
-    num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size=1000
-)
 SMALL_GPUS = Cluster(32, 8, memory_bytes=4e9)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4, 32])
 def test_a_ring_as_full_as_the_capacity_says_fills_what_is_usable(num_ranks: int) -> None:
     cluster = replace(SMALL_GPUS, num_ranks=num_ranks, ranks_per_node=min(8, num_ranks))
-    tokens = capacity(cluster, FOUR_LAYERS)
-    plan = choose_planner("te_ring", {}).plan(
-        Batch((tokens * num_ranks,)), cluster, FOUR_LAYERS, AnalyticCost(cluster, FOUR_LAYERS)
-    )
-    (stage,) = stages_of(FOUR_LAYERS, num_ranks)
-    found = backward.step_bytes([backward.microbatch_bytes([plan], FOUR_LAYERS)], FOUR_LAYERS, stage)
+    tokens = capacity(cluster, MODEL)
+    cost = AnalyticCost(cluster, MODEL)
+    plan = choose_planner("te_ring", {}).plan(Batch((tokens * num_ranks,)), cluster, MODEL, cost)
+    (stage,) = stages_of(MODEL, num_ranks)
+    found = backward.step_bytes([backward.microbatch_bytes([plan], MODEL)], MODEL, stage)
     assert backward.decide([found], "auto", cluster.memory_bytes).fits
     assert float(found.peak(0).max()) == pytest.approx(backward.USABLE * cluster.memory_bytes, rel=2e-3)
 
 
 def test_recomputation_makes_room_and_microbatches_in_flight_take_it() -> None:
     def room(num_microbatches: int = 1, **more: object) -> int:
-        return most_tokens(FOUR_LAYERS, 32, 4e9, stages_of(FOUR_LAYERS, 32, **more), num_microbatches)  # pyright: ignore[reportArgumentType]
+        return most_tokens(MODEL, 32, 4e9, stages_of(MODEL, 32, **more), num_microbatches)  # pyright: ignore[reportArgumentType]
 
     assert room(recompute="full") > 2 * room()
     assert room(4, pipeline=2) < room(1, pipeline=2)
     assert room(4) == room()
-
-
-def test_what_a_preset_holds_by_default_is_what_its_memory_model_says() -> None:
+    # What a preset holds by default is what its memory model says.
     # An H100 was said to hold 12,720 tokens of llama-7b, and 8,192 need more than it has.
     assert capacity(load_cluster("h100").build(num_ranks=64), load_model("llama-7b")) < 8192
 
 
 # MaxLen of a scheme: what the first and the last stage hold
-
 LLAMA_32B = replace(load_model("llama2-32b"), num_heads=64, num_kv_heads=64, head_dim=104)
 GPU_BYTES, ALL_RANKS = 80e9, 64
 
 
-def test_the_first_stage_holds_what_c1_counts() -> None:
+def test_the_first_and_last_stage_hold_what_c1_counts() -> None:
+    # The first stage holds what c1 counts.
     # PP microbatches of its layers, its weights and gradients, its share of all optimizer state.
-    table = head_module(LLAMA_32B).weights / 2
-    stage = (num_parameters(LLAMA_32B) - 2 * table) / 4 / 8 + table / 8
-    states = (2 + 4) * stage + OPTIMIZER_BYTES * num_parameters(LLAMA_32B) / ALL_RANKS
-    one_layer = PARTIAL_BYTES * LLAMA_32B.num_heads * (LLAMA_32B.head_dim + 1)
-    per_token = (LLAMA_32B.num_layers * layer_activation_bytes(LLAMA_32B) + one_layer) / 8
-    expected = ((1 - MARGIN) * GPU_BYTES - states) / per_token
-    assert max_len(Scheme(8, 4), LLAMA_32B, GPU_BYTES, ALL_RANKS) == pytest.approx(expected, abs=1)
-
-
-def test_the_last_stage_has_the_logits() -> None:
+    # The last stage has the logits.
     wordy = replace(LLAMA_32B, vocab_size=4_000_000)
-    table = head_module(wordy).weights / 2
-    stage = (num_parameters(wordy) - 2 * table) / 4 / 8 + table / 8
-    states = (2 + 4) * stage + OPTIMIZER_BYTES * num_parameters(wordy) / ALL_RANKS
-    per_token = (LLAMA_32B.num_layers / 4 * layer_activation_bytes(wordy) + LOGIT_BYTES * wordy.vocab_size) / 8
-    expected = ((1 - MARGIN) * GPU_BYTES - states) / per_token
-    assert max_len(Scheme(8, 4), wordy, GPU_BYTES, ALL_RANKS) == pytest.approx(expected, abs=1)
-
-
-def test_more_of_anything_never_holds_less_and_a_model_too_large_holds_none() -> None:
+    one_layer = rank.PARTIAL_BYTES * LLAMA_32B.num_heads * (LLAMA_32B.head_dim + 1)
+    for model, held in (
+        (LLAMA_32B, LLAMA_32B.num_layers * layer_activation_bytes(LLAMA_32B) + one_layer),
+        (wordy, LLAMA_32B.num_layers / 4 * layer_activation_bytes(wordy) + rank.LOGIT_BYTES * wordy.vocab_size),
+    ):
+        table = head_module(model).weights / 2
+        stage = (num_parameters(model) - 2 * table) / 4 / 8 + table / 8
+        states = (2 + 4) * stage + rank.OPTIMIZER_BYTES * num_parameters(model) / ALL_RANKS
+        expected = ((1 - MARGIN) * GPU_BYTES - states) / (held / 8)
+        assert max_len(Scheme(8, 4), model, GPU_BYTES, ALL_RANKS) == pytest.approx(expected, abs=1)
+    # More of anything never holds less and a model too large holds none.
     for more, fewer in ((Scheme(8, 4), Scheme(4, 4)), (Scheme(8, 4), Scheme(8, 2)), (Scheme(4, 4, 2), Scheme(4, 4))):
         assert max_len(more, LLAMA_32B, GPU_BYTES, ALL_RANKS) > max_len(fewer, LLAMA_32B, GPU_BYTES, ALL_RANKS)
     assert max_len(Scheme(8), LLAMA_32B, GPU_BYTES, 1024) > max_len(Scheme(8), LLAMA_32B, GPU_BYTES, ALL_RANKS)

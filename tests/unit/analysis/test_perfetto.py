@@ -1,6 +1,4 @@
-"""Traces opened by Perfetto's own trace processor, which has of each what our reader has of it
-(`tests.support.trace_reader`); and traces that are broken, which both refuse.
-"""
+"""Traces opened by Perfetto's own processor and our reader, and broken ones, which both refuse."""
 
 import json
 from collections.abc import Callable
@@ -16,14 +14,8 @@ from tests.support.trace_reader import Event
 
 needs_processor = pytest.mark.skipif(trace_reader.find() is None, reason=trace_reader.NOT_FOUND)
 
-SMALL = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 2,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "vocab_size": 1024,
-}
+SMALL = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
+SMALL |= {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1024}
 SIMULATED = {
     "zones, moved tokens": "zeppelin --lengths 9000,3000,700,400",
     "a ring": "te_ring --lengths 4000,900",
@@ -54,12 +46,12 @@ def assert_arrows_lead_from_senders_to_receivers(found: trace_reader.Read) -> No
         assert end["name"] in (start["name"], f"arriving {start['args']['exchange']}")
 
 
+# Changes the events of a trace.
+Change = Callable[[list[Event]], object]
 FACTS = ("phase", "microbatch", "call", "exchange", "track")
 
 
 # What is wrong with a trace, and what says so
-
-
 def whole() -> list[Event]:
     # Rank 0 sends to rank 1 twice: within a longer stay there, then as both begin together.
     spans = [
@@ -77,30 +69,9 @@ def of(events: list[Event], phase: str, index: int = 0) -> Event:
     return [event for event in events if event["ph"] == phase][index]
 
 
-def without(phase: str) -> Callable[[list[Event]], None]:
-    def change(events: list[Event]) -> None:
-        events.remove(of(events, phase))
-
-    return change
-
-
-def without_key(phase: str, key: str) -> Callable[[list[Event]], None]:
-    def change(events: list[Event]) -> None:
-        del of(events, phase)[key]
-
-    return change
-
-
-def with_(phase: str, index: int = 0, **values: Any) -> Callable[[list[Event]], None]:
+def with_(phase: str, index: int = 0, **values: Any) -> Change:
     def change(events: list[Event]) -> None:
         of(events, phase, index).update(values)
-
-    return change
-
-
-def twice(phase: str) -> Callable[[list[Event]], None]:
-    def change(events: list[Event]) -> None:
-        events.append(of(events, phase))
 
     return change
 
@@ -117,15 +88,19 @@ def numbered_from_0(events: list[Event]) -> None:
             event["tid"] -= 3
 
 
-BROKEN = {
+BROKEN: dict[str, tuple[Change, str, str]] = {
     "thread 0": (numbered_from_0, "two names", "slice_spill_overlapping_complete_event"),
     "overlap of a nanosecond": (with_("X", 0, dur=6.001), "overlaps", "slice_spill_overlapping_complete_event"),
     "duration below 0": (with_("X", 0, dur=-1.0), "duration below 0", "slice_negative_duration"),
     "time before 0": (with_("X", 0, ts=-1.0), "time before 0", "trace_sorter_negative_timestamp_dropped"),
-    "no duration": (without_key("X", "dur"), "keys", "json_parser_failure"),
-    "no time": (without_key("X", "ts"), "keys", "json_tokenizer_failure"),
-    "arrow without a beginning": (without("s"), "ends before it begins", "flow_end_without_start"),
-    "arrow that begins twice": (twice("s"), "begins twice", "flow_duplicate_id"),
+    "no duration": (lambda events: of(events, "X").pop("dur"), "keys", "json_parser_failure"),
+    "no time": (lambda events: of(events, "X").pop("ts"), "keys", "json_tokenizer_failure"),
+    "arrow without a beginning": (
+        lambda events: events.remove(of(events, "s")),
+        "ends before it begins",
+        "flow_end_without_start",
+    ),
+    "arrow that begins twice": (lambda events: events.append(of(events, "s")), "begins twice", "flow_duplicate_id"),
     "arrow before any span": (with_("s", 0, ts=0.5), "before any span", "flow_no_enclosing_slice"),
     "arrow back in time": (with_("f", 0, ts=2.5), "ends before it begins", "flow_end_without_start"),
     "arrow without a number": (with_("s", 0, id="x y"), "is no number", "flow_invalid_id"),
@@ -133,14 +108,14 @@ BROKEN = {
     "process without a name": (with_("M", 0, args={"name": ""}), "is empty", "json_parser_failure"),
 }
 # The processor says nothing of these; what it shows is not what the file means.
-MOVED = {
-    "arrow without an end": (without("f"), "do not end"),
+MOVED: dict[str, tuple[Change, str]] = {
+    "arrow without an end": (lambda events: events.remove(of(events, "f")), "do not end"),
     "arrow to what began first": (to_the_outer_span, "drawn backwards"),
     "counter without values": (with_("C", 0, args={}), "without values"),
 }
 
 
-def broken(tmp_path: Path, change: Callable[[list[Event]], None], said: str) -> Path:
+def broken(tmp_path: Path, change: Change, said: str) -> Path:
     # A trace after a change, which our reader refuses.
     events = whole()
     trace_reader.read(json.dumps({"traceEvents": events}))
@@ -154,7 +129,7 @@ def broken(tmp_path: Path, change: Callable[[list[Event]], None], said: str) -> 
 
 @pytest.mark.parametrize(("change", "said", "complaint"), BROKEN.values(), ids=BROKEN)
 def test_our_reader_refuses_what_the_processor_complains_of(
-    tmp_path: Path, change: Callable[[list[Event]], None], said: str, complaint: str
+    tmp_path: Path, change: Change, said: str, complaint: str
 ) -> None:
     file = broken(tmp_path, change, said)
     if trace_reader.find() is not None:
@@ -162,15 +137,10 @@ def test_our_reader_refuses_what_the_processor_complains_of(
 
 
 @pytest.mark.parametrize(("change", "said"), MOVED.values(), ids=MOVED)
-def test_our_reader_refuses_what_the_processor_shows_otherwise(
-    tmp_path: Path, change: Callable[[list[Event]], None], said: str
-) -> None:
+def test_our_reader_refuses_what_the_processor_shows_otherwise(tmp_path: Path, change: Change, said: str) -> None:
     file = broken(tmp_path, change, said)
     if trace_reader.find() is not None:
-        opened, meant = (
-            trace_reader.open_trace(file, tmp_path),
-            trace_reader.read(json.dumps({"traceEvents": whole()})),
-        )
+        opened, meant = trace_reader.open_trace(file, tmp_path), trace_reader.read(json.dumps({"traceEvents": whole()}))
         assert opened.sound
         with pytest.raises(AssertionError):
             trace_reader.assert_the_same(opened, meant)

@@ -10,17 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance import Cluster, MicrobatchPlan, Model
 from megatron_balance.analysis import backward
-from megatron_balance.analysis.change import (
-    Change,
-    Layouts,
-    PipelineWork,
-    base_for,
-    base_sync_s,
-    change,
-    held_bytes,
-    role_bytes,
-)
+from megatron_balance.analysis import change as changes
+from megatron_balance.analysis.change import base_for, base_sync_s, change, held_bytes
 from megatron_balance.analysis.link import WeightTraffic, layer_slot
 from megatron_balance.analysis.memory import Sharding, layer_activation_bytes
 from megatron_balance.analysis.statistics import plan_statistics, traffic
@@ -28,9 +21,6 @@ from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile.pipeline import Projector, expand, layout
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.errors import InfeasibleError
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.strategy import Strategy
 from tests.support import by_hand
@@ -159,7 +149,6 @@ def test_figures_of_small_plans() -> None:
 
 
 # Keep or replay by layer: the prediction, the decision and its sentence.
-
 LLAMA = load_model("llama-7b")
 MODEL = Model(8, 8, 64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size=1)
 GB = 1e9
@@ -178,17 +167,18 @@ def of(other: float, kept: list[float], replayed: float = 0.0, layers: int = 4) 
     )
 
 
+def step_of(plan: MicrobatchPlan) -> backward.StepBytes:
+    stage = backward.Stage(32, Sharding(optimizer=plan.num_ranks))
+    return backward.step_bytes([backward.microbatch_bytes([plan], LLAMA)], LLAMA, stage)
+
+
 def test_a_ring_keeps_the_keys_of_all_others_and_a_head_exchange_its_heads_only():
     plan = by_hand.pool("ring", [64 * 4096], 64, ranks_per_node=8, heads=(32, 32))
-    found = backward.step_bytes(
-        [backward.microbatch_bytes([plan], LLAMA)], LLAMA, backward.Stage(32, Sharding(optimizer=64))
-    )
+    found = step_of(plan)
     assert found.layers * found.kept.max() == 63 * 4096 * LLAMA.kv_bytes_per_token * 32
     assert round(found.layers * found.kept.max() / GB) == 135
     plan = by_hand.pool("head_exchange", [32 * 8192], 32, ranks_per_node=8, heads=(32, 32))
-    found = backward.step_bytes(
-        [backward.microbatch_bytes([plan], LLAMA)], LLAMA, backward.Stage(32, Sharding(optimizer=32))
-    )
+    found = step_of(plan)
     # A rank attends with one of 32 heads to all tokens: queries, keys and values of 31 of 32 tokens.
     assert found.kept.max() == 31 * 8192 * 3 * 128 * 2
     assert found.layers * found.kept.max() < 10 * GB
@@ -225,12 +215,10 @@ def test_auto_keeps_in_as_many_layers_as_fit():
     assert backward.decide([last], "auto", 14.0 / backward.USABLE).keeping == 4
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
-    st.integers(0, 3),
-    st.integers(1, 6),
-    st.integers(1, 60),
-)
+held = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4)
+
+
+@given(held, st.integers(0, 3), st.integers(1, 6), st.integers(1, 60))
 def test_a_mix_fits_and_one_layer_more_would_not(ranks, replayed, layers, memory):
     other, kept = (np.array(column, dtype=float) for column in zip(*ranks, strict=True))
     step = backward.StepBytes(
@@ -245,11 +233,8 @@ def test_a_mix_fits_and_one_layer_more_would_not(ranks, replayed, layers, memory
 def test_microbatches_in_flight_are_held_and_what_is_computed_again_one_run_at_a_time():
     # Pipeline stages hold what their microbatches in flight received.
     batches = [microbatch(kept=kept) for kept in (1, 5, 7, 2, 1)]
-    kept = [
-        backward.step_bytes(batches, MODEL, backward.Stage(2, Sharding(pipeline=2, stage=stage))).kept.max()
-        for stage in (0, 1)
-    ]
-    assert kept == [12, 7]
+    stages = [backward.Stage(2, Sharding(pipeline=2, stage=stage)) for stage in (0, 1)]
+    assert [backward.step_bytes(batches, MODEL, stage).kept.max() for stage in stages] == [12, 7]
     # Interleaved: warm-up of 2 x 1 + 1 x 2 passes and one more, of chunks of one layer.
     interleaved = backward.Stage(2, Sharding(pipeline=2, stage=0), chunks=2)
     assert interleaved.passes(5) == 5
@@ -263,7 +248,8 @@ def test_microbatches_in_flight_are_held_and_what_is_computed_again_one_run_at_a
     assert full.working.max() == 2 * 1000 * layer_activation_bytes(MODEL)
 
 
-def test_the_sentence_says_the_decision_the_peak_and_the_alternatives():
+def test_the_sentence_says_the_decision_and_a_step_that_fits_in_no_way_what_would_fit():
+    # The sentence says the decision the peak and the alternatives.
     mixed = backward.decide([of(10 * GB, [2 * GB, 3 * GB], replayed=1 * GB)], "auto", 20 * GB)
     assert mixed.sentence() == (
         "backward: keep in 2 of 4 layers, replay in 2; predicted peak 17.0 of 20.0 GB on rank 1 "
@@ -277,12 +263,11 @@ def test_the_sentence_says_the_decision_the_peak_and_the_alternatives():
     assert told.sentence().startswith(
         "backward: keep as configured; predicted peak 22.0 of 20.0 GB on rank 0 of stage 1, which does not fit"
     )
-
-
-def test_a_step_that_fits_in_no_way_is_an_error_that_says_what_would_fit():
+    # A step that fits in no way is an error that says what would fit.
     batch, stage = microbatch(tokens=100_000), backward.Stage(4, Sharding(optimizer=2))
-    needs = float(backward.step_bytes([batch], MODEL, stage).peak(0).max())
-    decision = backward.decide([backward.step_bytes([batch], MODEL, stage)], "auto", 0.9 * needs)
+    step = backward.step_bytes([batch], MODEL, stage)
+    needs = float(step.peak(0).max())
+    decision = backward.decide([step], "auto", 0.9 * needs)
     with pytest.raises(InfeasibleError) as failed:
         backward.check_fits(decision, [batch], MODEL, [stage])
     told = str(failed.value)
@@ -292,19 +277,12 @@ def test_a_step_that_fits_in_no_way_is_an_error_that_says_what_would_fit():
     assert "full activation recomputation" in told
     assert "tokens on a rank, in place of 100,000" in told
     assert "set 'backward: replay'" in told
-    backward.check_fits(
-        backward.decide([backward.step_bytes([batch], MODEL, stage)], "replay", 0.9 * needs), [batch], MODEL, [stage]
-    )
-    backward.check_fits(
-        backward.decide([backward.step_bytes([batch], MODEL, stage)], "auto", 1.2 * needs), [batch], MODEL, [stage]
-    )
+    for decided in (backward.decide([step], "replay", 0.9 * needs), backward.decide([step], "auto", 1.2 * needs)):
+        backward.check_fits(decided, [batch], MODEL, [stage])
 
 
 # Pull and push of a change, on links.
-
-EIGHT_LAYERS = Model(
-    num_heads=8, num_kv_heads=8, head_dim=16, num_layers=4, hidden_size=128, ffn_size=256, vocab_size=512
-)
+SMALL = Model(8, 8, 16, num_layers=4, hidden_size=128, ffn_size=256, vocab_size=512)
 CLUSTER = Cluster(num_ranks=8, ranks_per_node=4, intra_bytes_per_s=1e9, nic_bytes_per_s=1e8)
 BASE = Strategy.parse("4*tp2-pp1-cp1")
 
@@ -319,15 +297,15 @@ def test_weights_that_ranks_lack_move_and_roles_share_memory() -> None:
     # Bytes are those of weights that ranks lack.
     # Each of four TP 2 ranks of two pipelines pulls its half but for the quarter that it owns.
     strategy = Strategy.parse("2*tp2-pp1-cp1")
-    found = change(BASE, strategy, EIGHT_LAYERS, CLUSTER).traffic.described(CLUSTER)
-    per_rank = held_bytes(strategy, EIGHT_LAYERS, 8)[0] / 6
+    found = change(BASE, strategy, SMALL, CLUSTER).traffic.described(CLUSTER)
+    per_rank = held_bytes(strategy, SMALL, 8)[0] / 6
     assert found["pull_bytes"] == pytest.approx(4 * 2 * per_rank * 3 / 4, rel=0.01)
     assert found["push_bytes"] == 2 * found["pull_bytes"]
     # Roles share the memory of the largest.
     # The base layout is no role.
     strategies = tuple(map(Strategy.parse, ("tp1-pp1-cp1+tp2-pp1-cp1", "tp4-pp1-cp1", "4*tp2-pp1-cp1")))
-    found = role_bytes(Layouts(BASE, strategies), EIGHT_LAYERS, 8)
-    whole = held_bytes(Strategy.parse("tp1-pp1-cp1"), EIGHT_LAYERS, 8)[0]
+    found = changes.role_bytes(changes.Layouts(BASE, strategies), SMALL, 8)
+    whole = held_bytes(Strategy.parse("tp1-pp1-cp1"), SMALL, 8)[0]
     assert found == pytest.approx(np.array([1, 1 / 2, 1 / 2, 1 / 4, 0, 0, 0, 0]) * whole)
     # The base where nobody says one.
     mixed, even = Strategy.parse("tp4-pp1-cp1+tp2-pp2-cp1"), Strategy.parse("2*tp1-pp2-cp2")
@@ -338,8 +316,7 @@ def test_weights_that_ranks_lack_move_and_roles_share_memory() -> None:
 
 @given(
     st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3),
-    st.lists(st.integers(0, 9), min_size=6, max_size=6),
-    st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    *(st.lists(st.integers(0, 9), min_size=6, max_size=6),) * 2,
 )
 def test_what_is_uncovered_is_what_a_clock_says(
     given_works: list[tuple[int, int, int]], pull: list[int], push: list[int]
@@ -347,8 +324,8 @@ def test_what_is_uncovered_is_what_a_clock_says(
     # One microbatch a pipeline, four layers, at most four slots of them.
     slots = max(4 // stages for stages, _, _ in given_works)
     pull_s, push_s = (np.array([*each[: slots + 1], each[5]], dtype=float) for each in (pull, push))
-    moved = Change(4, pull_s, push_s, (0.0, 0.0), WeightTraffic(np.zeros((2, 1, 2, 2), dtype=np.int64)))
-    works = [PipelineWork(stages, 4.0 * (f + b), f, b) for stages, f, b in given_works]
+    moved = changes.Change(4, pull_s, push_s, (0.0, 0.0), WeightTraffic(np.zeros((2, 1, 2, 2), dtype=np.int64)))
+    works = [changes.PipelineWork(stages, 4.0 * (f + b), f, b) for stages, f, b in given_works]
     arrived, ends = np.cumsum(pull_s), list[float]()
     ready = np.zeros(slots + 2)
     for work in works:
@@ -372,32 +349,24 @@ def test_what_is_uncovered_is_what_a_clock_says(
     assert first + second >= moved.least_s(overlap=True) - 1e-9
 
 
-def test_without_overlap_all_of_it_is_uncovered() -> None:
-    moved = change(BASE, Strategy.parse("8*tp1-pp1-cp1"), EIGHT_LAYERS, CLUSTER)
-    works = [PipelineWork(1, 1.0, 0.05, 0.1)] * 8
+def test_without_overlap_all_is_uncovered_and_seconds_are_of_the_fullest_link() -> None:
+    # Without overlap all of it is uncovered.
+    moved = change(BASE, Strategy.parse("8*tp1-pp1-cp1"), SMALL, CLUSTER)
+    works = [changes.PipelineWork(1, 1.0, 0.05, 0.1)] * 8
     assert moved.uncovered_s(works, overlap=False) == moved.whole_s
     assert moved.least_s(overlap=False) == sum(moved.whole_s)
     assert sum(moved.uncovered_s(works, overlap=True)) < sum(moved.whole_s)
     assert moved.pull_s.sum() == pytest.approx(moved.whole_s[0], rel=0.01)
-
-
-# Bytes of pulls and pushes, and the seconds that links take for them
-
-
-def test_seconds_are_those_of_the_fullest_link_or_nic():
+    # Bytes of pulls and pushes, and the seconds that links take for them
+    # Seconds are those of the fullest link or NIC.
     # Four ranks on two nodes, a NIC for two; [way, rank, inside or between nodes, direction].
     table = np.zeros((2, 4, 2, 2), dtype=np.int64)
     table[0, :, 0] = [[100, 40], [40, 100], [0, 0], [0, 0]]
     table[0, :, 1] = [[30, 0], [30, 0], [0, 20], [0, 40]]
     table[1, 3, 0] = [0, 500]
     cluster = Cluster(4, 2, intra_bytes_per_s=100.0, nic_bytes_per_s=10.0, ranks_per_nic=2)
-    assert WeightTraffic(table).described(cluster) == {
-        "pull_bytes": 200,
-        "pull_bytes_inter_node": 60,
-        "predicted_pull_s": 6.0,
-        "push_bytes": 0,
-        "push_bytes_inter_node": 0,
-        "predicted_push_s": 5.0,
-    }
+    pulled = {"pull_bytes": 200, "pull_bytes_inter_node": 60, "predicted_pull_s": 6.0}
+    pushed = {"push_bytes": 0, "push_bytes_inter_node": 0, "predicted_push_s": 5.0}
+    assert WeightTraffic(table).described(cluster) == pulled | pushed
     handed_on = WeightTraffic(table, handed_on=True).described(cluster)
     assert (handed_on["predicted_pull_s"], handed_on["predicted_push_s"]) == (6.0 + 1.0, 0.0 + 5.0)

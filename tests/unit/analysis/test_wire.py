@@ -1,6 +1,6 @@
-"""Bytes on the way: sizes that source, target and proxies agree on, pieces that tile them, and
-tensors that come out as they went in."""
+"""Bytes on the way: sizes on which all agree, pieces that tile them, tensors that stay as they are."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -49,30 +49,25 @@ def test_what_is_packed_comes_out_bit_for_bit_without_another_copy(carried: list
             assert y.untyped_storage().data_ptr() == raw.untyped_storage().data_ptr()
 
 
-def test_a_single_tensor_is_sent_from_where_it_lies() -> None:
+def test_instances_lose_what_is_handed_over_and_a_single_tensor_is_sent_from_where_it_lies() -> None:
+    # A single tensor is sent from where it lies.
     x = torch.arange(7.0)
     assert pack([x]).data_ptr() == x.data_ptr()
-    assert (
-        layout(((Kind.Q, 1, 7),), CallForm.of(AttentionShape(1, 1, 1), torch.float32, "fp32")).num_bytes == x.nbytes
-    )  # not padded: there is nothing behind it
-
-
-def test_instances_lose_the_tokens_that_are_handed_over() -> None:
+    form = CallForm.of(AttentionShape(1, 1, 1), torch.float32, "fp32")
+    assert layout(((Kind.Q, 1, 7),), form).num_bytes == x.nbytes, "not padded: there is nothing behind it"
+    # Instances lose the tokens that are handed over.
     # (seq, start, stop, head_start, head_stop, buffer, first row): rows 0-9 are s0[0:10), rows
     # 10-13 s2[4:8)
     own = np.array([(0, 0, 10, 0, 2, 0, 0), (2, 4, 8, 0, 2, 0, 10)])
     assert without(own, np.empty((0, 3), dtype=np.int64)) is own
     left = without(own, np.array([(2, 4, 8), (0, 3, 5), (0, 4, 6), (0, 3, 5), (1, 0, 99)]))
     assert left.tolist() == [[0, 0, 3, 0, 2, 0, 0], [0, 6, 10, 0, 2, 0, 6]]
-
-
-def test_hidden_share_is_what_was_not_waited_for() -> None:
+    # Hidden share is what was not waited for.
     trace = [
         Traced("inter_node", 0, "direct", "own", 0.0, 0.1),
         Traced("compute", 1, "run", "own", 0.1, 3.0),
-        Traced(
-            "inter_node", 0, "across", "send_proxy", 0.5, 9.0
-        ),  # passed on for others: no concern of this rank's launches
+        # Passed on for others: no concern of this rank's launches.
+        Traced("inter_node", 0, "across", "send_proxy", 0.5, 9.0),
         Traced("", 0, "finish", "own", 3.0, 4.0),
     ]
     assert hidden_share(trace) == pytest.approx(0.75)
@@ -80,35 +75,23 @@ def test_hidden_share_is_what_was_not_waited_for() -> None:
 
 
 # The wire format without torch: sizes of messages, parcels and pieces, one by one and in arrays.
+def tensors_of(sizes: HeadSizes, kinds: Iterable[Kind] = Kind, rows: int = 1, heads: int = 1) -> dict[Kind, list[int]]:
+    return {kind: list(wire.tensor_bytes([(kind, rows, heads)], sizes)) for kind in kinds}
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_bytes"),
-    [
-        (Kind.Q, [7 * 3 * 5 * 2]),
-        (Kind.KV, [2 * 7 * 3 * 5 * 2]),
-        (Kind.OUT, [7 * 3 * 5 * 2, 7 * 3 * 4]),
-        (Kind.OUT_GRAD, [2 * 7 * 3 * 5 * 2, 7 * 3 * 4]),
-        (Kind.Q_GRAD, [7 * 3 * 5 * 4]),
-        (Kind.KV_GRAD, [2 * 7 * 3 * 5 * 4]),
-    ],
-)
-def test_tensors_of_a_message(kind: Kind, num_bytes: list[int]) -> None:
-    assert (
-        list(wire.tensor_bytes([(kind, 7, 3)], HeadSizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4)))
-        == num_bytes
-    )
-
-
-def test_a_latent_travels_in_place_of_keys_and_values() -> None:
-    sizes = HeadSizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3, latent_dim=7)
-    found = {kind: list(wire.tensor_bytes([(kind, 1, 1)], sizes)) for kind in (Kind.KV, Kind.OUT, Kind.KV_GRAD)}
-    assert found == {Kind.KV: [7 * 2], Kind.OUT: [3 * 2, 4], Kind.KV_GRAD: [7 * 4]}
-
-
-def test_keys_and_values_of_two_widths_are_two_tensors() -> None:
-    sizes = HeadSizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3)
-    expected = {
+def test_tensors_of_a_message() -> None:
+    sizes = HeadSizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4)
+    head = 7 * 3 * 5  # 7 rows of 3 heads
+    assert tensors_of(sizes, rows=7, heads=3) == {
+        Kind.Q: [head * 2],
+        Kind.KV: [2 * head * 2],
+        Kind.OUT: [head * 2, 7 * 3 * 4],
+        Kind.OUT_GRAD: [2 * head * 2, 7 * 3 * 4],
+        Kind.Q_GRAD: [head * 4],
+        Kind.KV_GRAD: [2 * head * 4],
+    }
+    # Keys and values of two widths are two tensors; a latent travels in place of both.
+    assert tensors_of(sizes._replace(value_dim=3)) == {
         Kind.Q: [5 * 2],
         Kind.KV: [5 * 2, 3 * 2],
         Kind.OUT: [3 * 2, 4],
@@ -116,7 +99,8 @@ def test_keys_and_values_of_two_widths_are_two_tensors() -> None:
         Kind.Q_GRAD: [5 * 4],
         Kind.KV_GRAD: [5 * 4, 3 * 4],
     }
-    assert {kind: list(wire.tensor_bytes([(kind, 1, 1)], sizes)) for kind in Kind} == expected
+    latents = tensors_of(sizes._replace(value_dim=3, latent_dim=7), (Kind.KV, Kind.OUT, Kind.KV_GRAD))
+    assert latents == {Kind.KV: [7 * 2], Kind.OUT: [3 * 2, 4], Kind.KV_GRAD: [7 * 4]}
 
 
 @given(num_bytes=st.integers(0, 3000), count=st.integers(1, 9))
@@ -152,7 +136,6 @@ def test_arrays_of_messages_have_the_sizes_of_each(
 
 # Bytes on every link of a whole program: by hand for small ones, and in the sizes that the executor
 # packs.
-
 MODEL = Model(num_heads=2, num_kv_heads=1, head_dim=8, bytes_per_element=2)
 TOKEN = 2 * 8 * 2  # bytes of the keys and values of a token
 TOKEN_GRAD = 2 * 8 * 4  # of their gradients, in fp32
@@ -169,20 +152,18 @@ def traffic_of(plan: MicrobatchPlan, ranks_per_nic: int = 1, policy: str | None 
     return traffic(program, Payload.of(MODEL), ranks_per_node=plan.ranks_per_node, ranks_per_nic=ranks_per_nic)
 
 
-def test_a_ring_crosses_a_node_at_one_rank_and_one_nic() -> None:
-    moved = traffic_of(plan_of("ring", 2))
-    # 16 tokens a rank. From rank 1 to rank 2 go those of rank 1, the first 8 of rank 0, whose
-    # others nobody needs, and those of rank 3.
-    crossing = moved.inter_node_sent
-    assert (crossing > 0).tolist() == [False, True, False, True]
-    assert moved.nic_sent.tolist() == [[0, int(crossing[1])], [0, int(crossing[3])]]
-    assert moved.nic_received.tolist() == [[int(crossing[3]), 0], [int(crossing[1]), 0]]
-    assert crossing[1] == TOKEN * (16 + 16 + 8)
-
-
-def test_routed_every_nic_carries_its_share_and_the_node_passes_on_the_rest() -> None:
+def test_a_ring_crosses_a_node_at_one_rank_and_one_nic_or_routed_over_every_nic() -> None:
+    # A ring crosses a node at one rank and one NIC.
     plan = plan_of("ring", 2)
     direct = traffic_of(plan)
+    # 16 tokens a rank. From rank 1 to rank 2 go those of rank 1, the first 8 of rank 0, whose
+    # others nobody needs, and those of rank 3.
+    crossing = direct.inter_node_sent
+    assert (crossing > 0).tolist() == [False, True, False, True]
+    assert direct.nic_sent.tolist() == [[0, int(crossing[1])], [0, int(crossing[3])]]
+    assert direct.nic_received.tolist() == [[int(crossing[3]), 0], [int(crossing[1]), 0]]
+    assert crossing[1] == TOKEN * (16 + 16 + 8)
+    # Routed every NIC carries its share and the node passes on the rest.
     routed = traffic_of(replace(plan, routing=Routing(1, (0,))))
     assert routed.nic_sent.sum() == direct.nic_sent.sum()
     for node in routed.nic_sent.tolist():
@@ -190,33 +171,23 @@ def test_routed_every_nic_carries_its_share_and_the_node_passes_on_the_rest() ->
     # Half of what crosses goes to a proxy first, and half comes from one.
     passed_on = routed.intra_node_sent.sum() - direct.intra_node_sent.sum()
     assert passed_on == pytest.approx(direct.nic_sent.sum(), abs=12 * wire.ALIGN)
-
-
-def test_one_nic_for_both_ranks_of_a_node_leaves_nothing_to_route_over() -> None:
-    plan = plan_of("ring", 2)
-    assert (
-        traffic_of(replace(plan, routing=Routing(2, (0,))), 2).nic_sent.tolist()
-        == traffic_of(plan, 2).nic_sent.tolist()
-    )
-
-
-def test_gradients_come_back_in_fp32() -> None:
-    plan = plan_of("ring", 2)
-    forward, both = traffic_of(plan), traffic_of(plan, policy="keep")
-    backward = both.nic_sent - forward.nic_sent
+    # One NIC for both ranks of a node leaves nothing to route over.
+    shared = [traffic_of(each, 2).nic_sent.tolist() for each in (plan, replace(plan, routing=Routing(2, (0,))))]
+    assert shared[0] == shared[1]
+    # Gradients come back in fp32.
+    backward = traffic_of(plan, policy="keep").nic_sent - direct.nic_sent
     # The other way, so what one node sent it now receives.
-    assert backward.tolist() == (forward.nic_received * TOKEN_GRAD // TOKEN).tolist()
+    assert backward.tolist() == (direct.nic_received * TOKEN_GRAD // TOKEN).tolist()
 
 
-def test_an_all_gather_over_the_pool_is_gloos_ring_and_over_fewer_ranks_goes_directly() -> None:
+def test_bytes_of_an_all_gather_and_of_a_remap() -> None:
+    # An all gather over the pool is gloos ring and over fewer ranks goes directly.
     block = 16 * TOKEN
     pool = traffic_of(plan_of("all_gather", 2))
     assert pool.inter_node_sent.tolist() == [0, 3 * block, 0, 3 * block]
     some = replace(plan_of("all_gather", 2), zones=(Zone("some", "all_gather", (0, 2), (0,)),))
     assert traffic_of(some).inter_node_sent.tolist() == [32 * TOKEN, 0, 32 * TOKEN, 0]
-
-
-def test_a_remap_moves_inputs_there_and_outputs_back() -> None:
+    # A remap moves inputs there and outputs back.
     plan = by_hand.plan((8, 4), 2, *by_hand.each_local(2), ranks_per_node=1)
     moved = traffic_of(replace(plan, moves=Rows.of(3, [(0, 1, 2)]), routing=Routing(1, (REMAP,))))
     query, lse = 2 * 8 * 2, 2 * 4

@@ -1,11 +1,10 @@
-"""`megatron-balance plan`: the keys of its JSON, and a sentence for every mistake."""
+"""`plan`, `verify`, `strategies`, `tune`, and ways of all verbs; a sentence for every mistake."""
 
 import argparse
 import json
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from megatron_balance import __version__
 from megatron_balance.cli import main, verify
 from megatron_balance.cli.inputs import tokens
+from megatron_balance.ir.plan import from_json
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import PLANNERS
 from tests.support.cli import CommandLine
@@ -21,28 +21,11 @@ from tests.support.processes import ended
 ROOT = Path(__file__).resolve().parents[3]
 
 LENGTHS = "3000,1200,700,64,64,17,1"
-RESULT_KEYS = {
-    "num_sequences",
-    "num_tokens",
-    "tokens_per_rank",
-    "attention_pairs_per_rank",
-    "kv_tokens_received_per_rank",
-    "kv_tokens_received_inter_node_per_rank",
-    "query_tokens_received_per_rank",
-    "partial_tokens_received_per_rank",
-    "bytes_received_per_rank",
-    "attention_tokens_per_rank",
-    "remap_tokens_received_per_rank",
-    "bytes_sent_per_nic",
-    "bytes_received_per_nic",
-    "routed_transfers",
-    "remap",
-    "imbalance",
-    "num_microbatches",
-    "plan_ms",
-    "verified",
-    "fingerprint",
-}
+OF_RANKS = ("attention_pairs", "bytes_received", "attention_tokens", "remap_tokens_received", "tokens")
+RECEIVED = ("kv_tokens_received", "kv_tokens_received_inter_node", "query_tokens_received", "partial_tokens_received")
+RESULT_KEYS = {f"{name}_per_rank" for name in (*OF_RANKS, *RECEIVED)}
+RESULT_KEYS |= {"num_sequences", "num_tokens", "num_microbatches", "bytes_sent_per_nic", "bytes_received_per_nic"}
+RESULT_KEYS |= {"routed_transfers", "remap", "imbalance", "plan_ms", "verified", "fingerprint"}
 
 
 def test_json_has_the_documented_keys_for_every_planner(run):
@@ -66,43 +49,38 @@ def test_json_has_the_documented_keys_for_every_planner(run):
         assert len(result["fingerprint"]) == 16
 
 
-def test_summary_is_the_mean_over_batches_of_the_scalar_fields(run, tmp_path):
+def test_summary_defaults_and_thousands(run: CommandLine, tmp_path) -> None:
+    # Summary is the mean over batches of the scalar fields.
     path = tmp_path / "lengths.json"
     path.write_text("[[4096, 512], [1024]]")
     report = run.json(f"plan --planner te_ring --ranks 4 --json --lengths-file {path}")
     assert [result["num_tokens"] for result in report["results"]] == [4608, 1024]
-    assert report["summary"]["num_tokens"] == 2816
-    assert report["summary"]["num_sequences"] == 1.5
-    assert report["summary"]["imbalance"]["attention"] == pytest.approx(
-        sum(result["imbalance"]["attention"] for result in report["results"]) / 2
-    )
+    assert (report["summary"]["num_tokens"], report["summary"]["num_sequences"]) == (2816, 1.5)
+    mean = sum(result["imbalance"]["attention"] for result in report["results"]) / 2
+    assert report["summary"]["imbalance"]["attention"] == pytest.approx(mean)
     assert report["results"][0]["verified"] is None
-
-
-def test_defaults_are_said(run):
+    # Defaults are said.
     _, out, _ = run("plan --planner te_ring --lengths 4096")
     assert "64 ranks (8 nodes x 8), llama-7b on h200 assumed" in out
     assert "assumed" not in run("plan --planner te_ring --lengths 4096 --model llama-13b --cluster a800")[1]
     assert "(llama-7b assumed)" in run("plan --planner te_ring --lengths 4096 --cluster a800")[1]
+    # Lengths and tokens take thousands.
+    report = run.json("plan --planner te_ring --ranks 4 --lengths 4k,512 --json")
+    assert report["results"][0]["num_tokens"] == 4608
+    report = run.json("plan --planner te_ring --ranks 4 --dataset github --tokens 4k --tokens-per-rank 1k --json")
+    assert (report["results"][0]["num_tokens"], report["capacity_tokens_per_rank"]) == (4096, 1024)
+    assert "argument --tokens: expected whole tokens such as 4096 or 128k, got '4x'" in run.error(
+        "plan --planner te_ring --dataset github --tokens 4x"
+    )
 
 
 def test_config_file_gives_everything_and_options_win(run, tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text(
-        textwrap.dedent("""
-            planner: {name: zeppelin, tokens_per_rank: 2048}
-            cluster: {base: a800, num_ranks: 16}
-            model: llama3-8b
-            dataset: {name: github, tokens: 16384, batches: 2}
-        """)
-    )
+    text = "planner: {name: zeppelin, tokens_per_rank: 2048}\ncluster: {base: a800, num_ranks: 16}\nmodel: llama3-8b\n"
+    path.write_text(text + "dataset: {name: github, tokens: 16384, batches: 2}\n")
     report = run.json(f"plan --config {path} --json")
-    assert (report["num_ranks"], report["cluster"], report["model"], report["planner"]) == (
-        16,
-        "a800",
-        "llama3-8b",
-        "zeppelin",
-    )
+    said = [report[key] for key in ("num_ranks", "cluster", "model", "planner")]
+    assert said == [16, "a800", "llama3-8b", "zeppelin"]
     assert (len(report["results"]), report["capacity_tokens_per_rank"], report["assumed"]) == (2, 2048, None)
     changed = run.json(f"plan --config {path} --ranks 8 --batches 1 --tokens 8192 -o tokens_per_rank=4096 --json")
     assert (changed["num_ranks"], len(changed["results"]), changed["capacity_tokens_per_rank"]) == (8, 1, 4096)
@@ -119,7 +97,7 @@ def layers_of(run, options: str) -> tuple[str, bool, int, int]:
     return report["routing"], report["remapping"], result["routed_transfers"], result["remap"]["tokens_moved"]
 
 
-def test_layers_are_the_planners_own_or_as_told(run, tmp_path):
+def test_layers_are_the_planners_own_or_as_told_and_even_out_tokens_and_nics(run, tmp_path):
     assert layers_of(run, "--planner te_ring") == ("never", False, 0, 0)
     assert layers_of(run, "--planner zeppelin")[:2] == ("pays", True)
     assert layers_of(run, "--planner zeppelin --remap")[3] > 0
@@ -131,9 +109,7 @@ def test_layers_are_the_planners_own_or_as_told(run, tmp_path):
     path.write_text("planner: te_ring\nrouting: always\nremap: {solver: exact}\n")
     assert layers_of(run, f"--config {path}")[:2] == ("always", True)
     assert layers_of(run, f"--config {path} --routing never --no-remap")[:2] == ("never", False)
-
-
-def test_remapped_tokens_are_even_and_routed_bytes_take_every_nic(run):
+    # Remapped tokens are even and routed bytes take every NIC.
     machine = "--ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --routing always --remap"
     (result,) = run.json(f"plan --planner zeppelin {machine} --lengths {LENGTHS} --json")["results"]
     assert max(result["tokens_per_rank"]) - min(result["tokens_per_rank"]) <= 1
@@ -161,7 +137,8 @@ def test_the_page_on_keep_and_replay_shows_what_its_command_prints(run):
     assert shown in " ".join(printed.split())
 
 
-USUAL = "--planner te_ring --lengths 4"
+USUAL, FOUR = "--planner te_ring --lengths 4", "--planner zeppelin --ranks 4 --tokens-per-rank 1000 --lengths"
+POOL = "--planner distca --ranks 4 -o servers=pool -o pool_ranks=3 --lengths"
 
 
 @pytest.mark.parametrize(
@@ -169,10 +146,7 @@ USUAL = "--planner te_ring --lengths 4"
     [
         ("--planner zepelin --lengths 4", "unknown planner 'zepelin', did you mean 'zeppelin'?"),
         ("--lengths 4", "no planner; give --planner NAME, one of te_ring"),
-        (
-            "--planner te_ring",
-            "no sequence lengths to plan for; give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME",
-        ),
+        ("--planner te_ring", "no sequence lengths to plan for; give --lengths 4096,512,..., --lengths-file FILE or"),
         ("--planner te_ring --lengths 4,x", "--lengths: entry 1 is 'x'; expected whole numbers"),
         ("--planner te_ring --lengths 4,0", "sequence 1 has 0 tokens; every sequence needs at least 1"),
         ("--planner te_ring --lengths 4,-7", "sequence 1 has -7 tokens"),
@@ -192,46 +166,21 @@ USUAL = "--planner te_ring --lengths 4"
         ("& -o rule", "-o rule: expected KEY=VALUE"),
         ("--planner zeppelin --lengths 4 -o rul=cost", "--planner zeppelin: rul: unknown key, did you mean 'rule'?"),
         ("--planner zeppelin --lengths 4 -o slack=much", "--planner zeppelin: slack: expected a number, got 'much'"),
-        (
-            "--planner zeppelin --lengths 4 -o te_ring.tokens_per_rank=4",
-            "planner 'te_ring' is not among the planners of this run: zeppelin",
-        ),
+        ("--planner zeppelin --lengths 4 -o te_ring.x=4", "planner 'te_ring' is not among the planners of this run: "),
         ("& --remap-solver highs", "--remap-solver highs goes with a remap, which te_ring leaves out; add --remap"),
         ("& --remap-solver gurob", "argument --remap-solver: invalid choice: 'gurob' (choose from 'exact', 'gurobi'"),
-        (
-            "& --routing sometimes",
-            "argument --routing: invalid choice: 'sometimes' (choose from 'always', 'pays', 'never')",
-        ),
+        ("& --routing sometimes", "--routing: invalid choice: 'sometimes' (choose from 'always', 'pays', 'never')"),
         ("& --remp", "plan: unknown option '--remp'; did you mean '--remap'?"),
         ("--planner te_ring --planner te_ring --lengths 4", "--planner te_ring is given twice"),
-        (
-            "--planner te_ring --planner zeppelin --lengths 4 --out p.json",
-            "--out p.json holds the plans of one planner",
-        ),
+        ("& --planner zeppelin --out p.json", "--out p.json holds the plans of one planner"),
         ("& --out nowhere/p.json", "--out nowhere/p.json: cannot be written: No such file or directory"),
         ("& --jsn", "plan: unknown option '--jsn'; did you mean '--json'?"),
         ("& --config nowhere.yaml", "nowhere.yaml: cannot be read"),
-        (
-            "--planner zeppelin --ranks 4 --tokens-per-rank 1000 --lengths 4001",
-            "sequence 0 has 4001 tokens and needs 5 ranks of 1000 tokens; 4 are available",
-        ),
-        (
-            "--planner zeppelin --ranks 4 --tokens-per-rank 1000 --lengths 2001,2000",
-            "the batch has 4001 tokens; 4 ranks x 1000 tokens hold 4000. Use at least 5 ranks, raise --tokens-per-rank",
-        ),
-        (
-            "--planner distca --ranks 4 --tokens-per-rank 1000 -o servers=pool -o pool_ranks=3 --lengths 900,200",
-            "the batch has 1100 tokens; 1 ranks x 1000 tokens hold 1000",
-        ),
-        (
-            "--planner distca --ranks 4 -o servers=pool -o pool_ranks=3 --lengths 9 --remap",
-            "planner distca keeps 3 of 4 ranks for attention alone (servers: pool), and a remap would give them "
-            "tokens again",
-        ),
-        (
-            "--planner zeppelin --ranks 8 --lengths 9000000",
-            "The capacity comes from the model and the cluster's memory",
-        ),
+        (f"{FOUR} 4001", "sequence 0 has 4001 tokens and needs 5 ranks of 1000 tokens; 4 are available"),
+        (f"{FOUR} 2001,2000", "4 ranks x 1000 tokens hold 4000. Use at least 5 ranks, raise --tokens-per-rank"),
+        (f"{POOL} 900,200 --tokens-per-rank 1000", "the batch has 1100 tokens; 1 ranks x 1000 tokens hold 1000"),
+        (f"{POOL} 9 --remap", "distca keeps 3 of 4 ranks for attention alone (servers: pool), and a remap would give"),
+        ("--planner zeppelin --ranks 8 --lengths 9000000", "capacity comes from the model and the cluster's memory"),
         ("--planner zeppelin --ranks 8 --lengths 9 --model llama-70b --cluster h100", "llama-70b does not fit h100"),
     ],
 )
@@ -248,22 +197,28 @@ def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert stop.value.code == 0
     for word in (*PLANNERS, "a800-ib", "llama-550m", "--lengths-file"):
         assert word in out
-    # The version is printed.
+    # A bare call prints it too.
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: megatron-balance")
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert (stop.value.code, capsys.readouterr().out) == (0, f"megatron-balance {__version__}\n")
 
 
-def test_module_and_script_are_the_same_program():
+def test_module_and_script_are_the_same_program_and_a_table_may_stand_behind_the_options(run: CommandLine) -> None:
     command = [sys.executable, "-m", "megatron_balance", "plan", "--planner", "te_ring", "--lengths", "8", "--json"]
     result = ended(command)
     assert result.returncode == 0
     assert json.loads(result.stdout)["planner"] == "te_ring"
     assert result.stderr == ""
+    # A table may stand behind the options.
+    before, behind = (run.json(f"reproduce zeppelin {words}") for words in ("table2 --json", "--json table2"))
+    assert before == behind
+    assert {row["table"] for row in behind["rows"]} == {"table2"}
+    assert "'table3'" in run.error("reproduce zeppelin table2 --json table3")
 
 
 # The verb `strategies`: its table, its JSON, the file for training, and mistakes.
-
 COMMAND = "strategies --dataset commoncrawl --tokens 20000 --seq-length 4096 --ranks 4 --batches 1 --schemes a800-7b"
 
 
@@ -282,7 +237,6 @@ def test_json_and_the_file_name_the_same_strategies(run, tmp_path):
 
 
 # The verb `tune`: the trade-off as a table and as JSON, and mistakes in one line
-
 SAMPLE = "--dataset wlb-skew --tokens 16384 --batches 60 --ranks 2 --model llama-7b --tokens-per-rank 16384 --queues 1"
 
 
@@ -298,28 +252,12 @@ def test_tune_prints_what_it_weighed(run: CommandLine) -> None:
 
 
 # Ways of all verbs: the bare call, numbers of tokens, where results go.
-
-
-def test_a_bare_call_prints_help(run: CommandLine) -> None:
-    assert run.printed("").startswith("usage: megatron-balance")
-
-
 @pytest.mark.parametrize("word", ["", "k", "0.3k", "4.5", "1g", "nan", "infk", "9" * 30, "1e999999999k", "0x10"])
 def test_tokens_may_be_thousands_and_what_is_no_number_of_them_is_refused(word: str) -> None:
     numbers = {"4096": 4096, "128k": 131072, "1.5K": 1536, "2m": 2097152, " 7 ": 7, "-3": -3}
     assert {right: tokens(right) for right in numbers} == numbers
     with pytest.raises(argparse.ArgumentTypeError, match="expected whole tokens such as 4096 or 128k"):
         tokens(word)
-
-
-def test_lengths_and_tokens_take_thousands(run: CommandLine) -> None:
-    report = run.json("plan --planner te_ring --ranks 4 --lengths 4k,512 --json")
-    assert report["results"][0]["num_tokens"] == 4608
-    report = run.json("plan --planner te_ring --ranks 4 --dataset github --tokens 4k --tokens-per-rank 1k --json")
-    assert (report["results"][0]["num_tokens"], report["capacity_tokens_per_rank"]) == (4096, 1024)
-    assert "argument --tokens: expected whole tokens such as 4096 or 128k, got '4x'" in run.error(
-        "plan --planner te_ring --dataset github --tokens 4x"
-    )
 
 
 @pytest.mark.parametrize(
@@ -333,13 +271,6 @@ def test_a_plan_or_trace_on_standard_output_is_alone(run: CommandLine, tmp_path:
     run.printed(f"{command} {option}", tmp_path / "made.json")
     assert run.printed(f"{command} {option} -") == (tmp_path / "made.json").read_text()
     assert f"{option} - and --json both write to standard output" in run.error(f"{command} {option} - --json")
-
-
-def test_a_table_may_stand_behind_the_options(run: CommandLine) -> None:
-    before, behind = (run.json(f"reproduce zeppelin {words}") for words in ("table2 --json", "--json table2"))
-    assert before == behind
-    assert {row["table"] for row in behind["rows"]} == {"table2"}
-    assert "'table3'" in run.error("reproduce zeppelin table2 --json table3")
 
 
 FULL = Path("/dev/full")
@@ -417,3 +348,131 @@ def test_a_traceback_has_an_exit_code_of_its_own(
     assert (answer.code, answer.out) == (code, "")
     assert answer.err.endswith(said)
     assert ("Traceback" in answer.err) == (code == 70)
+
+
+# `plan --out` and `verify`: a plan file is proved, and any change to it is found.
+NODES = "--ranks 4 --ranks-per-node 2"
+
+
+@pytest.fixture
+def plan_file(tmp_path, run) -> Path:
+    path = tmp_path / "plan.json"
+    run.printed(f"plan --planner zeppelin --tokens-per-rank 512 --lengths 900,300,60,7 {NODES} --out {path}")
+    return path
+
+
+def change(path: Path, **keys: object) -> Path:
+    body = json.loads(path.read_text()) | keys
+    path.write_text(json.dumps(body))
+    return path
+
+
+def body_of(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_written_plan_verifies_and_json_says_what_was_proved(plan_file, run):
+    for policy in ("keep", "replay"):
+        code, out, err = run("verify", plan_file, "--policy", policy)
+        assert (code, err) == (0, "")
+        assert "verified: zeppelin" in out
+        assert "the program written with it is right too" in out
+    report = run.json("verify --json", plan_file)
+    assert report["verified"] is True
+    assert report["results"][0]["num_ops"] > 0
+    assert report["results"][0]["fingerprint"] == body_of(plan_file)["fingerprint"]
+
+
+def test_dropping_any_line_of_the_program_is_found(tmp_path, run):
+    # Of a dispatch, whose program is short and has every kind of line.
+    plan_file = tmp_path / "plan.json"
+    run.printed(f"plan --planner distca --ranks 2 --ranks-per-node 2 --lengths 900,7 --out {plan_file}")
+    lines = body_of(plan_file)["program"]
+    every = ("program", "owner", "forward", "exchange", "attend", "merge", "backward")  # what begins a block
+    every += ("q", "kv", "out", "over", "dq", "dkv", "dout")
+    assert {word for line in lines for word in line.split()} >= {*every}
+    found = 0
+    # a heading that reading does without
+    for dropped in (number for number, line in enumerate(lines) if line != "forward"):
+        change(plan_file, program=lines[:dropped] + lines[dropped + 1 :])
+        code, out, err = run("verify", plan_file)
+        # A missing op, transfer or route is a program that is not the planned one (1); a missing
+        # header cannot be read (2).
+        assert code in (1, 2), lines[dropped]
+        assert err
+        assert out == ""
+        found += code == 1
+    assert found > len(lines) // 2
+
+
+def refused(run, path: Path, command: str = "verify") -> str:
+    # What is said of a plan that does not hold.
+    code, _, err = run(command, path)
+    assert code == 1
+    return err
+
+
+def test_a_changed_program_or_plan_is_found(plan_file, tmp_path, run):
+    # With another exchange id it computes the same, but it is not what the ranks run.
+    lines = body_of(plan_file)["program"]
+    last = max(number for number, line in enumerate(lines) if line.startswith("exchange "))
+    word, number, rest = lines[last].split(" ", 2)
+    change(plan_file, program=[*lines[:last], f"{word} {int(number) + 1} {rest}", *lines[last + 1 :]])
+    assert "not the one that was proved" in refused(run, plan_file)
+    # The program of another plan; another length under the old fingerprint.
+    other = tmp_path / "other.json"
+    run.printed(f"plan --planner te_ring {NODES} --lengths 900,300,60,7 --out {other}")
+    change(plan_file, program=body_of(other)["program"])
+    assert "the program written is not the plan's" in refused(run, plan_file)
+    change(plan_file, lengths=[901, 300, 60, 7], program=None)
+    assert "the plan was changed" in refused(run, plan_file)
+
+
+def test_forged_plans_are_found_and_several_are_proved_one_by_one(plan_file, run, tmp_path, monkeypatch):
+    # Forged plan that forgets a sequence is found.
+    body = body_of(plan_file)
+    body["zones"] = body["zones"][1:]
+    body["program"] = None
+    body["fingerprint"] = from_json(json.dumps(body)).fingerprint()
+    plan_file.write_text(json.dumps(body))
+    code, out, err = run("verify --json", plan_file)
+    assert code == 1
+    assert json.loads(out)["verified"] is False
+    assert "not verified" in err
+    # Several batches are proved one by one.
+    lengths, path = tmp_path / "l.json", tmp_path / "plan.json"
+    lengths.write_text("[[500, 20], [64, 64, 3]]")
+    run.printed(f"plan --planner te_ring --ranks 2 --lengths-file {lengths} --out {path}")
+    assert run.printed("verify", path).count("verified: te_ring") == 2
+    body = body_of(path)
+    body["plans"][1]["fingerprint"] = "0" * 16
+    path.write_text(json.dumps(body))
+    code, out, err = run("verify", path)
+    assert code == 1
+    assert "plan 1: not verified" in err
+    assert out.count("verified: te_ring") == 1
+    # Long program is left out and the plan still proved.
+    monkeypatch.setattr(verify, "MAX_PROGRAM_LINES", 5)
+    path = tmp_path / "plan.json"
+    run.printed(f"plan --planner te_ring --ranks 2 --lengths 64 --out {path}")
+    assert body_of(path)["program"] is None
+    assert "program written" not in run.printed("verify", path)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{", "not JSON"),
+        ("[1]", "not a plan"),
+        ("{}", "not a plan of this version"),
+        ('{"format": "megatron-balance plan 3"}', "damaged plan"),
+        ('{"format": "megatron-balance plans 1", "plans": []}', "holds no plans"),
+        ('{"format": "megatron-balance plan 3", "program": 3}', "program: expected a list of lines or null"),
+    ],
+)
+def test_unreadable_file_is_one_line_and_exit_code_2(tmp_path, run, content, expected):
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    assert expected in run.error("verify", path)

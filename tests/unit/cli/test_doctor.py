@@ -143,16 +143,13 @@ def test_the_probe_and_the_configuration_know_every_kernel():
 
 
 def test_what_differs_is_asked_of_a_folder_with_a_reviewed_megatron(run, tmp_path):
-    code, _, err = run("doctor", "--patches", "--reviewed", str(tmp_path))
-    assert (code, "expected a folder with megatron/core in it" in err) == (2, True)
-    code, _, err = run("doctor", "--reviewed", str(tmp_path))
-    assert (code, "belongs to --patches" in err) == (2, True)
-    assert "--patches and --config: each goes alone" in run.error("doctor", "--patches", "--config", "x.yaml")
+    assert "expected a folder with megatron/core in it" in run.error("doctor --patches --reviewed", tmp_path)
+    assert "belongs to --patches" in run.error("doctor --reviewed", tmp_path)
+    assert "--patches and --config: each goes alone" in run.error("doctor --patches --config x.yaml")
 
 
 # `doctor --write-cluster`: what nvidia-smi and /sys say of a node, as a cluster file that loads; on
 # made-up nodes of known kinds.
-
 TODAY = datetime.date(2026, 1, 31)
 AFFINITY = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
@@ -184,9 +181,7 @@ def gpus(name: str, count: int, memory_mib: int) -> str:
     return "".join(f"{name}, {memory_mib}, 00000000:{0x1B + 4 * i:02X}:00.0\n" for i in range(count))
 
 
-def infiniband(
-    root: Path, name: str, rate: str, *, state: str = "4: ACTIVE", layer: str = "InfiniBand", pci: str = ""
-) -> None:
+def infiniband(root: Path, name: str, rate: str, state="4: ACTIVE", layer="InfiniBand", pci: str = "") -> None:
     port = root / "sys/class/infiniband" / name / "ports/1"
     port.mkdir(parents=True)
     for file, text in (("rate", rate), ("state", state), ("link_layer", layer)):
@@ -244,43 +239,39 @@ def test_a_dgx_h100_has_a_nic_a_gpu(dgx_h100, tmp_path):
     assert "mlx5_2" not in text
 
 
-def test_an_a800_with_four_nics_shares_each_between_two_gpus(tmp_path):
+def test_nodes_whose_nics_are_shared_named_by_their_devices_or_add_up(tmp_path):
+    # Four NICs of an A800 are shared each between two GPUs.
     nics = {f"mlx5_bond_{n}": {2 * n: "PXB", 2 * n + 1: "PXB"} for n in range(4)}
     for name in nics:
-        infiniband(tmp_path, name, "200 Gb/sec (2X NDR)", layer="Ethernet")
-    cluster, text = loaded(read(tmp_path, gpus("NVIDIA A800-SXM4-80GB", 8, 81920), topology(8, "NV8", nics)), tmp_path)
+        infiniband(tmp_path / "a800", name, "200 Gb/sec (2X NDR)", layer="Ethernet")
+    listed, topo = gpus("NVIDIA A800-SXM4-80GB", 8, 81920), topology(8, "NV8", nics)
+    cluster, text = loaded(read(tmp_path / "a800", listed, topo), tmp_path)
     assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s, cluster.intra_bytes_per_s) == (2, 25e9, 200e9)
     assert cluster.flops_per_s == 312e12
     assert "# 8 GPUs, 4 NICs nearest to them" in text
-
-
-def test_an_h200_hgx_whose_columns_bear_the_devices_own_names(tmp_path):
+    # Columns of an H200 HGX bear the devices' own names.
     nics = {f"mlx5_{n}": {n: "PIX"} for n in range(8)}
     for name in nics:
-        infiniband(tmp_path, name, "400 Gb/sec (4X NDR)", layer="Ethernet")
-    node = read(tmp_path, gpus("NVIDIA H200", 8, 143771), topology(8, "NV18", nics, legend=False))
-    cluster, text = loaded(node, tmp_path)
+        infiniband(tmp_path / "h200", name, "400 Gb/sec (4X NDR)", layer="Ethernet")
+    listed, topo = gpus("NVIDIA H200", 8, 143771), topology(8, "NV18", nics, legend=False)
+    cluster, text = loaded(read(tmp_path / "h200", listed, topo), tmp_path)
     assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s) == (1, 50e9)
     assert cluster.memory_bytes == pytest.approx(150.8e9)
     assert text.splitlines()[1].startswith("base: h200 ")
-
-
-def test_two_nics_a_gpu_add_up_and_the_slowest_counts(tmp_path):
+    # Two NICs a GPU add up, and the slowest counts.
     nics = {f"mlx5_{n}": {n // 2: "PIX"} for n in range(4)}
     for name in nics:
-        infiniband(tmp_path, name, "100 Gb/sec (4X EDR)" if name == "mlx5_3" else "200 Gb/sec (4X HDR)")
-    cluster, text = loaded(read(tmp_path, gpus("NVIDIA A100-SXM4-40GB", 2, 40960), topology(2, "NV12", nics)), tmp_path)
+        rate = "100 Gb/sec (4X EDR)" if name == "mlx5_3" else "200 Gb/sec (4X HDR)"
+        infiniband(tmp_path / "a100", name, rate)
+    listed, topo = gpus("NVIDIA A100-SXM4-40GB", 2, 40960), topology(2, "NV12", nics)
+    cluster, text = loaded(read(tmp_path / "a100", listed, topo), tmp_path)
     assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s, cluster.intra_bytes_per_s) == (1, 25e9, 300e9)
     assert "of 2 a GPU, the slowest" in text
 
 
 def test_without_a_nic_the_fastest_network_device_counts_and_is_shared(tmp_path):
-    for name, speed, state, physical in (
-        ("eth0", "1000", "up", True),
-        ("eth1", "25000", "up", True),
-        ("docker0", "100000", "up", False),
-        ("eth2", "40000", "down", True),
-    ):
+    devices = [("eth0", "1000", "up", True), ("eth1", "25000", "up", True), ("docker0", "100000", "up", False)]
+    for name, speed, state, physical in (*devices, ("eth2", "40000", "down", True)):
         device = tmp_path / "sys/class/net" / name
         device.mkdir(parents=True)
         (device / "speed").write_text(speed)
@@ -292,10 +283,8 @@ def test_without_a_nic_the_fastest_network_device_counts_and_is_shared(tmp_path)
     assert "/sys/class/net/eth1/speed: 25000 Mbit/s" in text
     assert "shows no NVLink between some GPUs" in text
     assert "No preset has the compute rates of NVIDIA L40S" in text
-
-
-def test_a_node_without_any_network_says_so_and_loads(tmp_path):
-    cluster, text = loaded(read(tmp_path, gpus("NVIDIA H200", 1, 143771), topology(1, "", {})), tmp_path)
+    # A node without any network says so, and loads.
+    cluster, text = loaded(read(tmp_path / "alone", gpus("NVIDIA H200", 1, 143771), topology(1, "", {})), tmp_path)
     assert (cluster.num_ranks, cluster.num_nodes) == (1, 1)
     assert "no active InfiniBand or RoCE port" in text
     assert "one GPU has no link inside its node" in text
@@ -333,7 +322,10 @@ def test_unlike_gpus_are_refused_and_what_is_no_matrix_has_no_links(tmp_path):
         assert hardware._parse_topology(text)[1] == 0
 
 
-def test_the_verb_writes_a_file_that_plans(dgx_h100, tmp_path, monkeypatch, run):
+def test_the_verb_writes_a_file_that_plans_and_mistakes_are_one_line(dgx_h100, tmp_path, monkeypatch, run):
+    assert "ends in .yaml" in run.error("doctor --write-cluster", tmp_path / "cluster.json")
+    monkeypatch.setattr(hardware, "_run", lambda _command: None)
+    assert "nvidia-smi lists no GPU here" in run.error("doctor --write-cluster", tmp_path / "cluster.yaml")
     monkeypatch.setattr(hardware, "read_node", lambda: dgx_h100)
     path = tmp_path / "cluster.yaml"
     document = run.json("doctor --json --write-cluster", path)
@@ -342,9 +334,3 @@ def test_the_verb_writes_a_file_that_plans(dgx_h100, tmp_path, monkeypatch, run)
     table = run.printed("plan --planner zeppelin --lengths 4000,100 --tokens-per-rank 1024 --cluster", path)
     assert table.startswith("8 ranks (1 node x 8), llama-7b on cluster")
     assert "the file is there already" in run.error("doctor --write-cluster", path)
-
-
-def test_users_mistakes_are_one_line(tmp_path, run, monkeypatch):
-    assert "ends in .yaml" in run.error("doctor --write-cluster", tmp_path / "cluster.json")
-    monkeypatch.setattr(hardware, "_run", lambda _command: None)
-    assert "nvidia-smi lists no GPU here" in run.error("doctor --write-cluster", tmp_path / "cluster.yaml")

@@ -1,12 +1,13 @@
 """Plans under a sliding window: tokens stay where they are, and only keys that are needed travel."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron_balance import reference
+from megatron_balance import Batch, Cluster, Model, reference
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.join import join, split
@@ -18,11 +19,8 @@ from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Fragment, Move, Route, Rows, Transfer
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
-from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind, Op, Program
 from megatron_balance.ir.text import parse, text
@@ -119,7 +117,6 @@ def test_the_simulator_sees_the_keys_that_do_not_travel() -> None:
 
 # Programs under a mask that is not causal: `verify` and `reference` ask the mask, and nothing else
 # in them knows it.
-
 FULL = """program lengths 8 3 heads 2 kv_heads 1 policy none mask full
 owner r0 s0[0:4) s1[0:3)
 owner r1 s0[4:8)
@@ -183,34 +180,35 @@ def test_other_masks_are_proved_and_equal_dense_attention(program: Program, poli
     assert dense.worst_of(both) < 1e-12
 
 
-def test_text_names_a_mask_that_is_not_causal() -> None:
+def test_text_names_a_mask_that_is_not_causal_and_the_reference_asks_it() -> None:
     assert parse(FULL).mask.name == "full"
     assert text(parse(FULL)) == FULL
     assert text(parse(text(with_backward(parse(FULL), "keep")))) == text(with_backward(parse(FULL), "keep"))
     with pytest.raises(InvalidProgramError, match=r"line 1: expected 'program lengths .*\[mask M\]'"):
         parse(FULL.replace("mask full", "mask half"))
+    # More than is needed may travel and the reference refuses what the mask does not show.
+    verify(window(WINDOWED.replace("kv s0[2:4)", "kv s0[0:4)")))  # as with causal masks
+    program = OUTPUT_TOO_MANY
+    x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
+    with pytest.raises(InvalidProgramError, match="holds no partial of out"):
+        reference.run(program, x.q, x.k, x.v, x.scale)
+
+
+BACK, SEEN = "  r0 <- r1 kv s0[4:8)\n", "s0[2:4) s0[4:8)"
+OUTPUT_TOO_MANY = window(WINDOW_BY_OUTPUTS.replace("out s0[4:6)", "out s0[4:7)").replace("q s0[4:6)", "q s0[4:7)"))
 
 
 @pytest.mark.parametrize(
     ("program", "complaint"),
     [
         # A causal program leaves out keys that the full mask shows, and the other way round.
-        (
-            parse(FULL.replace("s0[0:4) s0[4:8)\n  q s1", "s0[0:4)\n  q s1").replace("  r0 <- r1 kv s0[4:8)\n", "")),
-            "never completes OUT",
-        ),
+        (parse(FULL.replace("s0[0:4) s0[4:8)\n  q s1", "s0[0:4)\n  q s1").replace(BACK, "")), "never completes OUT"),
         (parse(FULL.replace(" mask full", "")), "no query of it may see any key of it"),
         # A key too few, a key too many, a query that sees nothing of it.
         (window(WINDOWED.replace("[2:4)", "[3:4)")), "never completes OUT"),
         (window(WINDOWED.replace("kv s0[2:4)", "kv s0[3:4)")), "rank does not hold KV"),
-        (
-            window(WINDOWED.replace("s0[2:4) s0[4:8)", "s0[2:4) s0[4:8)\n  q s0[6:8) over s0[2:4)")),
-            "no query of it may see any key of it",
-        ),
-        (
-            window(WINDOW_BY_OUTPUTS.replace("out s0[4:6)", "out s0[4:7)").replace("q s0[4:6)", "q s0[4:7)")),
-            "no partial output of it",
-        ),
+        (window(WINDOWED.replace(SEEN, f"{SEEN}\n  q s0[6:8) over s0[2:4)")), "no query of it may see any key of it"),
+        (OUTPUT_TOO_MANY, "no partial output of it"),
         (parse(WINDOWED), "never completes OUT"),
     ],
 )
@@ -219,22 +217,17 @@ def test_verify_finds_what_a_mask_shows_and_a_program_misses(program: Program, c
         verify(program)
 
 
-def test_more_than_is_needed_may_travel_and_the_reference_refuses_what_the_mask_does_not_show() -> None:
-    verify(window(WINDOWED.replace("kv s0[2:4)", "kv s0[0:4)")))  # as with causal masks
-    program = window(WINDOW_BY_OUTPUTS.replace("out s0[4:6)", "out s0[4:7)").replace("q s0[4:6)", "q s0[4:7)"))
-    x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
-    with pytest.raises(InvalidProgramError, match="holds no partial of out"):
-        reference.run(program, x.q, x.k, x.v, x.scale)
-
-
 # The remap as a pass: what small programs look like with one, and that they still compute
 # attention.
-
 LAYOUT = np.array([[0, 0, 4], [1, 2, 5], [0, 8, 9]])
 
 
 def moves(*rows: tuple[int, int, int]) -> Rows:
     return Rows.of(Move.WIDTH, rows)
+
+
+def transfers(ops: Sequence[Op]) -> list[tuple[int, ...]]:
+    return [row for op in ops if isinstance(op, Exchange) for row in op.transfers]
 
 
 def two_zones(*moved: tuple[int, int, int], pattern: str = "ring") -> MicrobatchPlan:
@@ -243,7 +236,7 @@ def two_zones(*moved: tuple[int, int, int], pattern: str = "ring") -> Microbatch
     return by_hand.plan((16, 10, 6), 4, *zones, ranks_per_node=2, moves=moved)
 
 
-def test_inputs_come_first_and_outputs_go_back_last() -> None:
+def test_inputs_come_first_outputs_go_back_last_and_a_home_no_longer_holds_what_it_gave() -> None:
     program = expand(by_hand.plan((4,), 2, by_hand.local(0, 0), moves=[(0, 1, 1)]))
     expected = """\
 program lengths 4 heads 2 kv_heads 1 policy none remap_in 1
@@ -262,9 +255,7 @@ backward
 """
     assert text(program) == expected
     verify(program)
-
-
-def test_what_a_home_has_handed_over_it_no_longer_holds() -> None:
+    # What a home has handed over it no longer holds.
     source = text(expand(two_zones((2, 3, 2))))
     kept = source.replace("attend r2\n", "attend r3\n  q s2[4:6) over s2[4:6)\nattend r2\n")
     assert kept != source
@@ -282,32 +273,24 @@ def test_a_first_hop_of_a_ring_is_made_by_the_home_or_saved() -> None:
     assert isinstance(remap_in, Exchange)
     sent_on = [row for row in remap_in.transfers if row[6:] == (3, 0)]
     assert [row[:4] for row in sent_on] == [(Kind.KV, 0, 8, 12)]
-    first_hop = [
-        row for op in expand(plan).forward[1:] if isinstance(op, Exchange) for row in op.transfers if row[6:] == (1, 0)
-    ]
-    assert [row[:4] for row in first_hop if row[0] == Kind.KV] == [(Kind.KV, 0, 4, 8)]
+    keys = [row for row in transfers(expand(plan).forward[1:]) if row[0] == Kind.KV]
+    assert [row[:4] for row in keys if row[6:] == (1, 0)] == [(Kind.KV, 0, 4, 8)]
     # A first hop that is away altogether saves an exchange.
     plan = two_zones((1, 3, 18))
-    ids = [op.id for op in project(plan, 0).forward if isinstance(op, Exchange)]
-    from_one = [
-        row for op in project(plan, 0).forward if isinstance(op, Exchange) for row in op.transfers if row[6] == 1
-    ]
-    assert from_one == []
+    forward = project(plan, 0).forward
+    assert not any(row[6] == 1 for row in transfers(forward))
+    ids = [op.id for op in forward if isinstance(op, Exchange)]
     assert ids == [0, 1]  # it still sends its own block to rank 1
     alone = two_zones((0, 3, 8), (1, 3, 18))
     assert [op.id for op in expand(alone).forward if isinstance(op, Exchange)] == [0, 2]
     # A token at home where it hops to takes the long way.
     # Rank 0 has handed s0[8:12) over to rank 1, so only rank 1 can bring it back.
     plan = two_zones((1, 0, 14))
-    hops = [
-        row for op in expand(plan).forward[1:] if isinstance(op, Exchange) for row in op.transfers if row[0] == Kind.KV
-    ]
-    assert (Kind.KV, 0, 8, 12, 0, 1, 1, 0) in hops
+    assert (Kind.KV, 0, 8, 12, 0, 1, 1, 0) in transfers(expand(plan).forward[1:])
     verify(expand(plan, "keep"))
 
 
 # Routing as a pass: which proxies, which pieces, what a rank must know of its neighbours.
-
 FOUR_NICS = Nics(4, 1)
 TWO_NICS = Nics(4, 2)
 ROUTED_CHAIN = programs.CHAIN.replace("owner r2 s0[4:6)\n", "owner r2 s0[4:6)\nowner r3\n")
@@ -372,9 +355,8 @@ def test_a_routed_ring_loads_all_nics_alike_there_and_back() -> None:
     assert routed(expand(ring(min_tokens=16)).forward)
     assert not routed(expand(ring(min_tokens=17)).forward)
     # What is passed on in the forward alone is not brought again.
-    short = replace(
-        ring(6, 2), lengths=(6,)
-    )  # three ranks hold it, and the two directions of the ring end at different ones
+    # Three ranks hold it, and the two directions of the ring end at different ones.
+    short = replace(ring(6, 2), lengths=(6,))
     for policy in ("keep", "replay"):
         verify(expand(short, policy))
 
@@ -394,9 +376,8 @@ def test_a_rank_that_takes_no_part_passes_on() -> None:
 
 
 def test_the_remap_is_routed_where_the_plan_says_so() -> None:
-    plan = by_hand.plan(
-        (32,), 4, by_hand.local(0, 0), ranks_per_node=2, moves=[(0, 3, 16)], routing=Routing(1, (REMAP,))
-    )
+    routing = Routing(1, (REMAP,))
+    plan = by_hand.plan((32,), 4, by_hand.local(0, 0), ranks_per_node=2, moves=[(0, 3, 16)], routing=routing)
     program = expand(plan, "replay")
     verify(program)
     remap_in, remap_out = routed(program.forward)
@@ -438,8 +419,7 @@ def test_ranks_that_route_differently_or_expect_other_rows_are_found_out() -> No
             join(mixed, plan.lengths, 2, 1)
     # A proxy that expects other rows is found out.
     longer = project(replace(plan, lengths=(128,)), 0)
-    ops = [
-        b if isinstance(a, Exchange) and a.routes else a for a, b in zip(ranks[0].forward, longer.forward, strict=True)
-    ]
+    pairs = zip(ranks[0].forward, longer.forward, strict=True)
+    ops = [b if isinstance(a, Exchange) and a.routes else a for a, b in pairs]
     with pytest.raises(InvalidProgramError, match=r"proxy 0 expects other rows|does not expect it"):
         join([replace(ranks[0], forward=tuple(ops)), *ranks[1:]], plan.lengths, 2, 1)

@@ -1,4 +1,4 @@
-"""The analytic cost model against hand-worked numbers, and that more never costs less."""
+"""Costs against hand-worked numbers, of kernels, links, collectives, schemes and experts."""
 
 from dataclasses import replace
 
@@ -8,14 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost import fits, kernel, parallel
 from megatron_balance.cost.analytic import CALL_S, LAUNCH_S, AnalyticCost
 from megatron_balance.cost.base import Link, MachineCost, remap_s
+from megatron_balance.cost.modules import ExpertLoad, expert_part
+from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Rectangles, num_pairs
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
+from megatron_balance.ir.strategy import Scheme
+from megatron_balance.model_config import pretrained
+from megatron_balance.planners.pipelines import check_scheme, cost_of_scheme, sequence_s
+from tests.support.deepseek import DEEPSEEK_V3
 
 CLUSTER = Cluster(
     16,
@@ -150,7 +157,8 @@ def test_a_tensor_parallel_group_is_one_wide_rank_that_pays_for_its_own_communic
         parallel.wide_ranks(Cluster(24, 24, ranks_per_nic=3), 2)
 
 
-def test_a_perturbed_cost_scales_each_part_by_its_own_factor() -> None:
+def test_a_perturbed_cost_scales_each_part_and_a_remap_takes_the_fullest_link() -> None:
+    # A perturbed cost scales each part by its own factor.
     cost = PerturbedCost(COST, Factors(attention=1.5, linear=2.0, intra_node=3.0, inter_node=4.0))
     assert attend(cost, causal(4096)) == pytest.approx(1.5 * attend(COST, causal(4096)))
     assert cost.layer_s(100, backward=True) == pytest.approx(2 * COST.layer_s(100, backward=True))
@@ -160,6 +168,14 @@ def test_a_perturbed_cost_scales_each_part_by_its_own_factor() -> None:
     assert cost.link(inter_node=True).time_s(1e6) == pytest.approx(cost.inter_node_s(1e6))
     assert Factors.draw(0.1, 3) == Factors.draw(0.1, 3) != Factors.draw(0.1, 4)
     assert Factors.draw(0.0, 3) == Factors()
+    # A remap takes the fullest or emptiest ranks link and the NICs of such a node.
+    token_bytes = 2 * KV_BYTES  # query, key, value and output, all of one size here
+    assert remap_s([1000.0] * 16, SHARED_NICS, REMAP_COST) == 0
+    inside = [1600.0, 700, 700, *[1000.0] * 13]
+    assert remap_s(inside, SHARED_NICS, REMAP_COST) == pytest.approx(2 * 2e-6 + 600 * token_bytes / 400e9)
+    across = [*[1100.0] * 8, *[900.0] * 8]
+    over_nics = 2 * 9e-6 + 800 * token_bytes / 4 / 50e9
+    assert remap_s(across, SHARED_NICS, REMAP_COST) == pytest.approx(2 * 2e-6 + 100 * token_bytes / 400e9 + over_nics)
 
 
 @given(length=st.integers(1, 20000), start=st.integers(0, 5000), backward=st.booleans())
@@ -173,7 +189,6 @@ def test_an_extra_token_never_takes_less_time(length: int, start: int, backward:
 
 
 # The seconds of a remap
-
 EVEN_HEADS = Model(32, 32, 128)
 SHARED_NICS = Cluster(
     16, 8, intra_bytes_per_s=400e9, nic_bytes_per_s=50e9, ranks_per_nic=2, intra_alpha_s=2e-6, inter_alpha_s=9e-6
@@ -182,19 +197,7 @@ REMAP_COST = AnalyticCost(SHARED_NICS, EVEN_HEADS)
 KV_BYTES = 2 * 32 * 128 * 2  # of a token
 
 
-def test_a_remap_takes_the_fullest_or_emptiest_ranks_link_and_the_nics_of_such_a_node() -> None:
-    token_bytes = 2 * KV_BYTES  # query, key, value and output, all of one size here
-    assert remap_s([1000.0] * 16, SHARED_NICS, REMAP_COST) == 0
-    inside = [1600.0, 700, 700, *[1000.0] * 13]
-    assert remap_s(inside, SHARED_NICS, REMAP_COST) == pytest.approx(2 * 2e-6 + 600 * token_bytes / 400e9)
-    across = [*[1100.0] * 8, *[900.0] * 8]
-    over_nics = 2 * 9e-6 + 800 * token_bytes / 4 / 50e9
-    assert remap_s(across, SHARED_NICS, REMAP_COST) == pytest.approx(2 * 2e-6 + 100 * token_bytes / 400e9 + over_nics)
-
-
 # Tiles of the attention kernel, counted by closed forms, against counting them one by one.
-
-
 def counted(pair: list[int]) -> tuple[int, int, int, int]:
     # Tiles, thread blocks, tiles of the longest one, visible pairs; the slow way.
     _, q_start, q_stop, _, _, k_start, k_stop, _, _ = pair
@@ -261,8 +264,6 @@ def test_padding_a_head_dim_copies_every_operand_and_result_once() -> None:
 
 
 # Least squares without negative coefficients.
-
-
 def test_a_quadratic_and_a_link_are_found_again_also_in_noise() -> None:
     # A quadratic is found again.
     truth = fits.Quadratic(2e-9, 3e-6, 4e-3)
@@ -300,7 +301,6 @@ def test_too_little_to_fit_is_refused(call, sentence) -> None:
 
 
 # Collectives and what surrounds a plan, against formulas worked by hand.
-
 INTRA, INTER = Link(1e-6, 100e9), Link(10e-6, 25e9)
 NODE, NODES = parallel.CollectiveGroup(8, 8, INTRA, INTER), parallel.CollectiveGroup(16, 8, INTRA, Link(10e-6, 100e9))
 SPREAD = parallel.CollectiveGroup(4, 1, INTRA, INTER)
@@ -335,7 +335,7 @@ def test_collectives_go_at_the_pace_of_their_slowest_step() -> None:
 def test_gradients_experts_and_stages_hand_on_what_they_must() -> None:
     # Gradients are summed in fp32 and weights gathered in bf16.
     assert parallel.gradient_sync_s(8e6, NODE) == pytest.approx(7 * (2e-6 + (4e6 + 2e6) / 100e9))
-    # Experts are reached by two all to alls.
+    # Experts are reached by two all-to-alls.
     moe = Model(8, 8, 64, hidden_size=512, num_experts=8, experts_per_token=2)
     cluster = Cluster(8, 8)
     group = parallel.group_of(cluster, 8, 8, busy_nics=True)
@@ -345,3 +345,143 @@ def test_gradients_experts_and_stages_hand_on_what_they_must() -> None:
     # A stage hands on hidden states.
     handed_on_s = parallel.stage_transfer_s(replace(moe, num_experts=0), 1000, INTER)
     assert handed_on_s == pytest.approx(10e-6 + 1000 * 512 * 2 / 25e9)
+
+
+# Latency of a sequence under a parallel scheme, and its quadratic.
+LLAMA = load_model("llama-7b")
+A800 = load_cluster("a800-ib").build()
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
+
+
+def analytic(cluster: Cluster, tensor_parallel: int) -> AnalyticCost:
+    return AnalyticCost(cluster, LLAMA, tensor_parallel)
+
+
+def time_s(scheme: Scheme, length: int) -> float:
+    wide = wide_ranks(A800, scheme.tensor)
+    return sequence_s(scheme, LLAMA, wide, analytic(wide, scheme.tensor), length)
+
+
+@pytest.mark.parametrize("scheme", [Scheme(), Scheme(8), Scheme(4, 4), Scheme(2, 2, 4), Scheme(1, 1, 16)], ids=str)
+def test_a_quadratic_meets_every_length_closely(scheme: Scheme) -> None:
+    fitted = cost_of_scheme(scheme, LLAMA, A800, analytic, LENGTHS[-1] // 4)
+    assert fitted.a > 0
+    for length in LENGTHS:
+        assert fitted.sequence_s(length) + fitted.c == pytest.approx(time_s(scheme, length), rel=0.12)
+
+
+def test_one_rank_takes_its_layers_and_the_logits_and_more_ranks_less_time_each() -> None:
+    with pytest.raises(ConfigError, match="tensor parallelism 3 does not divide"):
+        cost_of_scheme(Scheme(3), LLAMA, A800, analytic, 4096)
+    cost, length = analytic(A800, 1), 8192
+    causal = np.array([[0, 0, length, 0, 32, 0, length, 0, 32]])
+    attention = sum(float(cost.attend_s(causal, np.zeros(1, dtype=np.int64), 1, backward=b)[0]) for b in (False, True))
+    rest = sum(cost.layer_s(length, backward=b) for b in (False, True))
+    head = sum(cost.head_s(length, backward=b) for b in (False, True))
+    assert time_s(Scheme(), length) == pytest.approx(32 * (attention + rest) + head)
+    # More ranks take less time each and longer sequences more.
+    # More ranks take less time each and never less than their share.
+    whole = time_s(Scheme(), 65536)
+    for scheme in (Scheme(8), Scheme(1, 8), Scheme(1, 1, 8)):
+        assert whole / 8 < time_s(scheme, 65536) * 1.05 < whole / 4
+    # A ring across nodes waits for its NICs where sequences are short.
+    # On 16 ranks each round moves keys and values of 128 tokens for a sequence of 2048.
+    assert time_s(Scheme(context=16), 2048) > time_s(Scheme(context=8), 2048)
+    # A longer sequence takes longer under every scheme.
+    for scheme in (Scheme(), Scheme(4, 2, 2)):
+        times = [time_s(scheme, length) for length in range(1000, 1300, 7)]
+        assert all(b >= a for a, b in zip(times, times[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "message"),
+    [
+        (Scheme(8), {"num_heads": 52, "num_kv_heads": 52}, "tp8-pp1-cp1 splits the 52 heads of llama-7b 8 ways"),
+        (Scheme(8), {"num_kv_heads": 4}, r"the 4 key-value heads \(query groups\) of llama-7b 8 ways"),
+        (Scheme(13), {"num_heads": 52, "num_kv_heads": 52}, "the padded vocabulary of llama-7b, 32000 tokens, 13 ways"),
+        (Scheme(1, 5), {}, "the 32 layers of llama-7b 5 ways; choose a divisor of 32"),
+    ],
+    ids=["heads", "query groups", "vocabulary", "layers"],
+)
+def test_what_a_scheme_cannot_split_is_named(scheme: Scheme, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_scheme(scheme, replace(LLAMA, **changes))
+    # 50,257 tokens are padded to 50,304, which 8 divides.
+    check_scheme(Scheme(8, 2), replace(LLAMA, vocab_size=50_257))
+
+
+# Uneven routing of tokens to experts: shares of documents, and the busiest rank of a group.
+MOE = Model(8, 8, 64, hidden_size=512, ffn_size=1024, num_experts=8, experts_per_token=2)
+
+
+def test_even_routing_gives_the_busiest_rank_its_groups_mean_and_counted_experts_theirs():
+    tokens = np.array([[100.0, 60.0], [0.0, 240.0]])
+    assert ExpertLoad().busiest(tokens, MOE, 4).tolist() == pytest.approx([40.0, 60.0])
+    # Counted experts make their rank the busiest.
+    load = ExpertLoad.counted([30, 10, 10, 10, 10, 10, 10, 10])
+    assert load.shares[0] == pytest.approx(0.3)
+    assert load.busiest(np.array([[1000.0]]), MOE, 8) == pytest.approx([300.0])
+    assert load.busiest(np.array([[1000.0]]), MOE, 4) == pytest.approx([400.0])  # a rank with two of the experts
+
+
+def test_documents_deviate_by_the_spread_and_a_group_of_all_is_busier_than_one_of_none():
+    for spread, found in ((0.0, 0.0), (0.25, 0.25), (0.5, 0.5)):
+        shares = ExpertLoad(spread=spread).of_documents(5000, MOE)
+        assert shares.sum(axis=1) == pytest.approx(np.ones(5000))
+        assert 8 * shares.std(axis=0).mean() == pytest.approx(found, rel=0.03)
+    near_limit = ExpertLoad(spread=np.sqrt(7) * (1 - 1e-5)).of_documents(100, replace(MOE, experts_per_token=1))
+    assert np.isfinite(near_limit).all()
+    with pytest.raises(ConfigError, match="experts_per_token 0 of 8 experts"):
+        replace(MOE, experts_per_token=0)
+    apart = ExpertLoad(spread=1.7).of_documents(5000, MOE)
+    assert apart.sum(axis=1) == pytest.approx(np.ones(5000))
+    assert apart.max() == pytest.approx(0.5)
+    # A group with all documents is busier than one of none and less than one of few.
+    load, rng = ExpertLoad(spread=1.0), np.random.default_rng(5)
+    lengths = rng.integers(500, 1500, size=64).astype(np.float64)
+    mixed = np.tile(lengths / 8, (8, 1))
+    few = np.zeros((8, 64), dtype=np.float64)
+    few[np.arange(64) // 8, np.arange(64)] = lengths
+    even = lengths.sum() / 8 / 8
+    assert even < load.busiest(mixed, MOE, 8).max() < 0.9 * load.busiest(few, MOE, 8).mean()
+    assert load.busiest(few, MOE, 8).tolist() == ExpertLoad(spread=1.0).busiest(few, MOE, 8).tolist()
+
+
+def test_experts_take_their_part_of_the_products_and_a_rank_reads_the_weights_of_its_own_alone():
+    hidden, ffn = 512, 1024
+    mlp, rest = 2 * 3 * hidden * ffn * 2, 2 * 4 * hidden * hidden + 2 * hidden * 8
+    assert expert_part(MOE) == pytest.approx(mlp / (mlp + rest))
+    # A rank reads the weights of its own experts alone.
+    # DeepSeek-V3's on an H800: reading all 256 and the shared one takes 6.76 ms, computing the nine
+    # that each of 4,096 tokens visits 4.10.
+    cluster = load_cluster("h800").build(num_ranks=64)
+    expert = 3 * 7168 * 2048
+    computing_s, reading_s = 4096 * 9 * 2 * expert / (0.8 * 989e12), 257 * expert * 2 / 3.35e12
+    assert (1e3 * computing_s, 1e3 * reading_s) == pytest.approx((4.10, 6.76), abs=0.01)
+    model = Model(**pretrained(DEEPSEEK_V3))
+    for backward in (False, True):
+        alone, shared = (
+            AnalyticCost(cluster, replace(model, expert_split=ranks)).layer_s(4096, backward=backward)
+            for ranks in (1, 64)
+        )
+        assert alone - shared == pytest.approx((1 + backward) * (reading_s - computing_s))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ExpertLoad.counted([1, -1]), "must be 0 or more"),
+        (lambda: ExpertLoad.counted([0, 0]), "one of them more"),
+        (lambda: ExpertLoad.counted([]), "one of them more"),
+        (lambda: ExpertLoad.counted([float("nan")]), "one of them more"),
+        (lambda: ExpertLoad(spread=-0.1), "spread of experts' shares -0.1"),
+        (lambda: ExpertLoad(spread=float("nan")), "spread of experts' shares nan"),
+        (lambda: ExpertLoad((0.5, 0.6)), "sum to 1"),
+        (lambda: ExpertLoad.counted([1, 1]).of_documents(1, MOE), "shares of 2 experts; the model has 8"),
+        (lambda: ExpertLoad.counted([3, 0, 0, 0, 1, 0, 0, 0]).of_documents(1, MOE), "none has more than 0.5"),
+        (lambda: ExpertLoad(spread=1.8).of_documents(1, MOE), "below 1.73"),
+    ],
+)
+def test_loads_that_cannot_be_are_refused(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()

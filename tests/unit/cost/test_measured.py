@@ -1,5 +1,4 @@
-"""Costs from a measured table: exact at its points, sound between and beyond them, and read
-strictly."""
+"""Costs from a measured table: exact at its points, sound between and beyond them, read strictly."""
 
 import copy
 import dataclasses
@@ -195,7 +194,7 @@ LINK = {"name": "inter", "backend": "gloo", "sizes": [1, 2], "seconds": [1.0, 2.
         (changed("attention", "full_s", 1, to=[1.0]), "full_s[1]: expected 3 times, one for each size, got 1"),
         (
             changed("attention", "causal_s", to=[[1.0]]),
-            "expected 3 rows, one for each entry of q_tokens, got 1",
+            "attention.causal_s: expected 3 rows, one for each entry of q_tokens, got 1",
         ),
         (changed("attention", "q_tokens", to=[9, 8, 10]), "q_tokens: expected whole numbers from 1 on in rising order"),
         (changed("attention", "k_tokens", to=[4]), "attention.k_tokens: at least 2 sizes are needed, got [4]"),

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_balance import Cluster, Model
 from megatron_balance.analysis.step_memory import max_len
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, from_json, held_back, text, to_json
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners import pipelines
@@ -119,7 +118,7 @@ def test_full_microbatches_of_a_training_job_are_those_of_its_layout() -> None:
 TWO = Strategy((Scheme(), Scheme()))
 
 
-def test_which_pipeline_runs_a_microbatch_is_a_decision() -> None:
+def test_which_pipeline_runs_a_microbatch_is_a_decision_and_others_are_refused() -> None:
     step, _ = planned(TWO, ((200, 200, 200, 200),))
     assert step.num_microbatches == (2, 2)
     other = replace(step, num_microbatches=(3, 1))
@@ -128,15 +127,17 @@ def test_which_pipeline_runs_a_microbatch_is_a_decision() -> None:
     assert len({each.fingerprint() for each in (step, other, alone, context)}) == 4
     assert alone.pipelines == (range(4),)
     assert alone.of_pipeline(0) is alone
-
-
-def test_microbatches_that_are_not_those_of_the_pipelines_are_refused() -> None:
+    # Microbatches that are not those of the pipelines are refused.
     step, _ = planned(TWO, ((200, 200, 200),))
     for numbers in ((3,), (3, 0), (2, 2)):
         with pytest.raises(ValueError, match=r"expected .*microbatches"):
             replace(step, num_microbatches=numbers)
     with pytest.raises(ValueError, match="expected plans over the 2 ranks of tp1-pp1-cp2"):
         replace(step, strategy=Strategy((Scheme(), Scheme(context=2))))
+    # A pipeline without sequences has one microbatch without any.
+    step, _ = planned(Strategy((Scheme(),) * 4), ((200, 100),))
+    assert step.num_microbatches == (1, 1, 1, 1)
+    assert sorted(len(seqs) for ((seqs,),) in zip(step.members, strict=True)) == [0, 0, 1, 1]
 
 
 def test_what_is_lost_twice_there_or_cut_is_found() -> None:
@@ -172,32 +173,26 @@ def test_what_is_lost_twice_there_or_cut_is_found() -> None:
         (["tp4-pp1-cp1", "tp1-pp4-cp3"], (9,), r"tp1-pp4-cp3 takes 12 ranks, and there are 8"),
         ("auto", (9,), r"strategies: auto: .simulate. and .compare. propose them for all their batches; elsewhere"),
         ("nowhere", (9,), r"strategies: nowhere: cannot be read \(No such file"),
+        ({"node_limit": 0}, (9,), "node_limit 0: a search needs nodes; use at least 1"),
+        ({"microbatch_s": -1.0}, (9,), "microbatch_s -1.0: a microbatch takes no less than nothing; use 0 or more"),
+        ({"within": "wlb_sharding", "within_options": {"tokens_per_rank": 9}}, (9,), "an option of hydraulis itself"),
     ],
 )  # fmt: skip
-def test_bad_strategies_are_told_in_one_sentence(given: object, lengths: tuple[int, ...], message: str) -> None:
+def test_bad_strategies_and_options_are_told_in_one_sentence(
+    given: object, lengths: tuple[int, ...], message: str
+) -> None:
+    options = given if isinstance(given, dict) else {"strategies": given, "tokens_per_rank": CAPACITY}
     with pytest.raises(BalanceError, match=message):
-        choose_planner("hydraulis", {"strategies": given, "tokens_per_rank": CAPACITY}).plan_step((lengths,), CONTEXT)
+        choose_planner("hydraulis", options).plan_step((lengths,), CONTEXT)
 
 
-def test_candidates_that_cannot_win_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Packing all chooses as this; the first candidate ends before the least of the others.
-    quick, slow = PipelineCost(0, 1, 1, 1, 100), PipelineCost(0, 3, 1, 2, 100)
-    lengths, candidates = [60, 50, 40, 30], [[slow, slow], [quick, quick], [quick, slow]]
-    every = [max(deal(lengths, costs)[1]) for costs in candidates]
-    packed: list[PipelineCost] = []
-    counted = {"pack": lambda own, cost, nodes: packed.append(cost) or pack(own, cost, nodes)}
-    monkeypatch.setattr(pipelines, "dispatch", SimpleNamespace(**vars(pipelines.dispatch) | counted))
-    best, made, seconds = pipelines.fastest(lengths, candidates)
-    assert (best, max(seconds)) == (every.index(min(every)), min(every)) == (1, every[1])
-    assert sorted(seq for own in made for each in own for seq in each) == [0, 1, 2, 3]
-    assert packed == [quick, quick]
-
-
-def test_the_least_before_packing_need_not_win() -> None:
+def test_the_best_candidate_is_found_and_those_that_cannot_win_are_not_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # The best of drawn candidates is that of packing them all, also where another promised less.
     rng = random.Random(7)
     overtaken = 0
-    for _ in range(60):
+    for _ in range(40):
         lengths = [rng.randint(1, 60) for _ in range(rng.randint(2, 9))]
         candidates = [
             [PipelineCost(0, 1, 30 * rng.random(), rng.randint(1, 4), 64 + rng.randrange(40))] * rng.randint(1, 3)
@@ -209,9 +204,19 @@ def test_the_least_before_packing_need_not_win() -> None:
         assert max(seconds) == every[best] == min(every)
         overtaken += best != least.index(min(least))
     assert overtaken > 0
-
-
-def test_nothing_that_packs_comes_below_the_least() -> None:
+    # Candidates that cannot win are not packed.
+    # Packing all chooses as this; the first candidate ends before the least of the others.
+    quick, slow = PipelineCost(0, 1, 1, 1, 100), PipelineCost(0, 3, 1, 2, 100)
+    lengths, candidates = [60, 50, 40, 30], [[slow, slow], [quick, quick], [quick, slow]]
+    every = [max(deal(lengths, costs)[1]) for costs in candidates]
+    packed: list[PipelineCost] = []
+    counted = {"pack": lambda own, cost, nodes: packed.append(cost) or pack(own, cost, nodes)}
+    monkeypatch.setattr(pipelines, "dispatch", SimpleNamespace(**vars(pipelines.dispatch) | counted))
+    best, made, seconds = pipelines.fastest(lengths, candidates)
+    assert (best, max(seconds)) == (every.index(min(every)), min(every)) == (1, every[1])
+    assert sorted(seq for own in made for each in own for seq in each) == [0, 1, 2, 3]
+    assert packed == [quick, quick]
+    # Nothing that packs comes below the least.
     # Eq. 2 with c once for what stages wait for.
     cost = PipelineCost(0, 1, 100, 4, 10)
     lengths = [10]
@@ -222,21 +227,31 @@ def test_nothing_that_packs_comes_below_the_least() -> None:
 def test_the_best_candidate_that_holds_the_longest_sequence_is_taken() -> None:
     options = {"strategies": ["8*tp1-pp1-cp1", "2*tp1-pp1-cp4"], "tokens_per_rank": CAPACITY}
     choice = choose_planner("hydraulis", options)
+    # A tensor-parallel group may span two nodes.
+    wide = replace(MODEL, num_heads=8, num_kv_heads=8)
+    context = replace(CONTEXT, model=wide, cost=AnalyticCost(CLUSTER, wide))
+    two_nodes = choose_planner("hydraulis", {"strategies": ["tp8-pp1-cp1"], "tokens_per_rank": 50})
+    step, _ = two_nodes.plan_step(((390, 20),), context)
+    assert sorted(plan.num_tokens for plan in step.plans) == [20, 390]
     # On links that take no time for weights.
     context = replace(CONTEXT, cluster=replace(CLUSTER, intra_bytes_per_s=1e18, nic_bytes_per_s=1e18))
     short = choice.plan_step(((200,) * 8,), context)[0]
     long = choice.plan_step(((900, 200, 200),), context)[0]
     assert (str(short.strategy), str(long.strategy)) == ("8*tp1-pp1-cp1", "2*tp1-pp1-cp4")
+    # Microbatches that cost something themselves are fewer.
+    options = {"strategies": ["2*tp1-pp2-cp2"], "tokens_per_rank": 10 * CAPACITY}
+    steps = [
+        choose_planner("hydraulis", {**options, "microbatch_s": each}).plan_step(((300,) * 16,), CONTEXT)[0]
+        for each in (0.0, 10.0)
+    ]
+    assert [step.num_microbatches for step in steps] == [(4, 4), (1, 1)]
 
 
 def test_a_microbatch_has_no_more_tokens_than_the_memory_of_its_pipelines_gpus_holds() -> None:
     # MaxLen limits packing, which pipelines take a sequence, and which candidates hold it.
     short, wide = Scheme(), Scheme(context=4)
-    memory_bytes = 1e6
-    cluster, model = (
-        replace(CLUSTER, memory_bytes=memory_bytes),
-        replace(MODEL, hidden_size=32, ffn_size=64, vocab_size=128),
-    )
+    memory_bytes, model = 1e6, replace(MODEL, hidden_size=32, ffn_size=64, vocab_size=128)
+    cluster = replace(CLUSTER, memory_bytes=memory_bytes)
     most = {each: max_len(each, model, memory_bytes, 8) for each in (short, wide)}
     assert 0 < most[short] < most[wide]
     context = StepContext(cluster, model, AnalyticCost(cluster, model))
@@ -271,59 +286,22 @@ def test_the_papers_ways_to_dispatch_and_pack_are_options(
     assert asked == [by, *[f"pack {1 if 'packing' in solvers else 0}"] * 3]
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"node_limit": 0}, "node_limit 0: a search needs nodes; use at least 1"),
-        ({"microbatch_s": -1.0}, "microbatch_s -1.0: a microbatch takes no less than nothing; use 0 or more"),
-    ],
-)
-def test_options_out_of_range_are_refused(option: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        choose_planner("hydraulis", option).plan_step(((9,),), CONTEXT)
-
-
-def test_microbatches_that_cost_something_themselves_are_fewer() -> None:
-    options = {"strategies": ["2*tp1-pp2-cp2"], "tokens_per_rank": 10 * CAPACITY}
-    steps = [
-        choose_planner("hydraulis", {**options, "microbatch_s": each}).plan_step(((300,) * 16,), CONTEXT)[0]
-        for each in (0.0, 10.0)
-    ]
-    assert [step.num_microbatches for step in steps] == [(4, 4), (1, 1)]
-
-
-def test_a_pipeline_without_sequences_has_one_microbatch_without_any() -> None:
-    step, _ = planned(Strategy((Scheme(),) * 4), ((200, 100),))
-    assert step.num_microbatches == (1, 1, 1, 1)
-    assert sorted(len(seqs) for ((seqs,),) in zip(step.members, strict=True)) == [0, 0, 1, 1]
-
-
 def test_options_of_the_planner_inside_a_microbatch() -> None:
     given = {"strategies": ["2*tp1-pp1-cp4"], "within": "wlb_sharding", "tokens_per_rank": CAPACITY}
-    patterns = {
-        sharding: {
-            zone.pattern
-            for plan in choose_planner("hydraulis", {**given, "within_options": {"sharding": sharding}})
-            .plan_step(((290, 110, 200),), CONTEXT)[0]
-            .plans
-            for zone in plan.zones
-        }
-        for sharding in ("document", "sequence")
-    }
+    patterns: dict[str, set[str]] = {}
+    for sharding in ("document", "sequence"):
+        choice = choose_planner("hydraulis", {**given, "within_options": {"sharding": sharding}})
+        step, _ = choice.plan_step(((290, 110, 200),), CONTEXT)
+        patterns[sharding] = {zone.pattern for plan in step.plans for zone in plan.zones}
     assert patterns["document"] != patterns["sequence"]
-    with pytest.raises(ConfigError, match="within_options: tokens_per_rank is an option of hydraulis itself"):
-        choose_planner("hydraulis", {**given, "within_options": {"tokens_per_rank": 9}}).plan_step(((9,),), CONTEXT)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"# nothing yet\n\n", "the file names none"), (b"\0" * 9, "cannot be read .not text: has a NUL byte")],
-)
-def test_a_file_without_strategies_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_without_strategies_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "strategies.txt"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
-        choose_planner("hydraulis", {"strategies": str(path)}).plan_step(((9,),), CONTEXT)
+    for content, message in ((b"# nothing yet\n\n", "names none"), (b"\0" * 9, "read .not text: has a NUL byte")):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            choose_planner("hydraulis", {"strategies": str(path)}).plan_step(((9,),), CONTEXT)
 
 
 def test_candidates_are_proposed_for_the_steps_at_hand() -> None:
@@ -342,14 +320,6 @@ def test_candidates_are_proposed_for_the_steps_at_hand() -> None:
         with_proposed(auto, [((2401,),)], CONTEXT)
     layout = replace(CONTEXT, strategy=TWO, cluster=Cluster(2, 2), own_microbatches=False)
     assert auto.plan_step(((9,),), layout)[0].strategy == TWO
-
-
-def test_a_tensor_parallel_group_of_two_nodes_is_planned() -> None:
-    wide = replace(MODEL, num_heads=8, num_kv_heads=8)
-    context = replace(CONTEXT, model=wide, cost=AnalyticCost(CLUSTER, wide))
-    choice = choose_planner("hydraulis", {"strategies": ["tp8-pp1-cp1"], "tokens_per_rank": 50})
-    step, _ = choice.plan_step(((390, 20),), context)
-    assert [plan.num_tokens for plan in step.plans] == [390, 20] or [p.num_tokens for p in step.plans] == [20, 390]
 
 
 def test_the_choice_counts_what_pull_and_push_leave_uncovered() -> None:

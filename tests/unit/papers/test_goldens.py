@@ -150,9 +150,7 @@ def test_goldens_say_what_moved_and_keep_how_closely_a_row_is_held(monkeypatch, 
     capsys.readouterr()
     assert goldens.main(["sketch", "t"]) == 1
     assert "sum: 3.0 -> 3.3 s (+10.0%), published 3.0" in capsys.readouterr().out
-
-
-def test_what_is_measured_is_held_within_a_factor() -> None:
+    # What is measured is held within a factor.
     golden = Golden(2.0, "trend", 10.0)
     assert golden.holds(0.3)
     assert golden.holds(19)

@@ -53,12 +53,8 @@ def test_a_head_crosses_once_to_ranks_in_turns_and_is_passed_on_inside() -> None
     keys = [row for row in moved(forward, "kv", "r2", "r3") if row[2] in ("s0[0:2)", "s0[2:4)")]
     assert keys == [["r0", "r2", "s0[0:2)"], ["r1", "r3", "s0[2:4)"], ["r2", "r3", "s0[0:2)"], ["r3", "r2", "s0[2:4)"]]
     gradients = [row for row in moved(backward, "dkv", "r2", "r3") if row[2] in ("s0[0:2)", "s0[2:4)")]
-    assert gradients == [
-        ["r2", "r3", "s0[2:4)"],
-        ["r3", "r2", "s0[0:2)"],
-        ["r2", "r0", "s0[0:2)"],
-        ["r3", "r1", "s0[2:4)"],
-    ]
+    assert gradients[:2] == [["r2", "r3", "s0[2:4)"], ["r3", "r2", "s0[0:2)"]]
+    assert gradients[2:] == [["r2", "r0", "s0[0:2)"], ["r3", "r1", "s0[2:4)"]]
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (32, 2), (6, 3), (12, 6)], ids=str)
@@ -66,9 +62,8 @@ def test_every_rank_has_all_its_heads_of_every_owner_and_none_comes_twice(heads:
     per_node, num_ranks = 8, 16
     plan = pool("head_exchange_once", (5000,), (num_ranks, per_node), heads)
     sends = pattern_of(plan.zones[0]).sends(plan.zones[0], Context.of(plan)).rows
-    rows = sends[sends[:, Send.KIND] == Kind.KV][
-        :, [Send.EXCHANGE, Send.BLOCK, Send.SRC, Send.DST, Send.HEAD_START, Send.HEAD_STOP]
-    ].tolist()
+    columns = [Send.EXCHANGE, Send.BLOCK, Send.SRC, Send.DST, Send.HEAD_START, Send.HEAD_STOP]
+    rows = sends[sends[:, Send.KIND] == Kind.KV][:, columns].tolist()
     came = [(owner, dst, head) for _, owner, _, dst, a, b in rows for head in range(a, b)]
     needed = {
         (owner, dst, head)
@@ -117,9 +112,7 @@ def test_the_layer_chooses_it_where_it_is_faster_and_only_there() -> None:
             seconds = [sum(phase.end_s.max() for phase in attention_call(each, machine)) for each in (plain, once)]
             assert chosen == (once if seconds[1] < seconds[0] else plain), (name, num_ranks, tokens_per_rank)
             assert with_layers(plain, cluster, cost, Layers()) == plain
-
-
-def test_what_no_ranks_of_a_node_share_stays_a_head_exchange() -> None:
+    # What no ranks of a node share stays a head exchange.
     layers = Layers(once_per_node=True)
     for shape, heads in (((16, 8), (32, 32)), ((16, 8), (16, 16)), ((8, 8), (32, 1)), ((16, 1), (32, 8))):
         cluster = Cluster(*shape, nic_bytes_per_s=1e9)
@@ -139,7 +132,6 @@ def test_planners_that_exchange_heads_come_with_it(name: str, options: dict[str,
 
 
 # Rows that several ranks of a node need cross once, and are passed on inside.
-
 CLUSTER, MODEL = Cluster(8, 4, nic_bytes_per_s=1e9), Model(num_heads=4, num_kv_heads=2, head_dim=16)
 LENGTHS = [7000, 2000, 900, 333, 120, 50]
 
@@ -148,20 +140,14 @@ def once(plan: MicrobatchPlan) -> MicrobatchPlan:
     return replace(plan, zones=tuple(replace(zone, pattern="dispatch_once") for zone in plan.zones))
 
 
-def small() -> MicrobatchPlan:
+def test_a_row_crosses_once_and_is_passed_on_inside() -> None:
     # Rank 0 owns the keys; ranks 2 and 3 of the other node own queries that see them.
     fragments = [(0, 0, 0, 8), (2, 0, 8, 12), (3, 0, 12, 16)]
     tasks = [(0, 0, 0, 8, 0, 8), (2, 0, 8, 12, 0, 12), (3, 0, 12, 16, 0, 16)]
-    return by_hand.plan((16,), 4, by_hand.task_table(fragments, tasks), ranks_per_node=2, heads=(1, 1))
-
-
-def test_a_row_crosses_once_and_is_passed_on_inside() -> None:
-    lines = text.text(expand(once(small()))).splitlines()
-    assert [line.split() for line in lines if " <- " in line] == [
-        ["r2", "<-", "r0", "kv", "s0[0:8)"],
-        ["r3", "<-", "r2", "kv", "s0[8:12)"],
-        ["r3", "<-", "r2", "kv", "s0[0:8)"],
-    ]
+    small = by_hand.plan((16,), 4, by_hand.task_table(fragments, tasks), ranks_per_node=2, heads=(1, 1))
+    lines = text.text(expand(once(small))).splitlines()
+    moved = [line.strip() for line in lines if " <- " in line]
+    assert moved == ["r2 <- r0 kv s0[0:8)", "r3 <- r2 kv s0[8:12)", "r3 <- r2 kv s0[0:8)"]
 
 
 def test_the_layer_chooses_it_where_the_busiest_nic_gains() -> None:

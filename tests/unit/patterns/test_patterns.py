@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_balance import patterns
+from megatron_balance import Batch, Cluster, Model, patterns
 from megatron_balance.analysis.backward import largest_exchange
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.rounds import coupled
@@ -23,12 +23,9 @@ from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Held, Rows, Transfer
+from megatron_balance.ir.columns import Held, Transfer
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, TaskTable, Zone, from_json, to_json
+from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone, from_json, to_json
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.text import text
 from megatron_balance.lab.report.study import placement
@@ -40,7 +37,7 @@ from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
 from megatron_balance.patterns.zigzag import fragments, tokens, zigzag
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator.attention import EngineName, attention_call
-from tests.support import by_hand, dense
+from tests.support import by_hand, dense, programs
 from tests.support.by_hand import plan, pool
 from tests.support.strategies import random_once_per_node, random_shares, random_zones
 from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops
@@ -55,10 +52,13 @@ def cut(length: int, size: int) -> list[list[tuple[int, int]]]:
 
 
 # Zigzag
-
-
-def test_zigzag_gives_each_rank_chunk_i_and_chunk_2g_minus_1_minus_i() -> None:
+def test_zigzag_gives_each_rank_chunk_i_and_chunk_2g_minus_1_minus_i_of_long_sequences() -> None:
     assert cut(16, 4) == [[(0, 2), (14, 16)], [(2, 4), (12, 14)], [(4, 6), (10, 12)], [(6, 8), (8, 10)]]
+    # Short ones lie on fewer ranks, and do not pile up on the first.
+    holders = {length: sum(bool(rank) for rank in cut(length, 8)) for length in (1, 2, 3, 4, 7, 15, 16)}
+    assert holders == {1: 1, 2: 1, 3: 1, 4: 2, 7: 3, 15: 7, 16: 8}
+    placed = zigzag(np.ones(12, dtype=np.int64), np.arange(12), 4)
+    assert [len(fragments(placed, rank)) for rank in range(4)] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
@@ -71,13 +71,6 @@ def test_chunks_differ_by_at_most_one_token_and_ranks_attend_nearly_the_same(siz
         # The causal pairs of a rank differ from the mean by less than two query rows.
         pairs = [sum(q + 1 for a, b in rank for q in range(a, b)) for rank in ranks]
         assert max(pairs) - min(pairs) <= 2 * length, (length, size)
-
-
-def test_short_sequences_lie_on_fewer_ranks_and_do_not_pile_up_on_the_first() -> None:
-    holders = {length: sum(bool(rank) for rank in cut(length, 8)) for length in (1, 2, 3, 4, 7, 15, 16)}
-    assert holders == {1: 1, 2: 1, 3: 1, 4: 2, 7: 3, 15: 7, 16: 8}
-    placed = zigzag(np.ones(12, dtype=np.int64), np.arange(12), 4)
-    assert [len(fragments(placed, rank)) for rank in range(4)] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(("name", "value"), [("_NARROW", 1 << 15), ("_NARROW", 0), ("_BLOCK", 1)])
@@ -97,8 +90,6 @@ def test_tokens_and_pairs_of_a_rank_are_those_of_its_fragments(
 
 
 # Head slices
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"),
     [(8, 8, 4), (8, 2, 4), (8, 2, 8), (6, 2, 4), (12, 3, 5), (4, 1, 3), (2, 1, 8), (7, 7, 3), (6, 3, 6)],
@@ -111,17 +102,12 @@ def test_head_slices_cover_every_query_head_once_and_map_evenly(heads: int, kv_h
     for a, b, g, h in (one for rank in slices for one in rank):
         assert (a // ratio, -(-b // ratio)) == (g, h)
         assert h - g == 1 or (a % ratio == 0 and b % ratio == 0)
-
-
-def test_head_slices_are_near_equal_and_some_ranks_attend_nothing() -> None:
-    counts = [sum(b - a for a, b, _, _ in rank) for rank in head_slices(10, 5, 4)]
-    assert sorted(counts) == [2, 2, 3, 3]
+    # Nearly as many on each rank; where there are fewer than ranks, some attend nothing.
+    assert sorted(sum(b - a for a, b, _, _ in rank) for rank in head_slices(10, 5, 4)) == [2, 2, 3, 3]
     assert [len(rank) for rank in head_slices(2, 1, 4)] == [0, 1, 0, 1]
 
 
 # Programs
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_zone_of_any_pattern(pattern: str) -> None:
     # A zone on one rank moves nothing.
@@ -177,7 +163,7 @@ backward
     assert text(expand(pool("ring", (8,), 2))) == expected
 
 
-def test_rings_of_three() -> None:
+def test_rings_of_three_and_exchanges_bring_what_is_needed_where_it_is_needed() -> None:
     # A replayed ring turns the other way.
     program = expand(pool("ring", (24,), 3), "replay")
 
@@ -195,9 +181,7 @@ def test_rings_of_three() -> None:
     sent = {row[1:4] for op in program.forward if isinstance(op, Exchange) for row in op.transfers}
     assert (0, 20, 24) not in sent
     assert len(sent) == 5
-
-
-def test_exchanges_bring_what_is_needed_where_it_is_needed() -> None:
+    # Exchanges bring what is needed where it is needed.
     # An all gather leaves out sequences that one rank holds.
     exchange = expand(pool("all_gather", (9, 1, 3), 2)).forward[0]
     assert isinstance(exchange, Exchange)
@@ -217,66 +201,41 @@ def test_exchanges_bring_what_is_needed_where_it_is_needed() -> None:
     assert {row[0] for row in last.pairs} == {1}
 
 
-def test_a_dispatch_merges_partials_where_the_queries_live() -> None:
-    task_table = TaskTable(
-        "tiles", Rows.of(4, [(0, 0, 0, 4)]), Rows.of(6, [(0, 0, 0, 4, 2, 4), (0, 0, 0, 2, 0, 2), (1, 0, 2, 4, 0, 2)])
-    )
-    expected = """\
-program lengths 4 heads 2 kv_heads 1 policy none
-owner r0 s0[0:4)
-owner r1
-forward
-exchange 0 p2p
-  r1 <- r0 q s0[2:4)
-  r1 <- r0 kv s0[0:2)
-attend r0
-  q s0[2:4) over s0[2:4)
-  q s0[0:2) over s0[0:2)
-attend r1
-  q s0[2:4) over s0[0:2)
-exchange 1 p2p
-  r0 <- r1 out s0[2:4)
-merge r0
-  out s0[2:4)
-backward
-"""
-    assert text(expand(plan((4,), 2, task_table))) == expected
+def test_a_dispatch_merges_partials_where_queries_live_and_gathers_bring_all_blocks() -> None:
+    tasks = [(0, 0, 0, 2, 0, 2), (0, 0, 0, 4, 2, 4), (1, 0, 2, 4, 0, 2)]
+    tiles = by_hand.task_table([(0, 0, 0, 4)], tasks)
+    assert text(expand(plan((4,), 2, tiles, heads=(1, 1)))) == programs.DISPATCH
+    # An all gather brings each rank the blocks of all others.
+    rows = np.array([(0, rank, -1, 1, 0, 2, tokens) for rank, tokens in enumerate((3, 4, 0))])
+    load = Load(3)
+    load.receive(ZoneMessages(rows, "all_gather", (0, 1, 2)))
+    assert load.tokens[1].tolist() == [4, 3, 7]
+    assert load.token_heads[1].tolist() == [8, 6, 14]
 
 
 # Projections and the whole
-
-
 def test_what_does_not_fit_or_is_unknown_is_refused() -> None:
     # Projections that do not fit are refused.
     ring = pool("ring", (16,), 2)
     ours, theirs = project(ring, 0), project(pool("ring", (18,), 2), 1)
-    with pytest.raises(
-        InvalidProgramError, match=r"exchange 0: rank 1 sends \(1, 0, 4, 9, 0, 1\) to rank 0, which does not expect it"
+    for other, message in (
+        (theirs, r"exchange 0: rank 1 sends \(1, 0, 4, 9, 0, 1\) to rank 0, which does not expect it"),
+        (project(pool("all_gather", (16,), 2), 1), r"0: rank 1 sees all_gather in \(0, 1\), rank 0 p2p in \(\)"),
     ):
-        join([ours, theirs], ring.lengths, 2, 1)
-    gather = project(pool("all_gather", (16,), 2), 1)
-    with pytest.raises(
-        InvalidProgramError, match=r"exchange 0: rank 1 sees all_gather in \(0, 1\), rank 0 p2p in \(\)"
-    ):
-        join([ours, gather], ring.lengths, 2, 1)
+        with pytest.raises(InvalidProgramError, match=message):
+            join([ours, other], ring.lengths, 2, 1)
     # An unknown comm pattern is refused.
-    with pytest.raises(
-        InvalidProgramError,
-        match=r"zone pool: unknown comm pattern 'rings'; known: ring, all_gather, gather_documents, gather_sequence, ",
-    ):
+    with pytest.raises(InvalidProgramError, match="zone pool: unknown comm pattern 'rings'; known: ring, all_"):
         expand(pool("rings", (8,), 2))
 
 
 # A pattern that says no more than it must: its sends and work answer all other questions.
-
 MODEL = Model(4, 2, 16)
 ENGINES: tuple[EngineName, ...] = ("events", "rounds")
 
 
 class Broadcast(CommPattern[Zone]):
-    """All tokens lie on the first rank; every rank attends an equal part of each sequence's
-    queries."""
-
+    # All tokens lie on the first rank; every rank attends an equal part of each sequence's queries.
     def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
         del num_ranks
         return zone.ranks
@@ -369,7 +328,6 @@ def test_it_is_simulated_by_both_engines(broadcast_plan: MicrobatchPlan, policy:
 
 
 # The table of what all ranks send, against that of each rank and against closed forms.
-
 CLUSTER = Cluster(12, 4)
 
 
@@ -424,27 +382,16 @@ def test_the_table_of_all_ranks_says_what_ranks_closed_forms_and_messages_say(ma
             assert pattern.tokens([zone], context).tolist() == CommPattern.tokens(pattern, [zone], context).tolist()
 
 
-def test_an_all_gather_brings_each_rank_the_blocks_of_all_others() -> None:
-    rows = np.array([(0, rank, -1, 1, 0, 2, tokens) for rank, tokens in enumerate((3, 4, 0))])
-    load = Load(3)
-    load.receive(ZoneMessages(rows, "all_gather", (0, 1, 2)))
-    assert load.tokens[1].tolist() == [4, 3, 7]
-    assert load.token_heads[1].tolist() == [8, 6, 14]
-
-
 # A stored plan of every comm pattern is read, proved and run, whichever class its name stands for.
 
 # By comm pattern: a plan with a remap and routing as `to_json` wrote it, and its fingerprint.
 STORED = json.loads((Path(__file__).parent / "stored_plans.json").read_text())
 
 
-def test_every_pattern_has_a_stored_plan() -> None:
-    assert STORED.keys() == patterns.PATTERNS.keys()
-
-
 @pytest.mark.parametrize("policy", ["keep", "replay"])
 @pytest.mark.parametrize("pattern", STORED)
 def test_a_stored_plan_is_read_proved_and_run(pattern: str, policy: Policy) -> None:
+    assert STORED.keys() == patterns.PATTERNS.keys()
     plan = from_json(json.dumps(STORED[pattern]["plan"]))
     assert plan.fingerprint() == STORED[pattern]["fingerprint"]
     assert json.loads(to_json(plan)) == STORED[pattern]["plan"]

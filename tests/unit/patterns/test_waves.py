@@ -15,7 +15,7 @@ from megatron_balance.compile.proof.runs import prove
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array, sums
 from megatron_balance.ir.columns import Fragment, Pair, Rows
-from megatron_balance.ir.mask import FULL
+from megatron_balance.ir.mask import CAUSAL, FULL
 from megatron_balance.ir.plan import MicrobatchPlan, SharedZone, Zone
 from megatron_balance.ir.program import Attend, Exchange, Merge
 from megatron_balance.patterns import zigzag
@@ -52,7 +52,8 @@ def spread(tokens: int, num_ranks: int, size: int) -> tuple[tuple[int, int, int,
     )
 
 
-def test_shares_of_a_zigzag_are_shares_of_its_work() -> None:
+def test_waves_of_a_small_zone() -> None:
+    # Shares of a zigzag are shares of its work.
     made = schedule(zone(*UNEVEN))
     pairs = []
     for tasks in made.tasks:
@@ -61,6 +62,16 @@ def test_shares_of_a_zigzag_are_shares_of_its_work() -> None:
         own = (rows[:, 1] == rows[:, 3]) / 2  # causal squares
         pairs.append(int(((rows[:, 2] - rows[:, 1]) * (rows[:, 4] - rows[:, 3]) * (1 - own)).sum()))
     assert pairs == [120_000, 240_000, 360_000]
+    # Keys of neighbouring sources are one piece.
+    (_, wave), *_ = schedule(zone((0, 0, 30, 40), (1, 0, 0, 10), (2, 0, 10, 20), (1, 0, 20, 30))).tasks
+    assert wave.tolist() == [[0, 30, 40, 0, 30]]
+    # A group that needs nothing of others takes no part in waves.
+    made = plan(zone((0, 0, 0, 8), (0, 0, 8, 16), (1, 1, 0, 6), size=1, waves=3), (16, 6), 2)
+    assert not expand(made).forward or all(not isinstance(op, Exchange) for op in expand(made).forward)
+    # Groups and waves are at least one.
+    for wrong in (zone((0, 0, 0, 8), size=0), zone((0, 0, 0, 8), waves=0)):
+        with pytest.raises(InvalidProgramError, match="expected one or more of each"):
+            expand(plan(wrong, (8,), 2))
 
 
 @pytest.mark.parametrize("waves", [1, 2, 3])
@@ -77,7 +88,8 @@ def test_a_wave_brings_every_group_the_same_part_of_what_it_needs_of_every_other
     assert not (needs[needs[:, Need.FROM] == 0][:, Need.STOP] > 100).any()
 
 
-def test_a_group_does_its_own_work_first_and_ends_with_outputs() -> None:
+def test_steps_and_ops_of_a_group_in_waves() -> None:
+    # A group does its own work first and ends with outputs.
     made = plan(zone(*spread(64, 4, 2), size=2, waves=2), (64,), 4)
     verify(expand(made, "keep"))
     ops = compile_policies(made, 1, ["keep"])[0].program.forward
@@ -85,31 +97,13 @@ def test_a_group_does_its_own_work_first_and_ends_with_outputs() -> None:
     assert kinds == ["Exchange", "Attend", "Exchange", "Attend", "Merge", "Exchange", "Attend", "Merge", "Exchange"]
     assert [op.collective for op in ops if isinstance(op, Exchange)] == ["all_to_all", "p2p", "p2p", "all_to_all"]
     assert not [op for op in ops if not isinstance(op, Attend | Exchange | Merge)]
-
-
-def test_the_next_wave_is_under_way_before_the_launch_that_it_hides_behind() -> None:
+    # The next wave is under way before the launch that it hides behind.
     (compiled,) = compile_policies(plan(zone(*spread(64, 4, 1), waves=2), (64,), 4), 1, ["keep"])
     steps = [step for step in compiled.forward.steps if isinstance(step, Start | RunLaunches)]
     assert [type(step).__name__ for step in steps] == ["Start", "Start", "RunLaunches", "RunLaunches", "RunLaunches"]
     # The backward's gradients of a wave leave as soon as its launch is done, the last behind own work.
     steps = [step for step in compiled.backward.steps if isinstance(step, Start | RunLaunches)]
     assert [type(step).__name__ for step in steps] == ["RunLaunches", "Start", "RunLaunches", "Start", "RunLaunches"]
-
-
-def test_keys_of_neighbouring_sources_are_one_piece() -> None:
-    (_, wave), *_ = schedule(zone((0, 0, 30, 40), (1, 0, 0, 10), (2, 0, 10, 20), (1, 0, 20, 30))).tasks
-    assert wave.tolist() == [[0, 30, 40, 0, 30]]
-
-
-def test_a_group_that_needs_nothing_of_others_takes_no_part_in_waves() -> None:
-    made = plan(zone((0, 0, 0, 8), (0, 0, 8, 16), (1, 1, 0, 6), size=1, waves=3), (16, 6), 2)
-    assert not expand(made).forward or all(not isinstance(op, Exchange) for op in expand(made).forward)
-
-
-def test_groups_and_waves_are_at_least_one() -> None:
-    for wrong in (zone((0, 0, 0, 8), size=0), zone((0, 0, 0, 8), waves=0)):
-        with pytest.raises(InvalidProgramError, match="expected one or more of each"):
-            expand(plan(wrong, (8,), 2))
 
 
 @pytest.mark.parametrize("policy", ["keep", "replay"])
@@ -128,8 +122,11 @@ def test_both_engines_agree_on_waves(policy, num_ranks: int, per_node: int, size
 
 @pytest.mark.parametrize(("size", "lead"), [(1, 0), (2, 0), (2, 128), (4, 256)])
 def test_figures_of_waves_are_those_of_the_ops(size: int, lead: int) -> None:
-    own = zone(*spread(2048, 8, size), size=size, waves=2, lead=lead)
-    assert_figures_are_those_of_the_ops(plan(own, (2048,), 8), ranks_per_nic=1)
+    for mask in (CAUSAL, FULL):
+        own = zone(*spread(2048, 8, size), size=size, waves=2, lead=lead if mask == CAUSAL else 0)
+        assert_figures_are_those_of_the_ops(replace(plan(own, (2048,), 8), mask=mask), ranks_per_nic=1)
+    with pytest.raises(InvalidProgramError, match="zone shared: a lead of 8 tokens under mask full; expected 0"):
+        expand(replace(plan(zone(*UNEVEN, lead=8), (1200, 50), 3), mask=FULL))
 
 
 @pytest.mark.parametrize("policy", ["keep", "replay"])
@@ -145,19 +142,7 @@ def test_under_a_full_mask_a_group_needs_all_keys_of_others(waves: int, policy: 
     prove(made, policy)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_figures_of_waves_under_a_full_mask_are_those_of_the_ops(size: int) -> None:
-    own = zone(*spread(2048, 8, size), size=size, waves=2)
-    assert_figures_are_those_of_the_ops(replace(plan(own, (2048,), 8), mask=FULL), ranks_per_nic=1)
-
-
-def test_a_lead_is_refused_under_a_full_mask() -> None:
-    with pytest.raises(InvalidProgramError, match="zone shared: a lead of 8 tokens under mask full; expected 0"):
-        expand(replace(plan(zone(*UNEVEN, lead=8), (1200, 50), 3), mask=FULL))
-
-
 # Even chunks: equal tokens without padding, whatever the lengths; the patterns over them.
-
 CUTS = {"documents": zigzag.of_documents, "sequence": zigzag.of_sequence}
 each_cut = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 each_pattern = pytest.mark.parametrize("pattern", ["gather_documents", "gather_sequence"])
@@ -185,24 +170,19 @@ def test_every_token_lies_once_and_ranks_differ_by_one_token_at_most(cut, length
     assert table.tolist() == sorted(table.tolist()), "by rank, place and start"
 
 
-def test_a_document_that_2g_divides_gives_rank_i_chunks_i_and_2g_minus_1_minus_i() -> None:
+def test_chunks_of_documents_and_of_a_packed_sequence_by_hand() -> None:
+    # A document that 2g divides gives rank i chunks i and 2g minus 1 minus i.
     assert by_rank([16, 8], 2) == [[(0, 0, 4), (0, 12, 16), (1, 0, 2), (1, 6, 8)], [(0, 4, 12), (1, 2, 6)]]
-
-
-def test_what_is_left_over_lengthens_high_chunks_first_then_low_ones_from_document_to_document() -> None:
+    # What is left over lengthens high chunks first then low ones from document to document.
     # 3 ranks; 2 tokens over each: ranks 0, 1 (high chunks), then 2 (high) and 0 (low), then 1, 2 (low)
     assert by_rank([8, 8, 8], 3) == [
         [(0, 0, 1), (0, 6, 8), (1, 0, 2), (1, 7, 8), (2, 0, 1), (2, 7, 8)],
         [(0, 1, 2), (0, 4, 6), (1, 2, 3), (1, 6, 7), (2, 1, 3), (2, 6, 7)],
         [(0, 2, 4), (1, 3, 6), (2, 3, 6)],
     ]
-
-
-def test_documents_shorter_than_2g_tokens_go_to_the_ranks_whose_turn_it_is() -> None:
+    # Documents shorter than 2g tokens go to the ranks whose turn it is.
     assert by_rank([1, 2, 1], 4) == [[(0, 0, 1)], [(1, 1, 2)], [(1, 0, 1)], [(2, 0, 1)]]
-
-
-def test_a_packed_sequence_is_cut_where_its_chunks_end_not_where_documents_do() -> None:
+    # A packed sequence is cut where its chunks end not where documents do.
     assert by_rank([6, 10], 2, zigzag.of_sequence) == [[(0, 0, 4), (1, 6, 10)], [(0, 4, 6), (1, 0, 6)]]
 
 
@@ -225,15 +205,14 @@ def test_one_gather_brings_what_several_ranks_hold_and_a_reduce_scatter_takes_it
     assert len([op for op in program.forward if isinstance(op, Attend)]) == 4
 
 
-def test_the_middle_chunks_of_the_last_rank_are_one_entry_of_its_kernel() -> None:
+def test_middle_chunks_are_one_entry_and_ranks_hold_what_the_zones_order_says() -> None:
+    # The middle chunks of the last rank are one entry of its kernel.
     program = expand(pool("gather_documents", (64,), 4))
     entries = [len(op.pairs) for op in program.forward if isinstance(op, Attend)]
     assert entries == [2, 2, 2, 1]
     (last,) = [as_array(op.pairs) for op in program.forward if isinstance(op, Attend) and op.rank == 3]
     assert last[:, Pair.Q_SPAN].tolist() == [[24, 40]]
-
-
-def test_ranks_in_another_order_hold_what_the_order_says() -> None:
+    # Ranks in another order hold what the order says.
     zone = Zone("zone", "gather_documents", (2, 0, 1), (0,))
     made = by_hand.plan((7,), 3, zone)
     held = [sum(b - a for _, a, b in layout(made, rank)[:, : Fragment.WIDTH].tolist()) for rank in range(3)]

@@ -1,5 +1,4 @@
-"""distca: the closed forms against all block cuts, the linear layout, the scheduler for layouts
-that are given, balance and caps."""
+"""distca: closed forms against all block cuts, the linear layout, the scheduler, balance, caps."""
 
 import random
 from collections.abc import Sequence
@@ -22,17 +21,8 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca import DistcaOptions, linear_owned, plan_owned, schedule
-from megatron_balance.planners.distca.servers import (
-    Edges,
-    HeadTail,
-    PairItems,
-    Piece,
-    Plain,
-    PlainItems,
-    Seconds,
-    Servers,
-    TaskSizes,
-)
+from megatron_balance.planners.distca import servers as parts
+from megatron_balance.planners.distca.servers import Piece, Servers
 from tests.support import flat_cost
 from tests.support.flat_cost import FlatCost
 
@@ -54,14 +44,12 @@ def figures(lengths: list[int], **options: Any) -> dict[str, Any]:
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 40)).map(lambda pair: (float(pair[0]), float(pair[1])))
 
 
-def plain(
-    start: float, stop: float, share: float, resident: float, size_q: float, size_kv: float
-) -> tuple[float, float]:
+def plain(start: float, stop: float, share: float, resident: float, size_q: float, size_kv: float) -> list[float]:
     # The best plain shard of one item.
-    items = PlainItems(3, TaskSizes(size_q, size_kv))
+    items = parts.PlainItems(3, parts.TaskSizes(size_q, size_kv))
     items.set(1, (start, stop), seconds=1.0)
     queries, key_stop = items.cheapest(np.full(3, share), np.full(3, resident))
-    return float(queries[1]), float(key_stop[1])
+    return [float(queries[1]), float(key_stop[1])]
 
 
 @given(st.integers(0, 400), st.integers(1, 300), st.integers(0, 800), sizes)
@@ -218,13 +206,21 @@ def test_less_is_received_the_more_the_tolerance_allows_and_migrations_not_worth
     assert sum(everything) > 0
 
 
-def test_a_server_takes_of_the_sequence_whose_keys_it_has() -> None:
+def test_a_server_takes_of_the_sequence_whose_keys_it_has_and_shares_what_caps_leave_no_room_for() -> None:
     # Ranks 1 and 2 have equally much too much; rank 0 has the first keys of rank 2's sequence and
     # rank 3 those of rank 1's.
     owned = np.array([(0, 1, 0, 1024), (1, 0, 1024, 4096), (2, 1, 1024, 4096), (3, 0, 0, 1024)], dtype=np.int64)
     tasks = schedule(owned, [4096, 4096], 4, COST, DistcaOptions(tolerance=0.1, empty_light_servers=False)).tolist()
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 0 and q0 >= 1024} == {1, 3}
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 1 and q0 >= 1024} == {2, 0}
+    # What a rank gives away for a cap is shared where nobody has room for all.
+    # Rank 1 has no room for 3,000 keys, and rank 0 none for those of rank 1. Ranks 2 and 3, which
+    # hold nothing, have room for all keys, and for half of rank 1's 1,000 queries of sequence 0.
+    owned = np.array([(0, 0, 0, 3000), (0, 2, 0, 500), (1, 0, 3000, 4000), (1, 1, 0, 900)], dtype=np.int64)
+    scheduling = DistcaOptions(tolerance=100.0, max_kv_tokens=4000, max_received_tokens=4500)
+    tasks = schedule(owned, [4000, 900, 500], 4, COST, scheduling)
+    given = tasks[(tasks[:, 1] == 0) & (tasks[:, 2] >= 3000)]
+    assert sorted(given[:, 0].tolist()) == [2, 3]
 
 
 def test_ranks_of_a_pool_hold_no_tokens_and_serve_and_are_one_a_node_unless_said_otherwise() -> None:
@@ -255,10 +251,8 @@ def test_caps_keep_migrations_within_what_a_server_may_receive_and_hold() -> Non
     cap = max(free["kv_tokens_received_per_rank"]) + 4096 - 2000
     assert max(figures(BATCHES[2], max_kv_tokens=cap)["kv_tokens_received_per_rank"]) + 4096 <= cap
     # A cap that a ranks own queries pass is an error that says what would do.
-    with pytest.raises(
-        InfeasibleError,
-        match=r"rank \d+ would have \d+ tokens .* max_received_tokens is 100, .*Set max_received_tokens to 61440",
-    ):
+    said = r"rank \d+ would have \d+ tokens .* max_received_tokens is 100, .*Set max_received_tokens to 61440"
+    with pytest.raises(InfeasibleError, match=said):
         make_planner("distca", CLUSTER, MODEL, max_received_tokens=100)(BATCHES[0])
     make_planner("distca", CLUSTER, MODEL, max_received_tokens=61440)(BATCHES[0])
     # Caps that nobody can keep are told at once.
@@ -277,21 +271,10 @@ def test_a_rank_that_a_cap_leaves_no_room_for_its_own_queries_gives_them_away(sh
     verify(make_planner("distca", Cluster(2, 2), Model(2, 2, 8), max_kv_tokens=35, block=4, shards=shards)([30, 10]))
     # An empty rank takes what needs all 8,706 keys of sequence 0: rank 2, where it ends, holds
     # 6,760 tokens and nobody else needs so many.
-    made = make_planner(
-        "distca", Cluster(4, 4), MODEL, servers="pool", pool_ranks=2, max_kv_tokens=13047, shards=shards
-    )([8706, 89, 4726])
+    limits: dict[str, Any] = {"servers": "pool", "pool_ranks": 2, "max_kv_tokens": 13047, "shards": shards}
+    made = make_planner("distca", Cluster(4, 4), MODEL, **limits)([8706, 89, 4726])
     own, received = (plan_statistics(made, MODEL)[f"{what}_per_rank"] for what in ("tokens", "kv_tokens_received"))
     assert all(tokens + keys <= 13047 for tokens, keys in zip(own, received, strict=True))
-
-
-def test_what_a_rank_gives_away_for_a_cap_is_shared_where_nobody_has_room_for_all() -> None:
-    # Rank 1 has no room for 3,000 keys, and rank 0 none for those of rank 1. Ranks 2 and 3, which
-    # hold nothing, have room for all keys, and for half of rank 1's 1,000 queries of sequence 0.
-    owned = np.array([(0, 0, 0, 3000), (0, 2, 0, 500), (1, 0, 3000, 4000), (1, 1, 0, 900)], dtype=np.int64)
-    scheduling = DistcaOptions(tolerance=100.0, max_kv_tokens=4000, max_received_tokens=4500)
-    tasks = schedule(owned, [4000, 900, 500], 4, COST, scheduling)
-    given = tasks[(tasks[:, 1] == 0) & (tasks[:, 2] >= 3000)]
-    assert sorted(given[:, 0].tolist()) == [2, 3]
 
 
 # Cases in which a surplus is so small that it is lost in the rounding of sums of seconds.
@@ -367,14 +350,12 @@ def pairs(start: int, stop: int) -> float:
 
 
 # ---- Closed forms
-
-
 @given(st.integers(0, 400), st.integers(1, 60), st.sampled_from([(1.0, 1.0), (8.0, 1.0), (1.0, 8.0)]))
 def test_the_closed_form_of_head_tail_pairs_has_its_keys_and_is_the_best_of_all_pairs(
     start: int, nano_batch: int, size: tuple[float, float]
 ) -> None:
     stop = start + 2 * nano_batch
-    items = PairItems(nano_batch)
+    items = parts.PairItems(nano_batch)
     for row in range(nano_batch):
         items.set(row, (stop - nano_batch, stop), seconds=1.0)
     queries, key_stop = items.cheapest(np.arange(1, nano_batch + 1) / nano_batch)
@@ -400,14 +381,12 @@ def test_the_closed_form_of_head_tail_pairs_is_what_the_cut_at_blocks_takes(bloc
 
 
 # ---- Keys that are there already
-
-
 def made_servers(owned: list[Owner], num_ranks: int, shards: str, most_held: float = inf) -> Servers:
     # State of a scheduling that has not begun.
-    seconds = Seconds.of(FlatCost(flat_cost.MODEL, pair=PAIR_S), max(stop for _, _, _, stop in owned))
-    edges = Edges.of(np.array(owned, dtype=np.int64), BLOCK, seconds)
-    kind = Plain if shards == "plain" else HeadTail
-    return Servers(edges, kind(edges, TaskSizes(QUERY_BYTES, KEY_BYTES)), num_ranks, most_held)
+    seconds = parts.Seconds.of(FlatCost(flat_cost.MODEL, pair=PAIR_S), max(stop for _, _, _, stop in owned))
+    edges = parts.Edges.of(np.array(owned, dtype=np.int64), BLOCK, seconds)
+    kind = parts.Plain if shards == "plain" else parts.HeadTail
+    return Servers(edges, kind(edges, parts.TaskSizes(QUERY_BYTES, KEY_BYTES)), num_ranks, most_held)
 
 
 def keys_of(spans: list[Span]) -> set[int]:
@@ -477,7 +456,7 @@ def test_keys_at_home_and_of_earlier_tasks_are_free_whatever_moves_where(shards:
         assert_books_are_right(servers, len(lengths))
 
 
-def test_a_cut_reaches_as_far_as_the_keys_that_are_at_hand() -> None:
+def test_a_cut_reaches_as_far_as_the_keys_at_hand_or_at_home() -> None:
     # Rank 1 needs all keys of rank 0 for its own queries: then the queries with most keys are the
     # cheapest part, not those further in.
     owned, own = (0, 8192), (8192, 9216)
@@ -489,9 +468,7 @@ def test_a_cut_reaches_as_far_as_the_keys_that_are_at_hand() -> None:
     assert cut[1] - cut[0] == report["query_tokens_received_per_rank"][1] > 0
     best = cheapest_cut(owned, pairs(*cut), QUERY_BYTES, own[1])
     assert cut_bytes(cut, QUERY_BYTES, own[1]) <= 1.01 * cut_bytes(best, QUERY_BYTES, own[1])
-
-
-def test_keys_at_home_count_for_a_server_that_has_given_their_queries_away() -> None:
+    # Keys at home count for a server that has given their queries away.
     # Rank 0 is emptied into rank 1, and then takes of the sequence whose first keys it still holds;
     # of the other one it has none.
     first = LONG * 5 // 16
@@ -501,13 +478,11 @@ def test_keys_at_home_count_for_a_server_that_has_given_their_queries_away() -> 
     assert stop >= first
     taken = [sum(q1 - q0 for q0, q1 in attended_spans(plan, 0, seq)) for seq in (0, 1)]
     assert taken[1] > taken[0]
-
-
-def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -> None:
+    # A server is not emptied into one that lacks the keys which it holds.
     # Rank 2 holds half of the keys that its queries see, and would save the other nano-batch; rank
     # 1 would need all of them.
-    owned: list[Owner] = [(0, 0, 0, LONG), (0, 1, 0, 512), (1, 2, 0, 1024), (2, 1, 512, 1024)]
-    joined, apart = (planned(owned, 16, empty_light_servers=each) for each in (True, False))
+    light: list[Owner] = [(0, 0, 0, LONG), (0, 1, 0, 512), (1, 2, 0, 1024), (2, 1, 512, 1024)]
+    joined, apart = (planned(light, 16, empty_light_servers=each) for each in (True, False))
     assert attended_spans(joined, 2, 1)[-1][1] == 1024
     assert attended_spans(joined, 1, 1) == []
     reports = [plan_statistics(plan, flat_cost.MODEL) for plan in (joined, apart)]
@@ -516,8 +491,6 @@ def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -
 
 
 # ---- Bytes that count
-
-
 def test_a_query_costs_the_bytes_of_its_output_too() -> None:
     # Eight query heads to a key head: a part of few queries lies far out.
     # Were outputs free, the cheapest one would lie further in.
@@ -562,8 +535,6 @@ def test_light_servers_are_joined_where_that_saves_keys_and_fills_them() -> None
 
 
 # ---- Seconds, not pairs
-
-
 def test_short_sequences_count_as_long_as_they_take() -> None:
     # As many pairs on either rank, but one of a run of a single tile takes 1.7 times as long as one
     # of a long run.

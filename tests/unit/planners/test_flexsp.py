@@ -1,5 +1,4 @@
-"""flexsp: groups of different sizes, the integer program against brute force, and life without
-SciPy."""
+"""flexsp: groups of different sizes, the integer program against brute force, life without SciPy."""
 
 import importlib
 import logging
@@ -43,8 +42,6 @@ def groups_of(plan: MicrobatchPlan) -> list[tuple[int, list[int]]]:
 
 
 # The planner
-
-
 def test_groups_are_as_the_network_heads_and_nodes_ask() -> None:
     # Short sequences stay alone and a long one takes a node that it does not leave.
     # All ranks together would be even, too, but the all-to-all would cross the slow network.
@@ -66,7 +63,10 @@ def test_groups_are_as_the_network_heads_and_nodes_ask() -> None:
     assert max(len(zone.ranks) for zone in plan.zones if isinstance(zone, Zone)) <= 2
 
 
-def test_the_program_is_never_worse_than_the_greedy_answer() -> None:
+def test_the_program_is_never_worse_than_the_greedy_answer_or_gives_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The program is never worse than the greedy answer.
     pytest.importorskip("scipy")
     cluster = Cluster(16, 8)
     pricing = flexsp._GroupSeconds(cluster, MODEL, AnalyticCost(cluster, MODEL))  # pyright: ignore[reportPrivateUsage]
@@ -76,6 +76,11 @@ def test_the_program_is_never_worse_than_the_greedy_answer() -> None:
         for solver in ("highs", "greedy")
     )
     assert by_program <= by_greed
+    # Items in groups that are not there are no answer.
+    monkeypatch.setattr(flexsp._IntegerProgram, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
+    problem = flexsp.GroupsProblem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
+    with pytest.raises(NoAnswerError, match="groups that are not there"):
+        flexsp.improve(problem, ((2, (0, 1)),), flexsp.FlexSpOptions())
 
 
 def test_without_scipy_one_warning_and_the_greedy_answer(
@@ -117,13 +122,6 @@ def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int, cap
     assert "tolerance" not in caplog.text, "the program can be solved"
 
 
-def test_items_in_groups_that_are_not_there_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexsp._IntegerProgram, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
-    problem = flexsp.GroupsProblem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
-    with pytest.raises(NoAnswerError, match="groups that are not there"):
-        flexsp.improve(problem, ((2, (0, 1)),), flexsp.FlexSpOptions())
-
-
 def test_microbatches_are_cut_by_the_blaster_and_hold_every_sequence_once_within_the_capacity() -> None:
     assert flexsp.blast([5, 100, 20, 30, 40, 5], 2) == [[1], [4, 3, 2, 0, 5]]
     assert flexsp.blast([7], 3) == [[0]]
@@ -143,8 +141,6 @@ def test_microbatches_are_cut_by_the_blaster_and_hold_every_sequence_once_within
 
 
 # The problem behind it
-
-
 @st.composite
 def problems(draw: st.DrawFn) -> flexsp.GroupsProblem:
     tokens = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
@@ -204,7 +200,6 @@ def test_buckets_round_up_by_as_little_as_can_be(tokens: list[int], num_buckets:
 
 # packing: packs of one size, what is cut attends to its own beginning only, redundant attention
 # counted apart.
-
 PACKED = Model(8, 2, 16)
 
 
@@ -250,7 +245,6 @@ def test_a_pack_with_its_redundant_pairs_is_one_causal_sequence(pack: list[int])
 
 
 # The memory that a planner inside a pipeline is told: that of its scheme.
-
 LLAMA = load_model("llama-7b")
 CLUSTER = load_cluster("h100").build(num_ranks=16, ranks_per_node=8)
 TOLD = StepMemory(LLAMA, tuple(stages_of(LLAMA, 16, recompute="full")), "replay")

@@ -39,9 +39,8 @@ def groups_of(planned: MicrobatchPlan) -> dict[tuple[int, ...], tuple[int, ...]]
 
 
 # Topologies
-
-
-def test_a_topology_is_groups_on_neighbouring_ranks_of_allowed_sizes() -> None:
+def test_topologies_and_the_knapsack_by_hand() -> None:
+    # A topology is groups on neighbouring ranks of allowed sizes.
     topology = knapformer.parse("g1n2+g2n1+g4n1")
     assert topology.groups() == [(0,), (1,), (2, 3), (4, 5, 6, 7)]
     assert str(topology) == "g1n2+g2n1+g4n1"
@@ -49,6 +48,22 @@ def test_a_topology_is_groups_on_neighbouring_ranks_of_allowed_sizes() -> None:
     # Sizes divide the heads and lie in a node or are whole nodes.
     assert knapformer.allowed_sizes(H100, 24) == [1, 2, 4, 8, 24]
     assert knapformer.allowed_sizes(Cluster(6, 3), 12) == [1, 3, 6]
+    # The knapsack
+    # The knapsack by hand.
+    # Sequences go in descending work to the least occupied group with room.
+    # Capacities: 10 a rank. 20 fits the pair alone; 7 and 6 the single ranks; 4 fits none of them
+    # and no pair, and the least occupied takes it: 6 of 10.
+    assert knapformer.assign(np.array([6.0, 20.0, 4.0, 7.0, 3.0]), [1] * 5, [1, 1, 2], None).tolist() == [1, 2, 1, 0, 0]
+    # A sequence that no group has room for goes to the least occupied.
+    assert knapformer.assign(np.array([90.0, 5.0, 5.0]), [1] * 3, [1, 1], None).tolist() == [0, 1, 1]
+    # Groups may be empty and sequences fewer than groups.
+    assert groups_of(plan_of([9], Cluster(4, 4), topology="g1n4")) == {(0,): (0,)}
+    assert plan_of([], Cluster(4, 4), topology="g1n4").zones == ()
+    # Memory comes before work and is an error where no group has it.
+    # By work each group would take one long and one short one: 13 tokens.
+    assert knapformer.assign(np.array([4.0, 4.0, 1.0, 1.0]), [10, 6, 3, 1], [1, 1], 10).tolist() == [0, 1, 1, 1]
+    with pytest.raises(InfeasibleError, match=r"sequence 0 has 30 tokens; .* of 1 ranks x 20 tokens, has room for 20"):
+        plan_of([30, 1], Cluster(2, 2), topology="g1n2", tokens_per_rank=20)
 
 
 @given(terms=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=6))
@@ -84,26 +99,6 @@ def test_what_cannot_be_is_refused() -> None:
         replace(MODEL, attention="half")
 
 
-# The knapsack
-
-
-def test_the_knapsack_by_hand() -> None:
-    # Sequences go in descending work to the least occupied group with room.
-    # Capacities: 10 a rank. 20 fits the pair alone; 7 and 6 the single ranks; 4 fits none of them
-    # and no pair, and the least occupied takes it: 6 of 10.
-    assert knapformer.assign(np.array([6.0, 20.0, 4.0, 7.0, 3.0]), [1] * 5, [1, 1, 2], None).tolist() == [1, 2, 1, 0, 0]
-    # A sequence that no group has room for goes to the least occupied.
-    assert knapformer.assign(np.array([90.0, 5.0, 5.0]), [1] * 3, [1, 1], None).tolist() == [0, 1, 1]
-    # Groups may be empty and sequences fewer than groups.
-    assert groups_of(plan_of([9], Cluster(4, 4), topology="g1n4")) == {(0,): (0,)}
-    assert plan_of([], Cluster(4, 4), topology="g1n4").zones == ()
-    # Memory comes before work and is an error where no group has it.
-    # By work each group would take one long and one short one: 13 tokens.
-    assert knapformer.assign(np.array([4.0, 4.0, 1.0, 1.0]), [10, 6, 3, 1], [1, 1], 10).tolist() == [0, 1, 1, 1]
-    with pytest.raises(InfeasibleError, match=r"sequence 0 has 30 tokens; .* of 1 ranks x 20 tokens, has room for 20"):
-        plan_of([30, 1], Cluster(2, 2), topology="g1n2", tokens_per_rank=20)
-
-
 @given(
     work=st.lists(st.integers(1, 9) | st.integers(1, 10**6), max_size=40),
     sizes=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=8),
@@ -121,8 +116,6 @@ def test_the_knapsack_is_the_printed_first_pass(work: list[int], sizes: list[int
 
 
 # Chunks
-
-
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6), size=st.sampled_from([1, 2, 4, 8]))
 def test_every_rank_of_a_group_has_a_contiguous_even_chunk_of_each_sequence(lengths: list[int], size: int) -> None:
     planned = plan_of(lengths, Cluster(8, 8), topology=f"g{size}n{8 // size}")
@@ -134,8 +127,6 @@ def test_every_rank_of_a_group_has_a_contiguous_even_chunk_of_each_sequence(leng
 
 
 # Work
-
-
 def test_work_is_equation_2_for_flux_and_half_the_pairs_for_a_causal_model() -> None:
     lengths = np.array([100.0, 5000.0])
     of_blocks = [24.0 * n * 3072**2 + 0.49 * 4.0 * n**2 * 3072 for n in lengths.tolist()]
@@ -152,8 +143,6 @@ def test_work_is_equation_2_for_flux_and_half_the_pairs_for_a_causal_model() -> 
 
 
 # The search
-
-
 def seconds(topology: str, lengths: list[int]) -> float:
     cost = AnalyticCost(H100, FLUX)
     planned = knapformer.plan(Batch(tuple(lengths)), H100, FLUX, cost, knapformer.KnapFormerOptions(topology=topology))

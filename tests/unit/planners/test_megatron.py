@@ -1,4 +1,4 @@
-"""Megatron's own way: packed samples, one a replica, each over its context-parallel ranks."""
+"""Megatron's own ways: packed samples over replicas, dynamic and hybrid context parallelism."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -71,7 +71,7 @@ def test_full_samples_go_to_replicas_of_the_fewest_ranks_in_turn() -> None:
         planned(((20, 20, 20, 20, 20),), dealt, tokens_per_rank=15, context_parallel=2)
 
 
-def test_replicas_that_cannot_be_are_refused_with_those_that_can() -> None:
+def test_replicas_and_sequences_that_cannot_be_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"context_parallel 3: 8 ranks on nodes of 4 make replicas of 1, 2, 4, 8"):
         planned(((9,),), context_parallel=3)
     with pytest.raises(ConfigError, match="says the replicas already"):
@@ -79,6 +79,12 @@ def test_replicas_that_cannot_be_are_refused_with_those_that_can() -> None:
     with pytest.raises(InfeasibleError, match=r"95 tokens and needs 4 ranks of 25"):
         planned(((95,),), context_parallel=2, tokens_per_rank=25)
     assert context_sizes(Cluster(12, 4)) == (1, 2, 4, 12)
+    # A sequence longer than the pool is named.
+    with pytest.raises(InfeasibleError, match="sequence 1 has 900 tokens"):
+        plan_of([5, 900], Cluster(8, 4), tokens_per_rank=100)
+    cluster, options = Cluster(8, 4), HybridDpOptions(tokens_per_rank=100)
+    with pytest.raises(InfeasibleError, match="sequence 1 has 801 tokens and needs 9 ranks of 100 tokens; 8 are"):
+        baselines.hybrid_dp_batch(Batch((5, 801)), cluster, HYBRID, AnalyticCost(cluster, HYBRID), options)
 
 
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=12)
@@ -102,7 +108,6 @@ def test_first_fit_into_bins_of_one_size_keeps_every_item_and_some_of_its_bins_f
 
 # megatron_dynamic: both of Megatron's rules on cases worked by hand, and what one microbatch makes
 # of them.
-
 each_rules = pytest.mark.parametrize("rules", RULES)
 
 
@@ -199,17 +204,8 @@ def test_the_rules_of_microbatches(rules: str) -> None:
     assert zones_of(plan) == [((0, 1), (2, 3)), ((0,), (0,)), ((1,), (1,))]
 
 
-def test_a_sequence_longer_than_the_pool_is_named() -> None:
-    with pytest.raises(InfeasibleError, match="sequence 1 has 900 tokens"):
-        plan_of([5, 900], Cluster(8, 4), tokens_per_rank=100)
-    cluster, options = Cluster(8, 4), HybridDpOptions(tokens_per_rank=100)
-    with pytest.raises(InfeasibleError, match="sequence 1 has 801 tokens and needs 9 ranks of 100 tokens; 8 are"):
-        baselines.hybrid_dp_batch(Batch((5, 801)), cluster, HYBRID, AnalyticCost(cluster, HYBRID), options)
-
-
 # hybrid_dp: short sequences alone, long ones in rings, FLOPs within the tolerance, memory by
 # microbatches.
-
 HYBRID = Model(8, 2, 16, hidden_size=128, ffn_size=256)
 
 
@@ -249,7 +245,8 @@ def test_hybrid_dp_takes_the_fewest_ranks_that_memory_and_flops_allow() -> None:
     ]
 
 
-def test_flops_are_within_the_tolerance_of_the_mean_and_more_of_it_moves_less() -> None:
+def test_flops_are_even_within_the_tolerance_and_over_microbatches() -> None:
+    # FLOPs are within the tolerance of the mean and more of it moves less.
     # FLOPs are within the tolerance of the mean.
     lengths = [24957, 8593, 25756, 17251, 59657, 28869, 6177, 26620, 5610, 592, 9331, 15506]
     for tolerance in (0.02, 0.05, 0.2):
@@ -259,6 +256,18 @@ def test_flops_are_within_the_tolerance_of_the_mean_and_more_of_it_moves_less() 
     strict, lax = (hybrid_plan(lengths, Cluster(64, 8), slack=2.0, tolerance=t) for t in (0.02, 0.5))
     moved = [sum(plan_statistics(plan, HYBRID)["kv_tokens_received_per_rank"]) for plan in (strict, lax)]
     assert moved[1] < moved[0]
+    # Microbatches even out FLOPs over their sum.
+    # More short sequences than memory holds: those ranks run more microbatches while the ring's
+    # ranks have done their part.
+    cluster, lengths = Cluster(8, 4), (32000, *[1000] * 256)
+    made = baselines.hybrid_dp_batch(
+        Batch(lengths), cluster, HYBRID, AnalyticCost(cluster, HYBRID), HybridDpOptions(tokens_per_rank=8000)
+    )
+    assert len(made.plans) > 1
+    verify(made.plans[0])
+    work = [sum(rank) for rank in zip(*(flops(plan) for plan in made.plans), strict=True)]
+    assert max(work) <= 1.05 * sum(work) / 8 * 1.001
+    assert len({zone.ranks for zone in made.plans[-1].zones if isinstance(zone, Zone)}) < 8
 
 
 @given(
@@ -286,17 +295,3 @@ def test_microbatches_hold_every_sequence_once_within_the_capacity(lengths: list
     for plan, (seqs,) in zip(made.plans, made.members, strict=True):
         assert plan.lengths == tuple(lengths[seq] for seq in seqs)
         assert max(plan_statistics(plan, HYBRID)["tokens_per_rank"]) <= 100
-
-
-def test_microbatches_even_out_flops_over_their_sum() -> None:
-    # More short sequences than memory holds: those ranks run more microbatches while the ring's
-    # ranks have done their part.
-    cluster, lengths = Cluster(8, 4), (32000, *[1000] * 256)
-    made = baselines.hybrid_dp_batch(
-        Batch(lengths), cluster, HYBRID, AnalyticCost(cluster, HYBRID), HybridDpOptions(tokens_per_rank=8000)
-    )
-    assert len(made.plans) > 1
-    verify(made.plans[0])
-    work = [sum(rank) for rank in zip(*(flops(plan) for plan in made.plans), strict=True)]
-    assert max(work) <= 1.05 * sum(work) / 8 * 1.001
-    assert len({zone.ranks for zone in made.plans[-1].zones if isinstance(zone, Zone)}) < 8

@@ -89,7 +89,6 @@ def test_an_option_out_of_range_is_an_error(planner: str, option: str, value: An
 
 
 # auto chooses among the other planners: the fastest that fits.
-
 LLAMA = load_model("llama-7b")
 CLUSTER = load_cluster("h200").build(num_ranks=16, ranks_per_node=8)
 LONG = [40000, 9000, 7000, 5000, 3000, 1500]
@@ -126,7 +125,8 @@ def test_the_note_says_which_and_why_and_is_no_decision() -> None:
     assert plans.from_json(plans.to_json(plan)) == plan
 
 
-def test_a_plan_that_does_not_fit_is_not_chosen() -> None:
+def test_where_nothing_fits_a_plan_that_does_not_is_not_chosen() -> None:
+    # A plan that does not fit is not chosen.
     # hybrid_dp is faster, but holds more tokens on one rank than te_ring.
     names = ("hybrid_dp", "te_ring")
     roomy = auto(MIXED, planners=names, layers=Layers())
@@ -139,9 +139,7 @@ def test_a_plan_that_does_not_fit_is_not_chosen() -> None:
     tight = replace(CLUSTER, memory_bytes=(most + least) / 2)
     chosen = auto(MIXED, tight, planners=names, layers=Layers())
     assert (chosen.planner, "hybrid_dp" in chosen.note, "(does not fit)" in chosen.note) == ("te_ring", True, True)
-
-
-def test_where_nothing_fits_it_says_so_and_a_little_memory_is_not_worth_seconds() -> None:
+    # Where nothing fits it says so and a little memory is not worth seconds.
     # Where nothing fits it says so.
     chosen = auto(MIXED, replace(CLUSTER, memory_bytes=1e9), planners=("te_ring", "ulysses"))
     assert "nothing fits: it needs " in chosen.note
@@ -197,7 +195,6 @@ def test_steps_nano_batches_and_waiting_sequences_are_those_of_any_planner() -> 
 
 
 # Planners where the latent of multi-latent attention travels: none that may goes by heads.
-
 H100S = load_cluster("h100").build(num_ranks=16, ranks_per_node=8)
 LATENT = Model(
     *(128, 1, 192, 61, 7168, 2048),
@@ -219,29 +216,24 @@ def latent_plans(
     return [plan for lengths in batches for plan in choice.plan_step((lengths,), context)[0].plans]
 
 
-@pytest.mark.parametrize("name", [name for name in PLANNERS if not PLANNERS[name].parts({})])
-def test_planners_that_do_not_part_heads_plan_for_latents(name: str) -> None:
-    for plan in latent_plans(name, {}):
-        check_latent(plan)
+PARTING: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in PLANNERS if PLANNERS[name].parts({})),
+    ("zeppelin", {"rule": "groups"}),
+    ("zeppelin", {"group_size": 8}),
+    ("wlb_llm", {"within": "ulysses"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *((name, {}) for name in PLANNERS if PLANNERS[name].parts({})),
-        ("zeppelin", {"rule": "groups"}),
-        ("zeppelin", {"group_size": 8}),
-        ("wlb_llm", {"within": "ulysses"}),
-    ],
-)
-def test_those_that_do_say_so(name: str, options: Mapping[str, Any]) -> None:
-    assert PLANNERS[name].parts(options)
-    (plan,) = latent_plans(name, options, BATCHES[:1])
-    with pytest.raises(ConfigError, match="parts heads"):
-        check_latent(plan)
-
-
-def test_auto_asks_none_of_them() -> None:
+def test_planners_that_part_heads_say_so_and_the_others_plan_for_latents() -> None:
+    for name in PLANNERS:
+        for plan in () if PLANNERS[name].parts({}) else latent_plans(name, {}):
+            check_latent(plan)
+    for name, options in PARTING:
+        assert PLANNERS[name].parts(options)
+        (plan,) = latent_plans(name, options, BATCHES[:1])
+        with pytest.raises(ConfigError, match="parts heads"):
+            check_latent(plan)
+    # `auto` asks none of them.
     assert {plan.planner for plan in latent_plans("auto", {"planners": ["knapformer", "te_ring"]})} == {"te_ring"}
     with pytest.raises(ConfigError, match=r"auto: planners: ulysses part heads, .* name others"):
         latent_plans("auto", {"planners": ["ulysses"]})

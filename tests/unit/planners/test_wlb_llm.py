@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance import Batch, MicrobatchPlan, make_planner
+from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError, InfeasibleError
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.lab.papers import wlb_llm as table2
@@ -47,7 +45,8 @@ def documents(*lengths: int) -> list[wlb_llm.Document]:
     return [wlb_llm.Document(number, length) for number, length in enumerate(lengths)]
 
 
-def test_algorithm_1_by_hand() -> None:
+def test_packing_by_work_and_by_equation_1() -> None:
+    # Algorithm 1 by hand.
     # Work of n tokens: n + n^2 / 10. The 10 (20) goes first; three of 5 (7.5 each) follow into the
     # other microbatch. That has more then, so a 4 joins the 10; a 6 would be more than 15 tokens
     # with either.
@@ -56,6 +55,14 @@ def test_algorithm_1_by_hand() -> None:
     assert packed.left == ()
     tight = wlb_llm.by_workload(documents(10, 5, 5, 5, 6), 2, 15, lambda n: n + n * n / 10)
     assert tight.left == (wlb_llm.Document(4, 6),)
+    # Eq 1 is solved better than greedy where greedy errs.
+    problem = PackingProblem((9, 9, 8, 8, 5, 2), 2, 22)
+    bins = pack_greedily(problem)
+    better = pack_better(problem, bins, 20)
+    assert problem.largest(bins) == 170
+    assert problem.largest(better) == 166, "the least of all 64 answers"
+    assert pack_better(problem, better, 20) == better
+    assert pack_greedily(PackingProblem((9, 8), 1, 10)) == [0, None]
 
 
 def test_queues_of_outliers_are_emptied_each_for_itself() -> None:
@@ -181,16 +188,6 @@ def test_the_longest_microbatches_run_in_the_middle_and_a_pipeline_waits_less() 
     assert seconds(ordered) < 0.9 * seconds(packed)
 
 
-def test_eq_1_is_solved_better_than_greedy_where_greedy_errs() -> None:
-    problem = PackingProblem((9, 9, 8, 8, 5, 2), 2, 22)
-    bins = pack_greedily(problem)
-    better = pack_better(problem, bins, 20)
-    assert problem.largest(bins) == 170
-    assert problem.largest(better) == 166, "the least of all 64 answers"
-    assert pack_better(problem, better, 20) == better
-    assert pack_greedily(PackingProblem((9, 8), 1, 10)) == [0, None]
-
-
 def test_tune_weighs_imbalance_against_delay() -> None:
     generator = np.random.default_rng(0)
     draw = [
@@ -223,7 +220,6 @@ def test_table_2_counts_and_ours_reaches_it() -> None:
 
 
 # wlb_sharding: equal tokens, even attention, and the choice by kernel time.
-
 LLAMA, H100 = load_model("llama-7b"), load_cluster("h200").build(num_ranks=4)
 COST = AnalyticCost(H100, LLAMA)
 SHORT, ONE_LONG = (300,) * 64, (16_000, *(200,) * 200)
