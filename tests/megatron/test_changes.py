@@ -194,8 +194,6 @@ def test_every_refusal_is_tested() -> None:
 
 
 class Arguments(argparse.Namespace):
-    """Megatron's arguments, of which only some matter here."""
-
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__(**given)
 

@@ -35,7 +35,6 @@ def loaded(train: Train, uneven: str, tmp_path_factory: pytest.TempPathFactory) 
 def test_pipelines_of_two_stages_train_like_one_rank_with_unequal_microbatches_and_an_empty_pipeline(
     train: Train, loaded: tuple[dict[str, Any], Run]
 ) -> None:
-    """Losses, gradient norms, and gradients of every parameter at every step."""
     flags, one = loaded
     parallel = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1}
     run = train(4, "hydraulis", {**flags, **parallel}, config=CONFIG, entry="gaps")

@@ -140,9 +140,6 @@ def each_rank(run: Run) -> dict[str, np.ndarray]:
 
 
 def assert_everything_ran(run: Run, planner: str, num_ranks: int) -> None:
-    """Counted where it happened: attention of every layer on every rank, keys from others,
-    zeppelin's three queues.
-    """
     counted = each_rank(run)
     calls = MODEL["num-layers"] * sum(run.column("num_microbatches"))
     (made,) = set(counted["forward_calls"].tolist())

@@ -155,8 +155,6 @@ def test_what_a_data_set_gives_next_is_as_if_nobody_had_asked(corpora: tuple[str
 
 
 class Own:
-    """Somebody's list of samples."""
-
     def __init__(self, samples: list[Any], broken: int = -1, *, draws: bool = False) -> None:
         self.samples, self.broken, self.draws = samples, broken, draws
         self.generator = np.random.default_rng(0)
@@ -193,8 +191,6 @@ def test_of_another_data_set_its_samples_are_known(caplog: pytest.LogCaptureFixt
 
 
 class Broken(Own):
-    """A data set that does not say what it is."""
-
     @property
     def datasets(self) -> Any:
         raise RuntimeError("not open")

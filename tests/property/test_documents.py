@@ -65,7 +65,6 @@ def train(
 
 
 def times_read(samples: list[tuple[DocumentPiece, ...]], lengths: list[int]) -> list[list[int]]:
-    """Times that each token of each document was read."""
     times = [np.zeros(length, dtype=int) for length in lengths]
     for piece in (piece for sample in samples for piece in sample):
         assert 0 <= piece.start < piece.stop <= lengths[piece.document]
@@ -405,7 +404,6 @@ def _exchanged(
 
 
 def _sum(one: list[dict[int, Ints]], other: list[dict[int, Ints]]) -> list[dict[int, Ints]]:
-    """Both of each rank's flat tensors added up."""
     return [
         {number: flat + more.get(number, 0) for number, flat in flats.items()}
         for flats, more in zip(one, other, strict=True)

@@ -77,7 +77,6 @@ def without_one_op(program: Program) -> list[tuple[str, Program]]:
 
 
 def is_invalid(program: Program) -> bool:
-    """Whether `verify` objects; any other exception is a failure."""
     try:
         verify(program)
     except InvalidProgramError:
@@ -141,14 +140,12 @@ def instances() -> tuple[Instance, ...]:
 
 
 def costs(moves: Ints, instance: Instance) -> tuple[float, float]:
-    """The bottleneck, and the sum, of what the moves cost."""
     node = moves[:, :2] // instance.node_size
     each = np.where(node[:, 0] == node[:, 1], 1.0, instance.inter) * moves[:, 2]
     return max(np.bincount(moves[:, side], each).max(initial=0.0) for side in (0, 1)), float(each.sum())
 
 
 def between_nodes(moves: Ints, instance: Instance) -> int:
-    """Tokens that leave their node."""
     src, dst, tokens = moves.T
     return int(tokens[src // instance.node_size != dst // instance.node_size].sum())
 

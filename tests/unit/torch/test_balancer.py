@@ -37,7 +37,6 @@ def wrong(value: object) -> Any:
 
 
 def damaged(key: str) -> None:
-    """Load a state in which `key` is of another type."""
     made = balancer()
     made.load_state_dict({**made.state_dict(), key: 3})
 

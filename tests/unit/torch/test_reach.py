@@ -449,8 +449,6 @@ CONFIG = Model(TWO_HEADS, TWO_HEADS, DIM)
 
 
 class Tiny(nn.Module):
-    """One attention layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, TWO_HEADS * DIM), nn.Linear(TWO_HEADS * DIM, VOCABULARY)

@@ -192,7 +192,6 @@ def stream(seed: int = 5) -> DocumentStream:
 
 
 def tokens_of(piece: DocumentPiece) -> torch.Tensor:
-    """Tokens [n, 1] of a piece of a document."""
     document, start, stop = piece
     return torch.from_numpy(TOKENS[STARTS[document] + start : STARTS[document] + stop])[:, None]
 

@@ -33,13 +33,10 @@ SAMPLES = tuple((10 + n, 5) for n in range(12))
 
 @dataclass(frozen=True, slots=True)
 class CountingOptions:
-    """Options of the planner that counts its steps."""
-
     tokens_per_rank: int | None = None
 
 
 def counting(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-    """Carry the lengths of every step so far."""
     step, _ = context.planner("te_ring", {})(lengths, context, EMPTY)
     seen = [] if carry.is_empty else carry.value()
     return step, Carry.of("counting", [*seen, lengths[0][0]]) if context.may_carry else EMPTY
@@ -322,7 +319,6 @@ def test_shorter_batches_keep_in_more_layers_and_each_change_is_told_once(caplog
 
 @pytest.mark.parametrize("own", [True, False])
 def test_what_devices_counted_beyond_the_prediction_leaves_less_for_keeping(own, monkeypatch):
-    """A rank whose own count is as predicted decides as the one whose count is not."""
     memory, excess = predicted(4000, 2) / USABLE, 0.2 * predicted(4000, 2)
 
     def reduced(most, op, group):

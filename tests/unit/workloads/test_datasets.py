@@ -241,7 +241,6 @@ def test_the_corpus_is_as_readable_as_any_other_file(folder: Path, tmp_path: Pat
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A `tokenizer.json` of two words."""
     tokenizers: Any = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({"a": 3, "b": 4, "[UNK]": 5, "</s>": 2}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(words)

@@ -152,7 +152,6 @@ def test_samples_are_spread_evenly_and_each_corpus_goes_on_over_periods() -> Non
 
 
 def slow(folder: Path) -> np.ndarray:
-    """Tell that it was computed, in a file."""
     with (folder / "computed").open("a") as stream:
         stream.write("x")
     time.sleep(0.05)
