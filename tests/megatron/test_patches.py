@@ -18,8 +18,10 @@ from tools import megatron_versions
 FOLDER = Path(__file__).resolve().parents[2] / "patches"
 INSTALLED = Path(str(megatron.core.__file__)).parents[2]
 NO_PATCHES = ("__init__", "report", "selection")
-DENSE: dict[str, object] = dict.fromkeys(("num_experts", "mtp_num_layers", "virtual_pipeline_model_parallel_size"))
-DENSE |= {"moe_router_load_balancing_type": "aux_loss", "pipeline_model_parallel_size": 1, "sequence_parallel": False}
+DENSE = {
+    **dict.fromkeys(("num_experts", "mtp_num_layers", "virtual_pipeline_model_parallel_size")),
+    **{"moe_router_load_balancing_type": "aux_loss", "pipeline_model_parallel_size": 1, "sequence_parallel": False},
+}
 
 
 def victim(value: int) -> int:
