@@ -20,7 +20,9 @@ INSTALLED = Path(str(megatron.core.__file__)).parents[2]
 NO_PATCHES = ("__init__", "report", "selection")
 DENSE = {
     **dict.fromkeys(("num_experts", "mtp_num_layers", "virtual_pipeline_model_parallel_size")),
-    **{"moe_router_load_balancing_type": "aux_loss", "pipeline_model_parallel_size": 1, "sequence_parallel": False},
+    "moe_router_load_balancing_type": "aux_loss",
+    "pipeline_model_parallel_size": 1,
+    "sequence_parallel": False,
 }
 
 
