@@ -69,8 +69,6 @@ RUN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Run:
-    """The result and the records of a training run."""
-
     result: Result
     steps: tuple[dict[str, Any], ...]
 
@@ -181,7 +179,6 @@ def loaded_run(
 
 
 def one_line(result: Result, rank: int = 0) -> str:
-    """The one error that a rank printed, without a traceback."""
     lines = [line for line in result.log(rank).splitlines() if line.startswith("error")]
     assert len(lines) == 1, result.tail(rank)
     assert "Traceback" not in result.log(rank)

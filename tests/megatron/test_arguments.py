@@ -339,8 +339,6 @@ def test_a_scripts_other_flags_and_flags_at_their_defaults_are_told() -> None:
 
 @dataclasses.dataclass
 class CappedConfig(TransformerConfig):
-    """A config of another library, with a field of its own."""
-
     attn_logit_softcapping: float = 50.0
 
 

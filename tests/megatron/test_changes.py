@@ -136,6 +136,7 @@ UNEQUAL_STAGES = (
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
+READERS = ("check_weight_hash_across_dp_replicas_interval", "save_params_interval", "log_params_norm")
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"softmax_type": "learnable"}, "--softmax-type learnable: Megatron does not say of sinks"),
     ({"use_distributed_optimizer": False}, "--use-distributed-optimizer is missing"),
@@ -150,12 +151,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({name: 1}, "stages of roles have equal numbers of layers") for name in UNEQUAL_STAGES),
     ({"num_distributed_optimizer_instances": 2}, "each weight has one owner"),
     ({"use_tp_pp_dp_mapping": True}, "Megatron's own order of ranks"),
-    ({"check_weight_hash_across_dp_replicas_interval": 1}, "read weights of a model that is brought up to date only"),
-    ({"save_params_interval": 1}, "read weights of a model that is brought up to date only"),
-    ({"log_params_norm": True}, "read weights of a model that is brought up to date only"),
-    ({"save_wgrads_interval": 1}, "a model that need not have run in the step"),
-    ({"save_dgrads_interval": 1}, "a model that need not have run in the step"),
-    ({"save_activations_interval": 1}, "a model that need not have run in the step"),
+    *(({name: 1}, "read weights of a model that is brought up to date only") for name in READERS),
+    *(({f"save_{of}_interval": 1}, "a model that need not have run") for of in ("wgrads", "dgrads", "activations")),
     ({"optimizer": "muon"}, "--optimizer must be adam or sgd"),
     ({"world_size": 2}, "tp3-pp1-cp1: takes 3 ranks, and there are 2"),
     ({"num_attention_heads": 8}, "TP 3 does not divide 8, attention heads"),
@@ -186,12 +183,8 @@ def test_what_strategies_cannot_change_under_is_refused_all_at_once(given: dict[
     _check_strategies(Arguments(GIVEN), named)
     with pytest.raises(ConfigError, match=message):
         _check_strategies(Arguments({**GIVEN, **given}), named)
-
-
-def test_the_vocabulary_that_a_refusal_names_is_one_that_tensor_parallelism_divides() -> None:
-    _check_strategies(
-        Arguments({**GIVEN, "vocab_size": 100, "make_vocab_size_divisible_by": 48}), (Strategy.parse("tp3-pp1-cp1"),)
-    )
+    padded = {"vocab_size": 100, "make_vocab_size_divisible_by": 48}  # that a refusal names
+    _check_strategies(Arguments({**GIVEN, **padded}), named[:1])
 
 
 def test_every_refusal_is_tested() -> None:
@@ -201,8 +194,6 @@ def test_every_refusal_is_tested() -> None:
 
 
 class Arguments(argparse.Namespace):
-    """Megatron's arguments, of which only some matter here."""
-
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__(**given)
 
@@ -217,17 +208,11 @@ class Arguments(argparse.Namespace):
 def test_strategies_in_turn_have_one_ranks_gradients(trainer: Trainer, tmp_path: Path) -> None:
     """TP 3 beside TP 1 on a base of TP 2; twice the same strategy has the same bits. The weights
     are NaN before each pull; inside a role `parallel_state` is not asked, and no message goes over
-    the world's group.
+    the world's group. Every owner has the sum of all roles' gradients. Memory is that of the largest
+    role, which has the whole model here.
     """
     base = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
-    assert_one_ranks_gradients(trained(trainer, tmp_path, 4, STRATEGIES, base))
-
-
-def assert_one_ranks_gradients(steps: list[list[dict[str, Any]]]) -> None:
-    """Every owner has the sum of all roles' gradients. Memory is that of the largest role, which has
-    the whole model here.
-    """
-    for rank, mine in enumerate(steps):
+    for rank, mine in enumerate(trained(trainer, tmp_path, 4, STRATEGIES, base)):
         for step in mine:
             assert step["errors"], f"rank {rank} owns nothing"
             for name, error in step["errors"].items():

@@ -111,7 +111,6 @@ def test_a_corpus_of_megatrons_builder_is_read(tmp_path: Path) -> None:
 
 
 def all_labels(samples: data.DocumentDataset) -> list[int]:
-    """Those that count, of every sample."""
     each = (samples[index] for index in range(len(samples)))
     return sorted(label for sample in each for label in sample["labels"][sample["loss_mask"] == 1].tolist())
 
@@ -337,7 +336,6 @@ def test_token_ids_that_the_model_cannot_embed_are_named(prefix: str) -> None:
 
 @pytest.fixture
 def other(tmp_path: Path) -> str:
-    """A corpus of 30 documents of one token id, 1500."""
     with CorpusWriter(tmp_path / "other", "int32") as writer:
         for length in range(1, 31):
             writer.add_document(np.full(length, 1500))

@@ -48,18 +48,9 @@ from tests.megatron.test_ping_pong import logged
 from tests.support.pipeline_runs import gradients, worst_gradient
 
 SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "plain_documents.py")
-TRAINED: dict[str, Any] = {
-    "init-method-std": 0.0134,
-    "decoupled-lr": 0.005,
-    "decoupled-min-lr": 0.00045,
-    "lr-decay-style": "cosine",
-    "clip-grad": 1.0,
-    "weight-decay": 0.1,
-    "adam-beta1": 0.9,
-    "adam-beta2": 0.95,
-    "manual-gc": True,
-    "train-iters": 2,
-}
+TRAINED: dict[str, Any] = {"clip-grad": 1.0, "weight-decay": 0.1, "adam-beta1": 0.9, "adam-beta2": 0.95}
+TRAINED |= {"init-method-std": 0.0134, "decoupled-lr": 0.005, "decoupled-min-lr": 0.00045, "lr-decay-style": "cosine"}
+TRAINED |= {"manual-gc": True, "train-iters": 2}
 # Of Megatron's examples/llama/train_llama3_8b_h100_fp8.sh, smaller. Left out: fp8, bf16 and what only
 # Transformer Engine has (fused attention, LayerNorm1p, the fused loss).
 LLAMA_3: dict[str, Any] = {**TRAINED, "num-query-groups": 2, "kv-channels": 8, "rotary-base": 1_000_000}
@@ -68,77 +59,28 @@ LLAMA_3 |= {"rotary-percent": 1.0}
 NEMOTRON_4: dict[str, Any] = {**TRAINED, "normalization": "LayerNorm", "swiglu": None, "squared-relu": True}
 NEMOTRON_4 |= {"num-attention-heads": 6, "kv-channels": 8, "num-query-groups": 2, "rotary-percent": 0.5}
 # Of its release configurations mixtral_8x7b_alltoall_tp2pp4ep4 and deepseekv3_proxy_flex: what makes
-# the model, smaller, with one expert after the other and the dispatcher that needs no GPU.
-MIXTRAL: dict[str, Any] = {
+# the model beside what `conftest.MODEL` has, smaller, with one expert after the other and the
+# dispatcher that needs no GPU.
+BOTH: dict[str, Any] = {"num-layers": 4, "num-experts": 8, "moe-router-topk": 2}
+BOTH |= {
+    "moe-token-dispatcher-type": "alltoall",
     "use-distributed-optimizer": True,
-    "disable-bias-linear": True,
-    "untie-embeddings-and-output-weights": True,
-    "position-embedding-type": "rope",
-    "rotary-percent": 0.5,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "num-layers": 4,
-    "hidden-size": 32,
-    "ffn-hidden-size": 64,
-    "num-attention-heads": 8,
-    "group-query-attention": True,
-    "num-query-groups": 4,
     "clip-grad": 1.0,
     "weight-decay": 0.1,
-    "num-experts": 8,
-    "moe-router-load-balancing-type": "aux_loss",
-    "moe-router-topk": 2,
-    "moe-aux-loss-coeff": 0.01,
-    "moe-token-dispatcher-type": "alltoall",
-    "init-method-std": 0.01,
 }
-DEEPSEEK_V3: dict[str, Any] = {
-    "group-query-attention": False,
-    "num-query-groups": None,
-    "use-distributed-optimizer": True,
-    "disable-bias-linear": True,
-    "untie-embeddings-and-output-weights": True,
-    "position-embedding-type": "rope",
-    "rotary-base": 10000,
-    "normalization": "RMSNorm",
-    "norm-epsilon": 1e-06,
-    "swiglu": True,
-    "num-layers": 4,
-    "hidden-size": 32,
-    "ffn-hidden-size": 64,
-    "num-attention-heads": 8,
-    "kv-channels": 4,
-    "multi-latent-attention": True,
-    "qk-layernorm": True,
-    "q-lora-rank": 16,
-    "kv-lora-rank": 8,
-    "qk-head-dim": 4,
-    "qk-pos-emb-head-dim": 4,
-    "v-head-dim": 6,
-    "rotary-scaling-factor": 40,
-    "mscale": 1.0,
-    "mscale-all-dim": 1.0,
-    "mtp-num-layers": 1,
-    "mtp-loss-scaling-factor": 0.1,
-    "clip-grad": 1.0,
-    "weight-decay": 0.1,
-    "num-experts": 8,
-    "moe-layer-freq": "([0]*1+[1]*3)",
-    "moe-ffn-hidden-size": 32,
-    "moe-shared-expert-intermediate-size": 32,
-    "moe-router-load-balancing-type": "seq_aux_loss",
-    "moe-router-topk": 2,
-    "moe-router-group-topk": 2,
-    "moe-router-num-groups": 4,
-    "moe-router-topk-scaling-factor": 2.5,
-    "moe-router-score-function": "sigmoid",
-    "moe-router-pre-softmax": True,
-    "moe-router-enable-expert-bias": True,
-    "moe-router-bias-update-rate": 0.001,
-    "moe-router-dtype": "fp32",
-    "moe-aux-loss-coeff": 0.0001,
-    "moe-token-dispatcher-type": "alltoall",
-}
+MIXTRAL: dict[str, Any] = {**BOTH, "rotary-percent": 0.5, "init-method-std": 0.01}
+MIXTRAL |= {"moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 0.01}
+MHA = {"group-query-attention": False, "num-query-groups": None}
+LATENTS: dict[str, Any] = {"multi-latent-attention": True, "q-lora-rank": 16, "kv-lora-rank": 8, "qk-head-dim": 4}
+LATENTS |= {"qk-pos-emb-head-dim": 4, "v-head-dim": 6, "qk-layernorm": True, **MHA}
+DEEPSEEK_V3: dict[str, Any] = {**BOTH, **LATENTS, "kv-channels": 4, "rotary-base": 10000, "norm-epsilon": 1e-06}
+DEEPSEEK_V3 |= {"rotary-scaling-factor": 40, "mscale": 1.0, "mscale-all-dim": 1.0}
+DEEPSEEK_V3 |= {"mtp-num-layers": 1, "mtp-loss-scaling-factor": 0.1, "moe-layer-freq": "([0]*1+[1]*3)"}
+DEEPSEEK_V3 |= {"moe-ffn-hidden-size": 32, "moe-shared-expert-intermediate-size": 32, "moe-router-pre-softmax": True}
+DEEPSEEK_V3 |= {"moe-router-group-topk": 2, "moe-router-num-groups": 4, "moe-router-topk-scaling-factor": 2.5}
+DEEPSEEK_V3 |= {"moe-router-load-balancing-type": "seq_aux_loss", "moe-aux-loss-coeff": 0.0001}
+DEEPSEEK_V3 |= {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
+DEEPSEEK_V3 |= {"moe-router-bias-update-rate": 0.001, "moe-router-dtype": "fp32"}
 PARALLEL = {"tensor-model-parallel-size": 2, "context-parallel-size": 2, "sequence-parallel": True}
 SHARDED = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 
@@ -150,7 +92,6 @@ SHARDED = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "over
 def test_its_flags_train_like_megatron_alone(
     train: Train, tmp_path_factory: pytest.TempPathFactory, family: dict[str, Any]
 ) -> None:
-    """Losses of two steps, every gradient of the first, on two tensor-parallel ranks of two nodes."""
     flags = started(train, tmp_path_factory.mktemp("checkpoint"), family)
     folder = tmp_path_factory.mktemp("gradients")
     plain = train(1, "te_ring", {**flags, **ON_CPU}, entry="plain", before=(SCRIPT, str(folder)))
@@ -176,11 +117,8 @@ def test_families_of_experts_train_like_one_rank(
 ) -> None:
     flags = started(train, tmp_path, {**family, "train-iters": 2})
     one = train(1, "te_ring", flags)
-    config = {**two_nodes(2), "latent_kv": "pays"} if family is DEEPSEEK_V3 else two_nodes(2)
-    run = train(ranks, options_of("zeppelin"), {**flags, **parallel}, config=config)
+    run = train(ranks, options_of("zeppelin"), {**flags, **parallel}, config=two_nodes(2))
     assert_same_training(run, one)
-    told = "latent_kv: pays: keys and values travel: predicted are " in run.result.log(0)
-    assert told == (family is DEEPSEEK_V3)
     assert sum(sum(step["counters"]["kv_tokens_received"]) for step in run.steps) > 0, "attention was not cut"
 
 
@@ -189,7 +127,6 @@ def test_families_of_experts_train_like_one_rank(
 
 PLANNERS = ("te_ring", "zeppelin", "distca", "ulysses", "llama_all_gather")
 ONE_STEP = {"train-iters": 1}
-MHA = {"group-query-attention": False, "num-query-groups": None}
 SMALL: dict[str, dict[str, Any]] = {
     "window, MHA, off by one": {**MHA, "window-size": "23,0", "softmax-type": "off-by-one", **ONE_STEP},
     "both masks, sinks, GQA 8:1": {
@@ -293,22 +230,8 @@ def test_gpt_oss_trains_like_megatron_alone(train: Train, alone: Alone) -> None:
 # Multi-latent attention: keys wider than values, rotary embeddings inside attention.
 
 # a number that four ranks do not divide, nor two those of each of two
-FLAGS: dict[str, Any] = {
-    "multi-latent-attention": True,
-    "num-attention-heads": 6,
-    "kv-channels": 8,
-    "group-query-attention": False,
-    "num-query-groups": None,
-    "q-lora-rank": 16,
-    "kv-lora-rank": 8,
-    "qk-head-dim": 4,
-    "qk-pos-emb-head-dim": 4,
-    "v-head-dim": 6,
-    "qk-layernorm": True,
-    "rope-type": "yarn",
-    "rotary-scaling-factor": 4,
-    "train-iters": 2,
-}
+FLAGS: dict[str, Any] = {**LATENTS, "num-attention-heads": 6, "kv-channels": 8, "train-iters": 2}
+FLAGS |= {"rope-type": "yarn", "rotary-scaling-factor": 4}
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +256,6 @@ UP_PROJECTION = {"recompute-granularity": "selective", "recompute-modules": "mla
 
 @pytest.fixture(scope="module")
 def latents(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run, Run]:
-    """Flags; one rank's run, and that of two tensor-parallel ones."""
     flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), FLAGS, entry="gaps")
     two = train(2, "te_ring", {**flags, **IN_PARALLEL, "context-parallel-size": 1, "micro-batch-size": 2})
     return flags, one, two
@@ -341,6 +263,10 @@ def latents(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
 
 def test_multi_latent_attention_trains_like_one_rank(train: Train, latents: tuple[dict[str, Any], Run, Run]) -> None:
     flags, one, two = latents
+    run = train(4, "zeppelin", flags, config={**two_nodes(4), "remap": True, "latent_kv": "pays"}, entry="gaps")
+    assert_same_training(run, one)
+    assert "latent_kv: pays: keys and values travel: predicted are " in run.result.log(0)
+    assert worst_gradient(run.result.logs, one.result.logs, step=1) < 1e-5
     fast = {"cluster": {**two_nodes(4)["cluster"], "flops_per_s": 1e13}}  # transfers are what takes time
     latent = train(4, "te_ring", flags, config={**fast, "latent_kv": "pays"}, entry="gaps")
     assert_same_training(latent, one)
@@ -409,7 +335,6 @@ MTP_FLAGS: dict[str, Any] = {"mtp-num-layers": DEPTHS, "mtp-loss-scaling-factor"
 
 
 def test_rows_say_what_lies_ahead_as_megatron_rolls_packed_sequences() -> None:
-    """Two samples, with sequences of one token among them."""
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, PADDING]])
     held = positions != PADDING
     generator = torch.Generator().manual_seed(1)
@@ -460,17 +385,10 @@ SINKHORN: dict[str, Any] = {
 }
 
 
-class OneRank:
-    """A group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-
 def test_sinkhorn_is_megatrons_and_rows_of_no_sequence_count_nowhere() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(50, 8, generator=generator)
-    alone: Any = OneRank()
+    alone: Any = SimpleNamespace(size=lambda: 1)
     torch.testing.assert_close(_sinkhorn_of_pool(logits, None, alone), sinkhorn(logits))
     padding = torch.arange(60) >= 50
     padded = torch.cat([logits, torch.randn(10, 8, generator=generator)])

@@ -4,7 +4,7 @@ import argparse
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,16 +12,12 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import flags
 from megatron_balance.megatron.ways import runs_pipelines
 from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, write_corpus
-from tests.megatron.test_parity import SLOW
+from tests.megatron.test_changes import CONFIG, LENGTHS, LONG
 from tests.support.pipeline_runs import gradients, worst_gradient
 
 STEPS = 3
-# Documents whose seconds are far from even: a replica of a long one has fewer tokens.
-LENGTHS = (1000, *(60, 90, 40, 70, 110, 30) * 6)
-LONG = {"seq-length": 1024, "max-position-embeddings": 1024}
 FLAGS: dict[str, Any] = {**LONG, "num-layers": 2, "global-batch-size": 8, "train-iters": STEPS}
-# No multiprocessors: else a short kernel takes as long as its longest block on one of many.
-CONFIG = {"cluster": {"ranks_per_node": 4, "num_sms": 0, **SLOW}}
+# Documents whose seconds are far from even: a replica of a long one has fewer tokens.
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +35,6 @@ def loaded(train: Train, uneven: str, tmp_path_factory: pytest.TempPathFactory) 
 def test_pipelines_of_two_stages_train_like_one_rank_with_unequal_microbatches_and_an_empty_pipeline(
     train: Train, loaded: tuple[dict[str, Any], Run]
 ) -> None:
-    """Losses, gradient norms, and gradients of every parameter at every step."""
     flags, one = loaded
     parallel = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1}
     run = train(4, "hydraulis", {**flags, **parallel}, config=CONFIG, entry="gaps")
@@ -48,17 +43,12 @@ def test_pipelines_of_two_stages_train_like_one_rank_with_unequal_microbatches_a
     assert any(len(set(each)) > 1 for each in numbers), f"pipelines run as many microbatches as each other: {numbers}"
     assert run.column("num_sequences")[1] == 1, "the second step has one sequence, and two pipelines"
     assert numbers[1] == [1, 1]
-    assert_counted(run, [0, 1, 0, 1])  # the ranks of each stage are neighbours
+    for step in run.steps:  # every rank attends for its pipeline alone; the ranks of a stage are neighbours
+        calls = [step["pipelines"][pipeline] for pipeline in (0, 1, 0, 1)]
+        assert step["counters"]["forward_calls"] == step["counters"]["backward_calls"] == calls
     for step in range(1, STEPS + 1):
         assert {len(each) for each in gradients(run.result.logs, step).values()} == {2}, "on one stage of each replica"
         assert worst_gradient(run.result.logs, one.result.logs, step) < 1e-5, f"at step {step}"
-
-
-def assert_counted(run: Run, pipelines: list[int]) -> None:
-    """Every rank attended in the microbatches of its pipeline alone; `pipelines`: by rank."""
-    for step in run.steps:
-        per_layer = [step["pipelines"][pipeline] for pipeline in pipelines]
-        assert step["counters"]["forward_calls"] == step["counters"]["backward_calls"] == per_layer
 
 
 def test_context_parallel_replicas_resume_and_train_like_one_rank(
@@ -97,14 +87,12 @@ GIVEN: dict[str, Any] = {
 }
 
 
-def runs(**given: Any) -> bool:
-    """Whether replicas run as pipelines of their own under these arguments."""
-    chosen: Any = SimpleNamespace(planner=SimpleNamespace(name="hydraulis", planner=SimpleNamespace(pipelines=True)))
-    return runs_pipelines(argparse.Namespace(**{**GIVEN, **given}), chosen)
-
-
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_what_replicas_would_have_to_share_in_a_microbatch_is_refused(given: dict[str, Any], message: str) -> None:
+    def runs(**given: Any) -> bool:
+        planner = SimpleNamespace(name="hydraulis", planner=SimpleNamespace(pipelines=True))
+        return runs_pipelines(argparse.Namespace(**{**GIVEN, **given}), cast("Any", SimpleNamespace(planner=planner)))
+
     assert runs()
     assert runs(num_experts=8, expert_model_parallel_size=2)
     with pytest.raises(ConfigError, match=f"planner hydraulis: .*{message}"):

@@ -244,7 +244,6 @@ PACKED = ((300, 140, 40), (200, 7, 100, 60), (600,), (30,), (9, 480), (50, 50, 5
 
 
 def batch_of(cu_seqlens: list[list[int]], counts: list[list[int]], **more: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A collated batch whose tokens `counts` says."""
     loss_mask = torch.tensor(counts, dtype=torch.float32)
     at = torch.arange(loss_mask.shape[1]).expand(loss_mask.shape)
     found = {"tokens": at, "labels": at, "loss_mask": loss_mask, "position_ids": at}
@@ -413,7 +412,6 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def plain(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    """The loop without plans, on one rank."""
     steps, log = trained(trainer, tmp_path_factory.mktemp("plain") / "run", 1)
     assert len(steps) == 3
     assert "own forward steps 48" in log

@@ -35,7 +35,6 @@ def interleaves(run: Run, num_ranks: int, forwards: int = MODEL["num-layers"]) -
 
 @pytest.fixture(scope="module")
 def one_rank(train: Train) -> Run:
-    """Of the model that learns in test_parity.py."""
     run = train(1, flags=at_once({**EIGHT, "train-iters": STEPS}))
     assert len(run.steps) == STEPS
     return run
@@ -100,7 +99,6 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 
 
 def logged(result: Result, name: str) -> list[float]:
-    """The values that Megatron printed of one of its losses."""
     printed = [re.findall(rf"iteration +\d+/.* {name}: (\S+)", result.log(rank)) for rank in range(len(result.codes))]
     return [float(value) for values in printed for value in values]
 

@@ -213,7 +213,6 @@ def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[st
 
 
 def attended(segments: Sequence[Any], num_nano_batches: int) -> int:
-    """Layers in which every nano-batch attends."""
     counts = {
         sum(segment.nano_batch == nano_batch and segment.part == "attend" for segment in segments)
         for nano_batch in range(num_nano_batches)

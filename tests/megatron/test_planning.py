@@ -96,7 +96,6 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
 
 
 def joint_job(data: Data | None) -> Any:
-    """Two stages of one rank, nano-batches interleaved."""
     work = job(data, "distca", micro_batch_size=1, seq_length=600, virtual_pipeline_model_parallel_size=None)
     work.joint = work.ping_pong = True
     work.config.planner = choose_planner("distca", {"block": 8})
@@ -112,7 +111,6 @@ def one_microbatch() -> Any:
 
 
 def step(first: int) -> tuple[tuple[int, ...], ...]:
-    """Lengths that the pool reads in one step of one microbatch of two samples."""
     return ((*SAMPLES[first], *SAMPLES[first + 1]),)
 
 
@@ -445,7 +443,6 @@ def test_a_scheduler_that_fails_is_left_alone_and_said_so(
 
 
 def planner(spec: PlanSpec) -> Callable[[Batch], MicrobatchPlan]:
-    """The planner by Megatron's own scheduler, layers included."""
     choice = planning._by_own_scheduler(spec.choice())
     assert choice is not None
     cost = planning_cost(spec.cluster, spec.model, None)

@@ -289,7 +289,6 @@ def trained(train: Train, planner: str, backward: str, memory_bytes: float | Non
 
 @pytest.mark.parametrize("planner", [pytest.param("te_ring", marks=pytest.mark.product), "distca"])
 def test_a_mix_by_layer_trains_as_keep_does(train: Train, planner: str) -> None:
-    """distca runs two nano-batches interleaved, te_ring whole microbatches."""
     keep = trained(train, planner, "keep")
     told = keep.steps[0]["backward"]
     assert told["keeping_layers"] == told["layers"] == LAYERS

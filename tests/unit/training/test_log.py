@@ -36,14 +36,8 @@ pytest.importorskip("torch")
 LENGTHS = (30, 20, 40)
 CLUSTER, MODEL = Cluster(num_ranks=1, ranks_per_node=1), Model(8, 8, 16)
 
-CHANGE = {
-    "pull_bytes": 2500000,
-    "pull_s": 0.0125,
-    "predicted_pull_s": 0.01,
-    "push_bytes": 5000000,
-    "push_s": 0.025,
-    "predicted_push_s": 0.02,
-}
+CHANGE = {"pull_bytes": 2500000, "pull_s": 0.0125, "predicted_pull_s": 0.01}
+CHANGE |= {"push_bytes": 5000000, "push_s": 0.025, "predicted_push_s": 0.02}
 
 
 def finished(
@@ -87,10 +81,13 @@ def test_a_step_under_a_strategy_says_it_and_bytes_and_seconds_predicted_and_mea
         assert (record["strategy"], record["change"]) == (str(strategy), change or {})
 
 
-def test_scalars_go_to_the_writers_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_scalars_go_to_the_writers_of_a_step_under_the_names_of_the_log_and_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     written: list[tuple[str, float, int]] = []
+    writers: Any = lambda step: [lambda *scalar: written.append(scalar)] if step == 7 else []  # noqa: E731
     with caplog.at_level(logging.INFO):
-        finished(StepLog(LogTarget(writers=lambda step: [lambda *scalar: written.append(scalar)] if step == 7 else [])))
+        finished(StepLog(LogTarget(folder=tmp_path, writers=writers)))
     scalars = {name: value for name, value, _ in written}
     assert {step for _, _, step in written} == {7}, "evaluation is not a step"
     assert scalars["balance/imbalance_after/attention"] == 1.0
@@ -98,21 +95,12 @@ def test_scalars_go_to_the_writers_of_a_step(caplog: pytest.LogCaptureFixture) -
     assert scalars["balance/num_tokens"] == 90
     assert "step 7: planner zeppelin, num_sequences 3, num_tokens 90, imbalance_before/tokens 1, " in caplog.text
     assert "step 7: plans of 4 steps proved so far; 1 were too large to prove beside training" in caplog.text
-
-
-def test_writers_the_log_and_the_file_have_the_same_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    written: dict[str, float] = {}
-    target = LogTarget(folder=tmp_path, writers=lambda _: [lambda name, value, _: written.update({name: value})])
-    with caplog.at_level(logging.INFO):
-        finished(StepLog(target))
     record = json.loads((tmp_path / "steps.jsonl").read_text())
     (line,) = [message for message in caplog.messages if message.startswith("step 7: planner")]
     said = dict(part.rsplit(" ", 1) for part in line.removeprefix("step 7: ").split(", "))
     assert said.pop("planner") == record["planner"]
-    assert {f"balance/{name}": float(value) for name, value in said.items()} == {
-        name: pytest.approx(value) for name, value in written.items()
-    }
-    for name, value in written.items():
+    assert {f"balance/{name}": float(value) for name, value in said.items()} == pytest.approx(scalars)
+    for name, value in scalars.items():
         of = record
         for key in name.split("/")[1:]:
             of = of[key]
@@ -154,17 +142,6 @@ def test_steps_that_run_again_are_in_the_file_once(tmp_path: Path, caplog: pytes
     assert "2 lines from step 7 on, which run again" in caplog.text
 
 
-def test_figures_are_computed_only_where_somebody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[int] = []
-    monkeypatch.setattr(log, "step_figures", lambda *_: computed.append(1))
-    logging.getLogger("megatron_balance").setLevel(logging.WARNING)
-    try:
-        finished(StepLog(LogTarget()))
-    finally:
-        logging.getLogger("megatron_balance").setLevel(logging.NOTSET)
-    assert not computed
-
-
 def test_the_log_has_a_line_of_the_first_step_and_of_every_interval(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -180,6 +157,10 @@ def test_the_log_has_a_line_of_the_first_step_and_of_every_interval(
         told = [record.getMessage().split(":")[0] for record in caplog.records if "planner " in record.getMessage()]
         assert told == ["step 7", "step 9", "step 12"]
         assert len(computed) == number
+    computed.clear()
+    with caplog.at_level(logging.WARNING, "megatron_balance"):
+        finished(StepLog(LogTarget()))
+    assert not computed, "nobody reads them"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -240,17 +221,11 @@ def test_imbalance_before_is_that_of_replicas_over_the_step() -> None:
 def test_imbalance_after_counts_every_microbatch_by_its_slowest_rank() -> None:
     assert imbalance_after(np.array([[1.0, 3.0], [3.0, 1.0]])) == 1.5
     assert imbalance_after(np.zeros((1, 2))) == 1.0
-
-
-def test_imbalance_of_pipelines_counts_each_by_its_own_microbatches_and_they_meet_once_a_step() -> None:
+    # pipelines each by their own microbatches, which meet once a step
     assert imbalance_after(np.array([[2.0, 2.0]]), np.array([[1.0, 1.0], [1.0, 1.0]])) == 1.0
     assert imbalance_after(np.array([[3.0, 1.0]]), np.array([[1.0, 3.0], [3.0, 1.0]])) == 2.0
-
-
-def test_imbalance_of_unlike_pipelines_shares_a_ranks_load_among_its_gpus() -> None:
-    """Twice the load on a rank of two GPUs is no imbalance."""
     wide, narrow = np.array([[8.0]]), np.array([[4.0]])
-    assert imbalance_after(wide, narrow, gpus=(2, 1)) == 1
+    assert imbalance_after(wide, narrow, gpus=(2, 1)) == 1, "twice the load on a rank of two GPUs is none"
     assert imbalance_after(wide, narrow) == pytest.approx(8 / 6)
 
 

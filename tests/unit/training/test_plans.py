@@ -33,13 +33,10 @@ SAMPLES = tuple((10 + n, 5) for n in range(12))
 
 @dataclass(frozen=True, slots=True)
 class CountingOptions:
-    """Options of the planner that counts its steps."""
-
     tokens_per_rank: int | None = None
 
 
 def counting(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-    """Carry the lengths of every step so far."""
     step, _ = context.planner("te_ring", {})(lengths, context, EMPTY)
     seen = [] if carry.is_empty else carry.value()
     return step, Carry.of("counting", [*seen, lengths[0][0]]) if context.may_carry else EMPTY
@@ -113,19 +110,13 @@ def carried(*samples: int) -> Carry:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_every_step_is_planned_with_what_the_one_before_carried(planner: StepPlanner, ahead: bool) -> None:
     job = Job(planner, ahead=ahead)
+    assert job.plans.coming() is None, "nothing is asked for before the first step"
     assert [job.step() for _ in range(4)] == [carried(*range(n)) for n in (1, 2, 3, 4)]
+    coming = job.plans.coming()
+    assert (coming is None) == (not ahead)
     if job.ahead is not None:
         assert job.ahead.asked == [(n, 1) for n in (1, 2, 3, 4, 5)], "each step once"
-
-
-def test_the_coming_step_is_the_one_that_is_planned_next(planner: StepPlanner) -> None:
-    job = Job(planner, ahead=True)
-    assert job.plans.coming() is None, "nothing is asked for before the first step"
-    job.step()
-    coming = job.plans.coming()
-    assert coming is not None
-    assert job.plans.plan((SAMPLES[1],)).step is coming
-    assert Job(planner).plans.coming() is None, "nothing is made ahead"
+        assert job.plans.plan((SAMPLES[4],)).step is coming
 
 
 def test_every_step_is_compared_and_a_difference_names_step_and_planner(planner: StepPlanner) -> None:
@@ -133,6 +124,7 @@ def test_every_step_is_compared_and_a_difference_names_step_and_planner(planner:
     for _ in range(6):
         job.step()
     assert len(job.compared) == 6, "what is evaluated is not known before"
+    assert job.step() == EMPTY, "and carries nothing"
 
     def disagree(_fingerprint: str) -> None:
         raise PlanMismatchError("ranks planned differently: rank 1 has another")
@@ -160,13 +152,12 @@ def test_a_plan_made_before_its_samples_are_read_is_compared_with_their_lengths(
         assert not job.plans.draw(1).fingerprint, "no more plans of samples that do not come"
 
 
-def test_what_is_carried_is_compared_too(planner: StepPlanner) -> None:
+def test_what_is_carried_is_compared_and_a_plan_refused_before_reading_is_refused_once_all_have_read(
+    planner: StepPlanner,
+) -> None:
     resumed = Job(planner)
     resumed.plans.restore(Ledger(carried(7)))
     assert resumed.plans.draw(1).fingerprint != Job(planner).plans.draw(1).fingerprint
-
-
-def test_a_plan_that_is_refused_before_reading_is_refused_once_all_ranks_have_read() -> None:
     spec = PlanSpec("zeppelin", Cluster(2, 2), Model(4, 2, 16), Layers(), {"tokens_per_rank": 4})
     job = Job(StepPlanner(spec))
     assert not job.plans.draw(1).fingerprint
@@ -215,6 +206,10 @@ def test_other_samples_than_the_checkpoints_are_refused_until_they_are_accepted_
     for known in (OURS, SCRIPTS):
         _, saved = Ledger.from_json(resumed(planner, 3, known).saved())
         assert saved == known, "it is saved whether or not documents wait"
+    text = Ledger().to_json(SCRIPTS)
+    for right, damaged in (('"4":', '"four":'), ('"samples":', '"some":'), ('{"--seed"', '["')):
+        with pytest.raises(ConfigError, match="not "):
+            Ledger.from_json(text.replace(right, damaged))
     unknown, other, ledger = DataIdentity(), DataIdentity("4567"), Ledger()
     for data, here in ((OURS, OURS), (SCRIPTS, SCRIPTS), (unknown, None)):
         resumed(planner, 3, here).restore(ledger, data)
@@ -252,17 +247,6 @@ def test_a_refusal_says_what_of_a_scripts_data_changed(
         resumed(planner, 3, here).restore(Ledger(), SCRIPTS)
 
 
-def test_a_damaged_account_of_the_data_is_refused() -> None:
-    text = Ledger().to_json(SCRIPTS)
-    for damaged in (
-        text.replace('"4":', '"four":'),
-        text.replace('"samples":', '"some":'),
-        text.replace('{"--seed"', '["'),
-    ):
-        with pytest.raises(ConfigError, match="not "):
-            Ledger.from_json(damaged)
-
-
 def test_a_checkpoint_that_does_not_know_its_data_goes_on_in_a_scripts_and_says_so(
     planner: StepPlanner, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,11 +264,6 @@ def test_a_step_of_other_lengths_mends_the_chain_of_plans_made_ahead(planner: St
     assert job.step() == carried(0, 9, 2), "planned on the spot, or ahead with the carry of what was read"
     assert job.step() == carried(0, 9, 2, 3)
     assert job.ahead.asked.count((2, 1)) == 2, "what followed the wrong carry was asked for again"
-
-
-def test_evaluation_carries_nothing(planner: StepPlanner) -> None:
-    job = Job(planner, evaluation=True)
-    assert [job.step(), job.step()] == [EMPTY, EMPTY]
 
 
 def test_what_another_planner_held_back_is_not_restored_where_nobody_can_train_it(planner: StepPlanner) -> None:
@@ -319,17 +298,13 @@ def keeping(
     return Keeping(agreed, layers, groups or single(), lambda: counted, agreement_every=100)
 
 
-def test_the_least_memory_and_the_most_state_of_a_stage_are_agreed_on():
+def test_the_least_memory_and_the_most_state_of_a_stage_are_agreed_on_and_ranks_decide_alike():
     ranks = [(0, 80.0, 5.0), (0, 79.0, 6.0), (1, 81.0, 2.0)]
     assert AgreedMemory.of(ranks) == AgreedMemory(79.0, (6.0, 2.0))
     assert AgreedMemory.of([(0, None, 5.0)]).memory_bytes is None
-
-
-def test_ranks_with_other_readings_decide_alike():
-    """A count of a rank's own device does not enter before the ranks agree."""
     memory = predicted(4000, 2) / USABLE
     decisions = [keeping(memory, counted=counted).decide(step(4000)) for counted in (None, 1.0, 1e15)]
-    assert {decision.keeping for decision in decisions} == {2}
+    assert {decision.keeping for decision in decisions} == {2}, "a rank's own count does not enter before that"
 
 
 def test_shorter_batches_keep_in_more_layers_and_each_change_is_told_once(caplog, monkeypatch):
@@ -337,25 +312,13 @@ def test_shorter_batches_keep_in_more_layers_and_each_change_is_told_once(caplog
     caplog.set_level(logging.INFO, "megatron_balance")
     job = keeping(predicted(4000, 2) / USABLE)
     assert [job.decide(step(tokens)).keeping for tokens in (4000, 3999, 400, 4000)] == [2, 2, 4, 2]
+    assert job.decide(step(4000)) is job.decide(step(4000)), "a step that runs again is decided once"
     told = [record.message.split(";")[0] for record in caplog.records]
     assert told == ["backward: keep in 2 of 4 layers, replay in 2", "backward: keep", *told[:1]]
 
 
-def test_a_step_that_runs_again_is_decided_once():
-    job = keeping(predicted(4000, 2) / USABLE)
-    assert job.decide(step(4000)) is job.decide(step(4000))
-
-
-def test_what_devices_counted_beyond_the_prediction_leaves_less_for_keeping():
-    memory = predicted(4000, 2) / USABLE
-    job = keeping(memory, counted=1.2 * predicted(4000, 2))
-    found = [job.decide(step(4000 - i)).keeping for i in range(FIRST_AGREEMENT)]
-    assert found[:-1] == [2] * (FIRST_AGREEMENT - 1)
-    assert found[-1] < 2
-
-
-def test_the_most_that_any_device_counted_is_agreed_on(monkeypatch):
-    """A rank whose own count is as predicted decides as the one whose count is not."""
+@pytest.mark.parametrize("own", [True, False])
+def test_what_devices_counted_beyond_the_prediction_leaves_less_for_keeping(own, monkeypatch):
     memory, excess = predicted(4000, 2) / USABLE, 0.2 * predicted(4000, 2)
 
     def reduced(most, op, group):
@@ -364,19 +327,17 @@ def test_the_most_that_any_device_counted_is_agreed_on(monkeypatch):
 
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
     monkeypatch.setattr(dist, "all_reduce", reduced)
-    job = keeping(memory, counted=predicted(4000, 2), groups=replace(single(), pool=cast("Any", "pool")))
+    groups = None if own else replace(single(), pool=cast("Any", "pool"))
+    job = keeping(memory, counted=predicted(4000, 2) + excess * own, groups=groups)
     found = [job.decide(step(4000 - i)).keeping for i in range(FIRST_AGREEMENT)]
     assert found[:-1] == [2] * (FIRST_AGREEMENT - 1)
     assert found[-1] < 2
 
 
-def test_keep_and_replay_are_taken_at_their_word():
+def test_keep_and_replay_are_taken_at_their_word_and_a_step_that_fits_in_no_way_is_refused():
     assert keeping(1.0, "keep").decide(step(4000)).keeping == 4
     assert keeping(1e15, "replay").decide(step(4000)).keeping == 0
     assert keeping(None).decide(step(4000)).keeping == 4
-
-
-def test_a_step_that_fits_in_no_way_is_refused():
     with pytest.raises(InfeasibleError, match=r"this step does not fit: rank \d needs .* What would fit"):
         keeping(predicted(4000, 0) * 0.95).decide(step(4000))
 

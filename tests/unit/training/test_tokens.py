@@ -17,16 +17,12 @@ from megatron_balance.training.weights import Lane, Moves, RoleMemory, Stopwatch
 pytest.importorskip("torch")
 
 
-def test_weights_of_any_size_survive_the_exchange() -> None:
-    mask = torch.tensor([0.0, 1.0, 0.3, -2.5])
-    rows = torch.stack([torch.zeros(4, dtype=torch.int64), tokens.to_bits(mask)], dim=1)
-    assert tokens.from_bits(rows[:, 1]).tolist() == mask.tolist()
-
-
 def test_documents_of_one_or_several_columns_become_rows() -> None:
     pairs = tokens.Sequences.of([torch.tensor([[1, 5], [2, 6]]), torch.tensor([[3, 7]])], num_columns=2)
     assert (pairs.rows.tolist(), pairs.lengths) == ([[1, 5], [2, 6], [3, 7]], (2, 1))
     assert (tokens.Sequences.of([]).rows.shape, tokens.Sequences.of([]).lengths) == ((0, 1), ())
+    mask = torch.tensor([0.0, 1.0, 0.3, -2.5])
+    assert tokens.from_bits(tokens.to_bits(mask)).tolist() == mask.tolist(), "weights of any size survive"
 
 
 def test_nano_batches_take_their_sequences_of_those_read_here() -> None:
@@ -69,10 +65,12 @@ LANE_S = 5.0
 class Slots:
     """Stands for an exchange of four slots; each may be held back, or fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, held: bool = False) -> None:
         self.pulls = self.pushes = (None,) * 4
         self.ran: list[str] = []
         self.held = {slot: threading.Event() for slot in range(4)}
+        for event in () if held else self.held.values():
+            event.set()
         self.failing = -1
 
     def pull_slot(self, slot: int, *_: Any) -> None:
@@ -91,16 +89,13 @@ SLOTS = {10: 0, 11: 1, 12: 1, 13: 3}
 
 def moves(slots: Slots, *, first: bool = True, beside: bool = True) -> Moves:
     made = Moves(cast("Any", slots), RoleMemory({}, {}, SLOTS, first), {}, Lane(CPU, beside=beside), Stopwatch(CPU))
-    if not beside:
-        for event in slots.held.values():
-            event.set()
+    made.pull({}, torch.float32)
     return made
 
 
 def test_a_module_waits_for_its_own_slot_and_not_for_later_ones() -> None:
-    slots = Slots()
+    slots = Slots(held=True)
     found = moves(slots)
-    found.pull({}, torch.float32)
     slots.held[0].set()
     slots.held[1].set()
     found.need(1)
@@ -114,10 +109,7 @@ def test_a_module_waits_for_its_own_slot_and_not_for_later_ones() -> None:
 
 def test_a_push_begins_when_the_last_microbatch_has_left_the_slot_and_those_behind_it() -> None:
     slots, restored = Slots(), []
-    for event in slots.held.values():
-        event.set()
     found = moves(slots)
-    found.pull({}, torch.float32)
     found.need(3)
     found.expect(2, lambda: restored.append(len(slots.ran)))
     for number in (13, 12, 11, 10, 12, 11):
@@ -137,10 +129,7 @@ def test_a_push_begins_when_the_last_microbatch_has_left_the_slot_and_those_behi
 @pytest.mark.parametrize(("first", "beside"), [(False, True), (True, False)])
 def test_ranks_behind_the_first_stage_and_runs_without_overlap_push_when_all_is_done(first: bool, beside: bool) -> None:
     slots = Slots()
-    for event in slots.held.values():
-        event.set()
     found = moves(slots, first=first, beside=beside)
-    found.pull({}, torch.float32)
     found.expect(1, lambda: None)
     for number in SLOTS:
         found.left(number)
@@ -152,21 +141,15 @@ def test_ranks_behind_the_first_stage_and_runs_without_overlap_push_when_all_is_
 
 def test_what_an_exchange_raised_is_raised_where_somebody_waits_for_it() -> None:
     slots = Slots()
-    for event in slots.held.values():
-        event.set()
     slots.failing = 2
     found = moves(slots)
-    found.pull({}, torch.float32)
     found.need(1)
     with pytest.raises(ConnectionError, match="a rank ended"):
         found.need(2)
 
 
 def test_what_the_caller_waits_is_measured() -> None:
-    slots = Slots()
-    for event in slots.held.values():
-        event.set()
-    stopwatch = Stopwatch(CPU)
+    slots, stopwatch = Slots(), Stopwatch(CPU)
     found = Moves(cast("Any", slots), RoleMemory({}, {}, SLOTS, first=True), {}, Lane(CPU, beside=True), stopwatch)
     found.pull({}, torch.float32)
     found.finish()
@@ -178,17 +161,12 @@ def test_what_the_caller_waits_is_measured() -> None:
 # Pools: their ranks per node, and the ranks of a strategy that tokens go to.
 
 
-@pytest.mark.parametrize(
-    ("nodes", "size"), [(["a", "a", "b", "b"], 2), (["a"] * 4, 4), ([0, 1, 2], 1), (["a"], 1)]
-)  # fmt: skip
-def test_ranks_of_a_pool_on_a_node(nodes: list[Any], size: int) -> None:
-    assert node_size(nodes, range(len(nodes))) == size
-
-
-@pytest.mark.parametrize("nodes", [["a", "a", "b"], ["a", "b", "a", "b"]])
-def test_uneven_or_interleaved_nodes_are_refused(nodes: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"set cluster\.ranks_per_node"):
-        node_size(nodes, range(len(nodes)))
+def test_ranks_of_a_pool_on_a_node() -> None:
+    for nodes, size in ((["a", "a", "b", "b"], 2), (["a"] * 4, 4), ([0, 1, 2], 1), (["a"], 1)):
+        assert node_size(nodes, range(len(nodes))) == size
+    for nodes in (["a", "a", "b"], ["a", "b", "a", "b"]):
+        with pytest.raises(ConfigError, match=r"set cluster\.ranks_per_node"):
+            node_size(nodes, range(len(nodes)))
 
 
 @pytest.mark.parametrize(
