@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_balance import cli
+from megatron_balance import Model, cli
 from megatron_balance.config import load_model
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import SlidingWindow
-from megatron_balance.ir.model import Model
 from tests.support.deepseek import DEEPSEEK_V3
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
@@ -44,20 +43,41 @@ def test_a_config_json_and_its_folder_are_a_model_and_may_be_a_base(tmp_path: Pa
         load_model(str(tmp_path / "none.json"))
 
 
-def test_latents_of_deepseek_are_read(tmp_path: Path) -> None:
+def test_latents_of_deepseek_and_one_head_of_keys_are_read(tmp_path: Path) -> None:
+    # Latents of deepseek are read.
     widths = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5}
     model = load_model(written(tmp_path, {**LLAMA, **widths, "q_lora_rank": 12}))
     assert (model.num_kv_heads, model.head_dim, model.value_dim) == (6, 6, 5)
     assert (model.latent_rank, model.latent_rope, model.query_rank, model.latent_travels) == (8, 2, 12, False)
     assert load_model(written(tmp_path, {**LLAMA, **widths, "q_lora_rank": None})).query_rank == 0
+    # One head of keys is falcons multi query.
+    falcon = {"model_type": "falcon", "hidden_size": 96, "num_attention_heads": 6, "num_kv_heads": 6}
+    assert load_model(written(tmp_path, {**falcon, "multi_query": True}), ["falcon"]).num_kv_heads == 1
+    bigcode = {"model_type": "gpt_bigcode", "n_head": 6, "n_embd": 96, "num_key_value_heads": 1, "multi_query": False}
+    assert load_model(written(tmp_path, bigcode)).num_kv_heads == 6
+    newer = {**falcon, "multi_query": True, "new_decoder_architecture": True}
+    assert load_model(written(tmp_path, newer), ["falcon"]).num_kv_heads == 6
 
 
-def test_a_window_in_all_layers_is_the_models_mask_and_one_that_is_not_used_is_none(tmp_path: Path) -> None:
+def test_a_window_in_all_layers_is_the_models_mask_and_in_some_they_are_counted(tmp_path: Path) -> None:
+    # A window in all layers is the models mask and one that is not used is none.
     window = {**LLAMA, "sliding_window": 64}
     for keys in ({"use_sliding_window": False}, {"sliding_window": None}, {"layer_types": ["full_attention"] * 2}):
         assert load_model(written(tmp_path, {**window, **keys})) == EXPECTED
     for keys in ({"model_type": "mistral"}, {"layer_types": ["sliding_attention"] * 2}):
         assert load_model(written(tmp_path, {**window, **keys})).mask == SlidingWindow(64)
+
+    # Windows in some layers are counted.
+    def other(keys: Any) -> tuple[str, str, int]:
+        model = load_model(written(tmp_path, keys))
+        return model.attention, model.other_attention, model.other_layers
+
+    assert other(GPT_OSS) == ("causal", "window_128", 12)
+    assert other({**GPT_OSS, "layer_types": None}) == ("causal", "window_128", 12)
+    assert other(GEMMA) == ("causal", "window_1024", 40)
+    assert other({**GEMMA, "sliding_window_pattern": 4}) == ("causal", "window_1024", 36)
+    qwen = {**LLAMA, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    assert other(qwen) == ("causal", "window_64", 1)
 
 
 @pytest.mark.parametrize(
@@ -147,28 +167,6 @@ def test_models_have_the_parameters_that_their_makers_say(tmp_path: Path) -> Non
     assert (model.num_layers, model.mtp_layers, model.dense_layers) == (62, 1, 3)
 
 
-def test_windows_in_some_layers_are_counted(tmp_path: Path) -> None:
-    def other(keys: Any) -> tuple[str, str, int]:
-        model = load_model(written(tmp_path, keys))
-        return model.attention, model.other_attention, model.other_layers
-
-    assert other(GPT_OSS) == ("causal", "window_128", 12)
-    assert other({**GPT_OSS, "layer_types": None}) == ("causal", "window_128", 12)
-    assert other(GEMMA) == ("causal", "window_1024", 40)
-    assert other({**GEMMA, "sliding_window_pattern": 4}) == ("causal", "window_1024", 36)
-    qwen = {**LLAMA, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
-    assert other(qwen) == ("causal", "window_64", 1)
-
-
-def test_one_head_of_keys_is_falcons_multi_query(tmp_path: Path) -> None:
-    falcon = {"model_type": "falcon", "hidden_size": 96, "num_attention_heads": 6, "num_kv_heads": 6}
-    assert load_model(written(tmp_path, {**falcon, "multi_query": True}), ["falcon"]).num_kv_heads == 1
-    bigcode = {"model_type": "gpt_bigcode", "n_head": 6, "n_embd": 96, "num_key_value_heads": 1, "multi_query": False}
-    assert load_model(written(tmp_path, bigcode)).num_kv_heads == 6
-    newer = {**falcon, "multi_query": True, "new_decoder_architecture": True}
-    assert load_model(written(tmp_path, newer), ["falcon"]).num_kv_heads == 6
-
-
 def test_a_yaml_may_have_the_names_of_megatrons_flags(tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_text("{num_attention_heads: 6, num_query_groups: 2, kv_channels: 32, ffn_hidden_size: 64}")
@@ -181,10 +179,16 @@ def test_a_yaml_may_have_the_names_of_megatrons_flags(tmp_path: Path) -> None:
         load_model(str(path))
 
 
-def test_a_fork_that_adds_no_key_passes(tmp_path: Path) -> None:
+def test_a_fork_that_adds_no_key_passes_and_an_encoder_attends_to_whole_documents(tmp_path: Path) -> None:
+    # A fork that adds no key passes.
     fork = {**LLAMA, "model_type": "myllama", "sliding_window": None, "rope_scaling": {"rope_type": "yarn"}}
     assert load_model(written(tmp_path, fork)) == replace(EXPECTED, name="myllama")
     assert load_model(written(tmp_path, {**LLAMA, "memory_slots": 0, "bos_token_id": 7, "mlp_bias": True})) == EXPECTED
+    # An encoder attends to whole documents.
+    bert = {**LLAMA, "model_type": "bert", "type_vocab_size": 2, "position_embedding_type": "absolute"}
+    assert load_model(written(tmp_path, bert)).attention == "full"
+    assert load_model(written(tmp_path, {**bert, "model_type": "mybert"})).attention == "full"
+    assert load_model(written(tmp_path, {**bert, "is_decoder": True})).attention == "causal"
 
 
 def test_what_is_accepted_by_name_is_planned_for_and_logged(
@@ -205,10 +209,3 @@ def test_what_is_accepted_by_name_is_planned_for_and_logged(
     assert cli.main(asked) == 2
     assert "memory_slots: set to 4" in capsys.readouterr().err
     assert cli.main([*asked, "--accept", "memory_slots", "--accept", "index_topk"]) == 0
-
-
-def test_an_encoder_attends_to_whole_documents(tmp_path: Path) -> None:
-    bert = {**LLAMA, "model_type": "bert", "type_vocab_size": 2, "position_embedding_type": "absolute"}
-    assert load_model(written(tmp_path, bert)).attention == "full"
-    assert load_model(written(tmp_path, {**bert, "model_type": "mybert"})).attention == "full"
-    assert load_model(written(tmp_path, {**bert, "is_decoder": True})).attention == "causal"

@@ -32,16 +32,15 @@ def test_a_program_written_by_hand_equals_dense_attention(name: str, policy: str
     assert ours.q_grad is None
 
 
-def test_the_lse_is_the_logarithm_of_the_summed_scores() -> None:
+def test_dense_gradients_are_the_slope_of_the_output_and_the_lse_its_logarithm() -> None:
+    # The lse is the logarithm of the summed scores.
     program = parse(programs.DISPATCH)
     x = dense.draw(program.lengths, 1, 1)
     lse = reference.run(program, x.q, x.k, x.v, x.scale).lse[0]
     scores = x.q[0][:, 0] @ x.k[0][:, 0].T * x.scale
     for query in range(4):
         assert lse[query, 0] == pytest.approx(np.log(np.exp(scores[query, : query + 1]).sum()), abs=1e-12)
-
-
-def test_dense_gradients_are_the_slope_of_the_output() -> None:
+    # Dense gradients are the slope of the output.
     # The yardstick against finite differences, so that judge and judged do not share a mistake.
     x = dense.draw((6,), 4, 2, head_dim=3, seed=1)
     grads = dense.attention(x)
@@ -91,23 +90,21 @@ def test_reading_what_is_not_there_is_an_error(source: str, right: str, wrong: s
         run(source.replace(right, wrong, 1))
 
 
-def test_a_program_that_computes_something_else_gives_something_else() -> None:
+def test_what_programs_leave_out_is_not_there_and_home_rows_follow_the_home() -> None:
+    # A program that computes something else gives something else and nothing zero.
+    # A program that computes something else gives something else.
     # Without rank 1's rectangle the last two queries see half of their keys: no error, but not dense
     # attention.
     rank_0_alone = programs.DISPATCH.replace("exchange 1 p2p\n  r0 <- r1 out s0[2:4)\nmerge r0\n  out s0[2:4)\n", "")
     ours, theirs = run(rank_0_alone, backward=False)
     assert dense.worst([ours.out[0][:2]], [theirs.out[0][:2]]) < 1e-13
     assert dense.worst(ours.out, theirs.out) > 1e-2
-
-
-def test_a_gradient_to_which_nobody_contributed_is_zero_and_may_travel() -> None:
+    # A gradient to which nobody contributed is zero and may travel.
     before = "r0 <- r1 dkv s0[0:4)\n"
     travelling = f"{before}exchange 3 p2p\n  r0 <- r1 dq s0[0:2)\nmerge r0\n  dq s0[0:2)\n"
     ours, theirs = run(PREFIX_BACK.replace(before, travelling))
     assert dense.worst(ours.q_grad or (), theirs.q_grad) < 1e-13
-
-
-def test_home_rows_follow_the_order_of_the_home() -> None:
+    # Home rows follow the order of the home.
     values = [np.arange(4.0)[:, None], 10 + np.arange(3.0)[:, None]]
     owned = reference.owned_rows(Rows.of(3, [(1, 1, 3), (0, 2, 4), (0, 0, 1)]), values)
     assert owned[:, 0].tolist() == [11, 12, 2, 3, 0]

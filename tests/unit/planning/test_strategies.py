@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from megatron_balance import Cluster, Model
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.pipeline import Projector, expand, layout
 from megatron_balance.compile.proof.meaning import verify
@@ -14,8 +15,6 @@ from megatron_balance.config import load_scheme_table
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.pipelines import deal
@@ -132,7 +131,8 @@ def test_the_best_proposed_is_not_slower_than_equation_4s_best() -> None:
     assert min(map(mean_s, proposed()[LONGEST])) <= min(map(mean_s, oracle)) * (1 + 1e-9)
 
 
-def test_filling_makes_long_pipelines_dearer() -> None:
+def test_filling_makes_long_pipelines_dearer_and_estimates_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Filling makes long pipelines dearer.
     # One interval, two schemes of equal work; the one with stages waits a second for them to fill.
     schemes, gpus = (Scheme(2), Scheme(1, 2)), np.array([2.0, 2.0])
     classes = Classes(schemes, np.array([[4.0], [3.0]]), np.array([[0.0], [1.0]]), gpus)
@@ -140,9 +140,7 @@ def test_filling_makes_long_pipelines_dearer() -> None:
     assert seconds == pytest.approx(1.0, rel=1e-4)  # 4 s of work on 4 pipelines; the other needs 3 / 4 + 1
     assert count.tolist() == [pytest.approx(4, rel=1e-4), 0]
     assert estimates(classes, [(4, 0), (0, 4)]) == pytest.approx([1.0, 1.75])
-
-
-def test_estimates_are_the_same_where_exponentials_round_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Estimates are the same where exponentials round otherwise.
     # As on processors with other vector instructions, where all ranks must plan alike.
     work_s = np.random.default_rng(1).uniform(1.0, 4.0, (2, 40))
     classes = Classes((Scheme(2), Scheme(1, 2)), work_s, np.zeros((2, 40)), np.array([2.0, 2.0]))
@@ -197,7 +195,8 @@ def counts(remapped: MicrobatchPlan) -> list[int]:
     return [int((rows[:, 2] - rows[:, 1]).sum()) for rows in layouts]
 
 
-def test_a_remap_gives_every_rank_as_many_tokens_to_one() -> None:
+def test_a_remap_gives_every_rank_as_many_tokens_to_one_where_it_saves_more_than_it_costs() -> None:
+    # A remap gives every rank as many tokens to one.
     assert laid(UNEVEN, Layers()) == UNEVEN
     remapped = laid(UNEVEN, Layers(remap=True))
     assert counts(remapped) == [625] * 8
@@ -218,9 +217,7 @@ def test_a_remap_gives_every_rank_as_many_tokens_to_one() -> None:
         assert sum(count % align != 0 for count in found) <= 1
     with pytest.raises(ConfigError, match="align 0: must be at least 1"):
         Layers(align=0)
-
-
-def test_a_remap_is_made_where_it_saves_more_than_it_costs() -> None:
+    # A remap is made where it saves more than it costs.
     pays, model = Layers(remap=True, remap_when="pays"), Model(32, 32, 128)
     fast, slow = (AnalyticCost(replace(TWO_NODES, nic_bytes_per_s=rate), model) for rate in (50e9, 1e8))
     assert with_layers(UNEVEN, fast.cluster, fast, pays).moves
@@ -232,6 +229,7 @@ def test_a_remap_is_made_where_it_saves_more_than_it_costs() -> None:
 
 
 def test_a_long_ring_between_nodes_is_routed_where_it_pays() -> None:
+    # A long ring between nodes is routed where it pays.
     for layers in (Layers("always"), Layers("pays")):
         routing = laid(LONG, layers).routing
         assert routing is not None
@@ -245,9 +243,7 @@ def test_a_long_ring_between_nodes_is_routed_where_it_pays() -> None:
     slow = replace(TWO_NODES, intra_bytes_per_s=2 * TWO_NODES.nic_bytes_per_s)
     assert laid(LONG, Layers("pays"), slow).routing is None, "links inside a node are hardly faster"
     assert laid(LONG, Layers("always"), slow).routing is not None
-
-
-def test_the_fewest_routed_tokens_are_where_the_two_sides_of_equation_1_meet() -> None:
+    # The fewest routed tokens are where the two sides of equation 1 meet.
     for num_nics, speedup in itertools.product((2, 4, 8), (2.5, 8.0, 16.0)):
         cost = AnalyticCost(replace(TWO_NODES, intra_bytes_per_s=speedup * 25e9), MODEL)
         fewest = fewest_routed_tokens(cost, num_nics)
@@ -258,7 +254,8 @@ def test_the_fewest_routed_tokens_are_where_the_two_sides_of_equation_1_meet() -
         assert fewest == 1 or not fewer
 
 
-def test_collectives_are_routed_only_by_order_and_a_remap_where_one_nic_would_carry_it() -> None:
+def test_collectives_are_routed_only_by_order_a_remap_and_a_tiling_by_the_load_of_nics() -> None:
+    # Collectives are routed only by order and a remap where one nic would carry it.
     gather = plan((64_000,), by_hand.all_gather(range(8), 0))
     assert laid(gather, Layers("pays")).routing is None
     routed = laid(gather, Layers("always"))
@@ -268,9 +265,7 @@ def test_collectives_are_routed_only_by_order_and_a_remap_where_one_nic_would_ca
     assert remapped.routing is not None
     assert remapped.routing.zones == (REMAP,)
     verify(expand(remapped, "keep"))
-
-
-def test_a_tiling_is_routed_by_the_load_of_its_nics() -> None:
+    # A tiling is routed by the load of its nics.
     tasks = [(0, 0, 0, 32_000, 0, 16_000), (4, 0, 16_000, 32_000, 16_000, 32_000)]
     routed = laid(plan((32_000,), by_hand.task_table([(0, 0, 0, 32_000)], tasks)), Layers("pays"))
     assert routed.routing is not None

@@ -9,23 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.clocks import fair_ends
+from megatron_balance import Cluster, MicrobatchPlan, Model
+from megatron_balance.analysis import clocks, wire
 from megatron_balance.analysis.machine import Machine, fair_rates
-from megatron_balance.analysis.wire import Payload, piece_bytes
-from megatron_balance.compile.join import split
+from megatron_balance.compile import join, pipeline, route, transpose
 from megatron_balance.compile.order import Finish, Leg, RunLaunches, Start, Step
-from megatron_balance.compile.pipeline import compile_policies, in_order
-from megatron_balance.compile.route import Nics
-from megatron_balance.compile.transpose import POLICIES
-from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost import analytic, perturbed
 from megatron_balance.cost.base import NO_HOST, Contention, Host, Link
-from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Route, Rows, Transfer
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Program
 from megatron_balance.patterns.sends import messages_of
 from megatron_balance.planning.layers import Layers, with_layers
@@ -63,7 +56,7 @@ def moving(num_ranks: int, *transfers: tuple[int, int, int], exchanges: int = 1)
 
 
 def forward_s(program: Program, machine: Machine) -> np.ndarray:
-    ranks = list(map(in_order, split(program)))
+    ranks = list(map(pipeline.in_order, join.split(program)))
     return attention.play_events(phase_of(ranks, machine, backward=False), machine, np.zeros(machine.num_ranks)).end_s
 
 
@@ -71,13 +64,12 @@ def ring(num_ranks: int, ranks_per_node: int, *lengths: int) -> MicrobatchPlan:
     return by_hand.pool("ring", lengths, num_ranks, ranks_per_node=ranks_per_node, heads=(2, 2))
 
 
-def test_one_transfer_takes_its_call_its_alpha_and_its_bytes():
+def test_transfers_to_one_rank_or_on_one_nic_share_it_and_both_directions_do_not():
+    # One transfer takes its call its alpha and its bytes.
     machine = flat_machine(4, 2)
     assert forward_s(moving(4, (0, 1, 100)), machine)[:2] == pytest.approx(near_s(100))
     assert forward_s(moving(4, (0, 2, 100)), machine)[[0, 2]] == pytest.approx(far_s(100))
-
-
-def test_transfers_to_one_rank_or_on_one_nic_share_it_and_both_directions_do_not():
+    # Transfers to one rank or on one nic share it and both directions do not.
     machine = flat_machine(4, 4)
     shared_s = near_s(100) + 100 * KV_BYTES / INTRA.bytes_per_s
     assert forward_s(moving(4, (0, 2, 100), (1, 2, 100)), machine)[2] == pytest.approx(shared_s)
@@ -90,10 +82,11 @@ def test_transfers_to_one_rank_or_on_one_nic_share_it_and_both_directions_do_not
     assert stop[:2] == pytest.approx([far_s(200), far_s(400)])
 
 
-def test_a_routed_transfer_takes_what_eq_1_of_zeppelin_says():
+def test_a_routed_transfer_takes_what_eq_1_of_zeppelin_says_and_exchanges_their_turn():
+    # A routed transfer takes what eq 1 of zeppelin says.
     machine, tokens = flat_machine(8, 4), 4 * 128
     direct = moving(8, (0, 4, tokens))
-    routed_s = forward_s(with_routes(direct, Nics(4, 1)), machine).max()
+    routed_s = forward_s(with_routes(direct, route.Nics(4, 1)), machine).max()
     assert routed_s == pytest.approx(3 * CALL + machine.cost.routed_s(tokens * KV_BYTES, 1, 4))
     assert routed_s < forward_s(direct, machine).max()
     # A piece is passed on when it has come.
@@ -102,14 +95,13 @@ def test_a_routed_transfer_takes_what_eq_1_of_zeppelin_says():
     stop = forward_s(replace(program, forward=(piece,)), machine)
     near, far = near_s(128), far_s(128)
     assert stop[[0, 1, 5, 4]] == pytest.approx([near, near + far, near + far + near, near + far + near])
-
-
-def test_one_stream_takes_exchanges_in_turn():
+    # One stream takes exchanges in turn.
     stop = forward_s(moving(4, (0, 1, 100), (0, 2, 100), exchanges=2), flat_machine(4, 4))
     assert stop[2] == pytest.approx(2 * near_s(100))
 
 
-def test_a_ring_takes_its_launches_or_where_it_transfers_longer_its_rounds_and_one_launch():
+def test_a_ring_takes_its_launches_or_its_rounds_and_a_kernel_beside_a_transfer_is_slower():
+    # A ring takes its launches or where it transfers longer its rounds and one launch.
     call = attention_call(ring(4, 4, 800), flat_machine(4, 4, launch=10.0), name="events")
     assert call.forward.end_s == pytest.approx(4 * 10.0)
     assert call.forward.compute_s == pytest.approx(4 * 10.0)
@@ -120,9 +112,7 @@ def test_a_ring_takes_its_launches_or_where_it_transfers_longer_its_rounds_and_o
     call = attention_call(ring(4, 4, 800), slow, name="events")
     assert call.forward.compute_s == pytest.approx([40, 80, 40, 40])
     assert call.forward.end_s.max() == pytest.approx(80.0)
-
-
-def test_a_kernel_is_slowed_down_while_a_transfer_holds_its_processors():
+    # A kernel is slowed down while a transfer holds its processors.
     machine = flat_machine(2, 2, launch=10.0, intra=Link(0.0, 1e4), call_s=0.0, contention=Contention(100, 20, 0))
     lasts = 200 // 2 * KV_BYTES / 1e4
     call = attention_call(ring(2, 2, 200), machine, name="events")
@@ -162,7 +152,7 @@ def test_transfers_that_wait_make_a_routed_ring_slower_and_are_for_the_event_eng
     whole = by_hand.pool("ring", (65536,), 16, ranks_per_node=8, heads=(32, 8))
     planned = with_layers(whole, Cluster(16, 8), flat_machine(16, 8).cost, Layers(routing="always"))
     clusters, model = [Cluster(16, 8, transfers_wait=waits) for waits in (False, True)], Model(32, 8, 128)
-    usual, waiting = (Machine(cluster, model, AnalyticCost(cluster, model)) for cluster in clusters)
+    usual, waiting = (Machine(cluster, model, analytic.AnalyticCost(cluster, model)) for cluster in clusters)
     usual_s, waiting_s = (attention_call(planned, each, name="auto").forward.end_s.max() for each in (usual, waiting))
     assert waiting_s > usual_s
     with pytest.raises(ConfigError, match="transfers that wait for SMs"):
@@ -185,7 +175,7 @@ def test_fair_shares_fill_a_resource_of_every_transfer_and_overfill_none(uses, c
 
 
 def test_transfers_on_one_resource_end_as_those_that_share_it_evenly():
-    ends = fair_ends(np.zeros(2, dtype=np.int64), np.array([10.0, 10.0]), np.array([0.0, 5.0]), np.ones(2))
+    ends = clocks.fair_ends(np.zeros(2, dtype=np.int64), np.array([10.0, 10.0]), np.array([0.0, 5.0]), np.ones(2))
     assert ends == pytest.approx([15.0, 20.0]), "the first is alone until 5, the second from 15 on"
 
 
@@ -196,11 +186,11 @@ def test_transfers_on_one_resource_end_as_those_that_share_it_evenly():
 def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str):
     planned = plan(name, case)
     cluster = replace(case.cluster, ranks_per_nic=1)
-    machine = Machine(cluster, case.model, AnalyticCost(cluster, case.model))
-    policy = POLICIES[case.seed % 2]
+    machine = Machine(cluster, case.model, analytic.AnalyticCost(cluster, case.model))
+    policy = transpose.POLICIES[case.seed % 2]
     call = events(planned, machine, policy, (np.zeros(planned.num_ranks), np.zeros(planned.num_ranks)), trace=True)
     for rank in range(planned.num_ranks):
-        program = compile_policies(planned, rank, [policy])[0].program
+        program = pipeline.compile_policies(planned, rank, [policy])[0].program
         for outcome, ops in ((call.forward, program.forward), (call.backward, program.backward)):
             expected = {
                 stream: [op.id for issue in issues if isinstance(op := ops[issue.op], Exchange)]
@@ -223,7 +213,7 @@ def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str)
 def test_more_bandwidth_is_never_slower():
     planned = ring(8, 4, 4000, 300, 77)
     machines = [flat_machine(8, 4, inter=Link(0.002, rate)) for rate in (1e5, 2e5, 1e6, 1e9)]
-    for policy in POLICIES:
+    for policy in transpose.POLICIES:
         calls = [attention_call(planned, machine, policy, name="events") for machine in machines]
         for seconds in zip(*([outcome.end_s.max() for outcome in call] for call in calls), strict=True):
             assert sorted(seconds, reverse=True) == list(seconds)
@@ -231,10 +221,10 @@ def test_more_bandwidth_is_never_slower():
 
 def has_empty_piece(op: Exchange, machine: Machine) -> bool:
     """True if a routed parcel of the exchange has fewer blocks of bytes than pieces."""
-    parcels = Payload.of(machine.model).parcels(messages_of(op.id, as_array(op.transfers)))
+    parcels = wire.Payload.of(machine.model).parcels(messages_of(op.id, as_array(op.transfers)))
     packed = dict(zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed, strict=True))
     pieces = Counter((row[0], row[1]) for row in op.routes)
-    return any(bool((piece_bytes(np.array([packed[pair]]), count) == 0).any()) for pair, count in pieces.items())
+    return any(bool((wire.piece_bytes(np.array([packed[pair]]), count) == 0).any()) for pair, count in pieces.items())
 
 
 # Hosts in the simulator: a device waits for what its host has not issued, in both engines alike.
@@ -257,21 +247,18 @@ def test_a_launch_does_not_start_before_its_host_issued_it(engine):
 
 
 class Packing(FlatCost):
-    """Packing and unpacking take a second."""
-
     def pack_s(self, num_bytes):
         return float(num_bytes > 0)
 
 
-def test_packing_and_unpacking_are_a_launch_each():
+def test_packing_and_unpacking_are_a_launch_each_and_a_host_that_is_ahead_holds_nothing_up():
+    # Packing and unpacking are a launch each.
     # Of a head exchange: inputs are packed and sent, and read where they arrive; two launches; outputs
     # are packed, sent and unpacked. Issued after 12, 22, 34 and 39 s; unpacking takes a second.
     plan = by_hand.pool("head_exchange", (64,), 2, ranks_per_node=2, heads=(2, 2))
     machine = replace(flat_machine(2, 2, launch=1.0), cost=Packing(MODEL), host=Host(7.0, 5.0))
     assert attention_call(plan, machine).forward.end_s == pytest.approx([40.0, 40.0])
-
-
-def test_a_host_that_is_ahead_of_its_device_holds_nothing_up():
+    # A host that is ahead of its device holds nothing up.
     machine = flat_machine(2, 2, launch=1.0)
     calls = (attention_call(ISSUED_RING, each) for each in (machine, replace(machine, host=Host(0.1, 0.1))))
     for outcome, same in zip(*calls, strict=True):
@@ -293,19 +280,18 @@ def test_slow_hosts_make_no_call_faster_and_take_at_least_what_they_issue(case: 
             last = ends
 
 
-def test_without_prices_seconds_are_the_same_bit_for_bit():
+def test_a_cluster_says_what_its_hosts_take_and_without_prices_seconds_are_the_same():
+    # Without prices seconds are the same bit for bit.
     planned, machine = ring(8, 4, 300, 200), flat_machine(8, 4, launch=0.01, pair=1e-6)
     for engine in ENGINES:
         plain, zero = (attention_call(planned, each, name=engine) for each in (machine, replace(machine, host=Host())))
         for a, b in zip(plain, zero, strict=True):
             assert np.array_equal(a.end_s, b.end_s)
-
-
-def test_a_cluster_says_what_its_hosts_take():
-    assert AnalyticCost(Cluster(8, 4), MODEL).host == NO_HOST
-    cost = AnalyticCost(Cluster(8, 4, host_call_s=3e-5, host_launch_s=2e-5, host_message_s=1e-6), MODEL)
+    # A cluster says what its hosts take.
+    assert analytic.AnalyticCost(Cluster(8, 4), MODEL).host == NO_HOST
+    cost = analytic.AnalyticCost(Cluster(8, 4, host_call_s=3e-5, host_launch_s=2e-5, host_message_s=1e-6), MODEL)
     assert cost.host == Host(3e-5, 2e-5, 1e-6)
-    assert PerturbedCost(cost, Factors(attention=2.0)).host == cost.host
+    assert perturbed.PerturbedCost(cost, perturbed.Factors(attention=2.0)).host == cost.host
     assert cost.host.issue_s(2, 3, 4) == pytest.approx(2 * 3e-5 + 3 * 2e-5 + 4e-6)
     with pytest.raises(ConfigError, match="cluster custom: host_call_s: expected seconds of at least 0, got -1"):
         Cluster(8, 4, host_call_s=-1.0)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance import Batch, Cluster, MicrobatchPlan, Model
 from megatron_balance.analysis import tables
 from megatron_balance.analysis.change import Layouts, base_sync_s, change, held_bytes
 from megatron_balance.analysis.clocks import Outcome
@@ -17,13 +18,8 @@ from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir import arrays, program
 from megatron_balance.ir.mask import CAUSAL, FULL
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import Exchange, Kind
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.patterns import head_ring, zigzag
@@ -51,7 +47,6 @@ def pool(pattern: str, num_ranks: int, ranks_per_node: int, lengths: tuple[int, 
 
 
 def in_both(plan: MicrobatchPlan, machine: Machine, policy: Policy, *enter: Any) -> list[tuple[Outcome, Outcome]]:
-    """Forward and backward by the event engine and by the round engine."""
     calls = (attention_call(plan, machine, policy, *(enter or (None,)), name=name) for name in ("events", "rounds"))
     return list(zip(*calls, strict=True))
 
@@ -169,15 +164,26 @@ def hops_of(zone: tables.ZoneTable) -> HopByHop:
     return zone.traffic.hops
 
 
-def test_a_first_hop_that_an_owner_makes_is_not_made_by_the_holder():
+def test_a_zone_that_meets_another_has_less_of_a_nic_and_an_owner_makes_a_first_hop():
+    # A first hop that an owner makes is not made by the holder.
     zones, machine = (by_hand.ring(range(4), 0), by_hand.local(4, 1, 2)), flat_machine(8, 4)
     planned = by_hand.plan((4000, 100, 90), 8, *zones, ranks_per_node=4, heads=(2, 2))
     moved = with_layers(planned, machine.cluster, machine.cost, Layers(remap=True))
     assert moved.moves
-    first = next(op for op in project(moved, 1).forward if isinstance(op, Exchange) and op.id == 1)
-    rows = as_array(first.transfers)
-    stays = int((rows[:, 3] - rows[:, 2])[(rows[:, 6] == 0) & (rows[:, 0] == Kind.KV)].sum())
+    first = next(op for op in project(moved, 1).forward if isinstance(op, program.Exchange) and op.id == 1)
+    rows = arrays.as_array(first.transfers)
+    stays = int((rows[:, 3] - rows[:, 2])[(rows[:, 6] == 0) & (rows[:, 0] == program.Kind.KV)].sum())
     assert hops_of(tables.Tables(moved, machine).zones[0]).forward[0, 1] == stays
+    # A zone that meets another on a nic has less of it.
+    # Two rings of two ranks, both between the nodes, over one NIC a node.
+    zones = tuple(by_hand.ring((rank, rank + 2), rank) for rank in (0, 1))
+    planned = by_hand.plan((4000, 4000), 4, *zones, ranks_per_node=2, heads=(2, 2))
+    alone = replace(planned, zones=zones[:1], lengths=(4000,))
+    machine = flat_machine(4, 2, 2, launch=1e-6, inter=Link(0.0, 1e5), call_s=0.0)
+    both_s, one_s = (attention_call(p, machine, name="rounds").forward.end_s.max() for p in (planned, alone))
+    exact_s = attention_call(planned, machine, name="events").forward.end_s.max()
+    assert exact_s == pytest.approx(2 * one_s, rel=1e-3)
+    assert both_s == pytest.approx(exact_s, rel=0.05)
 
 
 @pytest.mark.parametrize("lengths", [(65536, 32768, 16384), (65536, 700, 300, 90, 17, 5, 2, 1)])
@@ -190,18 +196,6 @@ def test_launches_by_kind_cost_what_the_launches_themselves_do(lengths, monkeypa
     assert by_kind.forward_s == pytest.approx(each.forward_s, rel=0.02)
     assert by_kind.backward_s == pytest.approx(each.backward_s, rel=0.02)
     assert np.array_equal(hops_of(by_kind).forward, hops_of(each).forward)
-
-
-def test_a_zone_that_meets_another_on_a_nic_has_less_of_it():
-    # Two rings of two ranks, both between the nodes, over one NIC a node.
-    zones = tuple(by_hand.ring((rank, rank + 2), rank) for rank in (0, 1))
-    planned = by_hand.plan((4000, 4000), 4, *zones, ranks_per_node=2, heads=(2, 2))
-    alone = replace(planned, zones=zones[:1], lengths=(4000,))
-    machine = flat_machine(4, 2, 2, launch=1e-6, inter=Link(0.0, 1e5), call_s=0.0)
-    both_s, one_s = (attention_call(p, machine, name="rounds").forward.end_s.max() for p in (planned, alone))
-    exact_s = attention_call(planned, machine, name="events").forward.end_s.max()
-    assert exact_s == pytest.approx(2 * one_s, rel=1e-3)
-    assert both_s == pytest.approx(exact_s, rel=0.05)
 
 
 # Steps of pipelines side by side on clocks.
@@ -219,15 +213,14 @@ def played(step: StepPlan, setup: Setup = Setup()) -> Any:  # noqa: B008
     return simulate_planned(step, training_machine(8), training_machine(8), setup)
 
 
-def test_one_pipeline_of_all_ranks_takes_what_its_step_takes() -> None:
+def test_a_step_ends_with_its_slowest_pipeline_and_ranks_left_over_hold_nothing() -> None:
+    # One pipeline of all ranks takes what its step takes.
     step = planned("tp1-pp2-cp4")
     found, stage = played(step), simulate_step(step.plans, training_machine(4), Setup(pipeline=2))
     assert found.step_s == pytest.approx(stage.step_s)
     assert found.num_tokens == sum(map(sum, LENGTHS))
     assert len(found.peak_bytes) == 8
-
-
-def test_a_step_ends_with_its_slowest_pipeline_and_ranks_left_over_hold_nothing() -> None:
+    # A step ends with its slowest pipeline and ranks left over hold nothing.
     step, own = planned("tp1-pp1-cp2+tp1-pp1-cp4"), []
     found = played(step)
     for pipeline, ranks in ((0, 2), (1, 4)):
@@ -243,14 +236,13 @@ SHORT = "--ranks 8 --ranks-per-node 4 --model llama-3b --cluster h200 --lengths 
 HYDRAULIS = f"simulate {SHORT} --planner hydraulis -o"
 
 
-def test_degrees_beside_those_of_a_strategy_are_refused(run: CommandLine) -> None:
+def test_simulate_runs_whole_steps_of_a_strategy_and_says_what_they_pulled_and_pushed(run: CommandLine) -> None:
+    # Degrees beside those of a strategy are refused.
     with pytest.raises(ConfigError, match=r"says the degrees of its pipelines.*leave out --pipeline"):
         played(planned("2*tp1-pp1-cp4"), Setup(pipeline=2))
     said = run.error(f"{HYDRAULIS} strategies=[2*tp1-pp1-cp4] --tensor-parallel 2")
     assert "--tensor-parallel 2: a strategy says the degrees" in said
-
-
-def test_simulate_runs_whole_steps_of_a_strategy(run: CommandLine) -> None:
+    # Simulate runs whole steps of a strategy.
     # Those of auto and the baseline of full microbatches, too, with a group of TP larger than a node.
     for asked in (
         f"{HYDRAULIS} strategies=[2*tp2-pp1-cp1+tp1-pp2-cp2,2*tp1-pp1-cp4]",

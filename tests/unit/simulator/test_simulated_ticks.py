@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_balance import Cluster, Model
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.transpose import POLICIES, Policy
-from megatron_balance.cost import parallel
-from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost import analytic, parallel
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import TickPlan
@@ -34,17 +32,15 @@ MODEL = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_si
 
 def machine(num_ranks: int) -> Machine:
     cluster = Cluster(num_ranks=num_ranks, ranks_per_node=num_ranks)
-    return Machine(cluster, MODEL, AnalyticCost(cluster, MODEL))
+    return Machine(cluster, MODEL, analytic.AnalyticCost(cluster, MODEL))
 
 
 def owned_rows(lengths: tuple[int, ...], owned: Rows, num_ranks: int) -> MicrobatchPlan:
-    """Every rank attends to its own queries."""
     tasks = [(rank, seq, start, stop, 0, stop) for rank, seq, start, stop in owned]
     return by_hand.plan(lengths, num_ranks, by_hand.task_table(owned, tasks), heads=(8, 8))
 
 
 def whole(*lengths: int) -> MicrobatchPlan:
-    """A sequence a rank."""
     return owned_rows(lengths, Rows.of(4, [(rank, rank, 0, n) for rank, n in enumerate(lengths)]), len(lengths))
 
 
@@ -96,7 +92,8 @@ def dispatched(batches: list[tuple[int, ...]], tolerance: float | None = None) -
     return plan_ticks(ticks(2, len(batches)), plans, owned)
 
 
-def test_stages_that_attend_together_are_sooner_done_with_uneven_microbatches() -> None:
+def test_stages_that_attend_together_are_sooner_done_and_nano_batches_hide_their_exchanges() -> None:
+    # Stages that attend together are sooner done with uneven microbatches.
     uneven, work = [(32768,), (1024,) * 32, (24576, 8192), (2048,) * 16], machine(4)
     order = dispatched(uneven)
     alone = machine(2)
@@ -107,15 +104,14 @@ def test_stages_that_attend_together_are_sooner_done_with_uneven_microbatches() 
     first = order[0].plan.zones[0]
     assert isinstance(first, TaskTable)
     assert {2, 3} & {task[0] for task in first.tasks}, "the idle stage attends in the first tick"
-
-
-def test_two_nano_batches_hide_what_they_exchange() -> None:
+    # Two nano batches hide what they exchange.
     first, second = (dispatched([each] * 2, tolerance=0.02) for each in ((12288, 4096), (8192, 8192)))
     interleaved, one_by_one = (simulate_ticks(first, machine(4), Setup(interleaved=i), second) for i in (True, False))
     assert interleaved.step_s < one_by_one.step_s
 
 
 def test_what_cannot_be_is_said() -> None:
+    # What cannot be is said.
     with pytest.raises(ConfigError, match="at least one tick"):
         simulate_ticks((), machine(2))
     with pytest.raises(ConfigError, match=r"8 layers .* cannot be cut into 3 chunks"):
@@ -125,6 +121,12 @@ def test_what_cannot_be_is_said() -> None:
         simulate_ticks(two, machine(2), Setup(pipeline=4))
     with pytest.raises(ConfigError, match="in the same ticks"):
         simulate_ticks(two, machine(2), Setup(), two[1:])
+    # What an engine does not know is refused.
+    ring = replace(nano_batch(), zones=(Zone("inter_node", "ring", tuple(range(RANKS)), tuple(range(RANKS))),))
+    with pytest.raises(ConfigError, match="use the engine 'events'"):
+        layers([ring, ring], hopper(), 2, PingPongMode(engine="rounds"))
+    assert layers([ring, nano_batch()], hopper(), 2).forward.end_s.max() > 0
+    assert passes(2, "auto", transport="sockets").forward.end_s.max() > 0
 
 
 # Nano-batches on clocks: closed forms of what hides behind what, and that the two engines, and the
@@ -228,14 +230,6 @@ def test_a_step_of_nano_batches_is_its_layers() -> None:
     assert step.num_tokens == 2 * RANKS * TOKENS
     whole = simulate_step([nano_batch()], on, Setup(engine="events"))
     assert (step.peak_bytes > whole.peak_bytes).all()
-
-
-def test_what_an_engine_does_not_know_is_refused() -> None:
-    ring = replace(nano_batch(), zones=(Zone("inter_node", "ring", tuple(range(RANKS)), tuple(range(RANKS))),))
-    with pytest.raises(ConfigError, match="use the engine 'events'"):
-        layers([ring, ring], hopper(), 2, PingPongMode(engine="rounds"))
-    assert layers([ring, nano_batch()], hopper(), 2).forward.end_s.max() > 0
-    assert passes(2, "auto", transport="sockets").forward.end_s.max() > 0
 
 
 def test_nano_batches_are_as_even_as_whole_items_allow() -> None:

@@ -11,19 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.clocks import Outcome
+from megatron_balance.analysis import clocks, statistics
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.statistics import traffic
-from megatron_balance.compile.join import split
-from megatron_balance.compile.pipeline import expand, in_order
-from megatron_balance.compile.route import Nics
+from megatron_balance.compile import join, pipeline, route
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Collective, Exchange, Kind, Program
-from megatron_balance.simulator import attention, emulated
-from megatron_balance.simulator.attention import attention_call, events
-from megatron_balance.simulator.phase import phase_of
+from megatron_balance.simulator import attention, emulated, phase
 from tests.support import by_hand
 from tests.support.flat_cost import INTER, INTRA, flat_machine
 from tests.support.programs import with_routes
@@ -41,10 +36,10 @@ def program(num_ranks: int, rows: list[Any], collective: Collective = "p2p", rou
     return Program((10_000,) * num_ranks, 2, 2, owned, (exchange,))
 
 
-def play(of: Program, machine: Machine, enter_s: list[float] | None = None) -> Outcome:
-    ranks = list(map(in_order, split(of)))
+def play(of: Program, machine: Machine, enter_s: list[float] | None = None) -> clocks.Outcome:
+    ranks = list(map(pipeline.in_order, join.split(of)))
     start = np.zeros(machine.num_ranks) if enter_s is None else np.array(enter_s)
-    return attention.play_events(phase_of(ranks, machine, backward=False), machine, start, "sockets")
+    return attention.play_events(phase.phase_of(ranks, machine, backward=False), machine, start, "sockets")
 
 
 def everyone(num_ranks: int, tokens: int) -> list[tuple[int, int, int]]:
@@ -53,9 +48,7 @@ def everyone(num_ranks: int, tokens: int) -> list[tuple[int, int, int]]:
 
 @pytest.fixture
 def even(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments so small that sockets that take turns have equal shares, and buckets that save
-    nothing.
-    """
+    # Segments so small that sockets that take turns have equal shares, and buckets that save nothing.
     monkeypatch.setattr(emulated, "SEGMENT_BYTES", (KV_BYTES, KV_BYTES))
     monkeypatch.setattr(emulated, "BURST_BYTES", (0, 0))
 
@@ -82,7 +75,8 @@ def test_an_all_gather_goes_around_one_ring_however_many_nics_a_node_has() -> No
 
 
 @pytest.mark.usefixtures("even")
-def test_exchanges_go_beside_one_another_and_a_piece_is_passed_on_when_it_has_come() -> None:
+def test_exchanges_go_beside_one_another_and_pieces_overtake_one_another() -> None:
+    # Exchanges go beside one another and a piece is passed on when it has come.
     one, other = (program(4, [(0, dst, 100)]) for dst in (1, 2))
     second = replace(other.forward[0], id=1)  # pyright: ignore[reportCallIssue]
     stop = play(replace(one, forward=(*one.forward, second)), flat_machine(4, 4)).end_s
@@ -91,13 +85,10 @@ def test_exchanges_go_beside_one_another_and_a_piece_is_passed_on_when_it_has_co
     near, far = CALL + INTRA.time_s(128 * KV_BYTES), CALL + INTER.time_s(128 * KV_BYTES)
     # Whoever sends is through when its socket has the bytes.
     assert stop[[1, 5, 4]] == pytest.approx([near, near + far, near + far + near], rel=0.02)
-
-
-@pytest.mark.usefixtures("even")
-def test_pieces_overtake_one_another() -> None:
+    # Pieces overtake one another.
     machine = flat_machine(8, 4)
     whole_s, cut_s = (
-        play(with_routes(program(8, [(0, 4, 4096)]), Nics(4, 1, pieces=n)), machine).end_s.max() for n in (1, 4)
+        play(with_routes(program(8, [(0, 4, 4096)]), route.Nics(4, 1, pieces=n)), machine).end_s.max() for n in (1, 4)
     )
     num_bytes, near, far = 4096 * KV_BYTES, INTRA.bytes_per_s, INTER.bytes_per_s
     # One piece a NIC: handed out, across, handed on. Of four, three quarters of what is handed out
@@ -114,7 +105,7 @@ def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(
 ) -> None:
     slow = replace(flat_machine(4, 4, launch=0.001), slowdown=(1.0, 10_000.0, 1.0, 1.0))
     ring = by_hand.pool("ring", (8000,), 4, heads=(2, 2))
-    forward = events(ring, slow, "keep", (np.zeros(4), np.zeros(4)), transport, trace=True).forward
+    forward = attention.events(ring, slow, "keep", (np.zeros(4), np.zeros(4)), transport, trace=True).forward
     assert forward.end_s[1] == pytest.approx(4 * 10.0, rel=0.05)
     came_s = min(each.stop_s for each in forward.occupied if (each.rank, each.exchange, each.what) == (1, 1, "direct"))
     assert (came_s < 10.0) == meanwhile
@@ -146,12 +137,12 @@ def test_every_link_and_nic_carries_the_bytes_that_the_executor_counts(
 ) -> None:
     # On streams forward alone: NCCL's reduce-scatters go around a ring, `traffic` has gloo's.
     planned = plan(name, case)
-    machine, program = machine_of(case, planned), expand(planned, "keep")
-    call = attention_call(planned, machine, "keep", name="events", transport=transport)
+    machine, program = machine_of(case, planned), pipeline.expand(planned, "keep")
+    call = attention.attention_call(planned, machine, "keep", name="events", transport=transport)
     moved = call.forward.bytes_moved + (call.backward.bytes_moved if transport == "sockets" else 0)
     program = program if transport == "sockets" else replace(program, backward=())
     shape = {"ranks_per_node": machine.cluster.node_size, "ranks_per_nic": machine.cluster.ranks_per_nic}
-    expected = traffic(program, machine.payload, **shape)
+    expected = statistics.traffic(program, machine.payload, **shape)
     nics = (expected.nic_sent.ravel(), expected.nic_received.ravel())
     assert np.array_equal(moved, np.concatenate([expected.intra_node_sent, expected.intra_node_received, *nics]))
 
@@ -163,7 +154,7 @@ def test_faster_nics_are_never_slower_by_much(case: Case, name: str) -> None:
     planned = plan(name, case)
     fast = replace(case, cluster=replace(case.cluster, nic_bytes_per_s=4 * case.cluster.nic_bytes_per_s))
     machines = (machine_of(each, planned) for each in (case, fast))
-    ends = [attention_call(planned, on, "replay", name="events", transport="sockets") for on in machines]
+    ends = [attention.attention_call(planned, on, "replay", name="events", transport="sockets") for on in machines]
     slower, faster = (call.forward.end_s.max() + call.backward.end_s.max() for call in ends)
     assert faster <= 1.05 * slower
 
@@ -217,7 +208,8 @@ def test_a_message_takes_its_bytes_but_for_the_burst_alone_and_beside_one_the_ot
     assert both.came_s == pytest.approx({0: alone_s, 1: alone_s}, rel=0.02)
 
 
-def test_messages_take_turns_on_a_nic_of_ones_own_and_on_a_shared_one_the_first_is_first_through() -> None:
+def test_messages_take_turns_and_a_socket_holds_so_much() -> None:
+    # Messages take turns on a nic of ones own and on a shared one the first is first through.
     first, second = Wires(SHARED).carry((0, 2, 200_000), (1, 3, 200_000)).came_s.values()
     assert first == pytest.approx((200_000 - NIC_BURST) / NIC)
     assert second == pytest.approx((400_000 - NIC_BURST) / NIC)
@@ -227,23 +219,18 @@ def test_messages_take_turns_on_a_nic_of_ones_own_and_on_a_shared_one_the_first_
     # Those of two ranks keep their order.
     came_s = Wires(SHARED).carry((0, 2, 150_000), (0, 2, 1), (0, 3, 1)).came_s
     assert came_s[0] < came_s[1] < came_s[2]
-
-
-def test_a_message_that_its_socket_cannot_hold_waits_for_what_goes_the_other_way() -> None:
+    # A socket holds so much and a long message goes in longer segments.
+    # A message that its socket cannot hold waits for what goes the other way.
     back, rest = 2 * 200_000, 100_000
     came_s = Wires(SHARED).carry((2, 1, 200_000), (3, 1, 200_000), (0, 2, emulated.SOCKET_BYTES + rest)).came_s
     # The first acknowledgement waits until all that goes the other way has left; by then all the
     # socket held has come.
     assert came_s[2] == pytest.approx((back - NIC_BURST) / NIC + (rest - NIC_BURST) / NIC, rel=0.02)
-
-
-def test_a_sender_has_done_its_part_when_the_socket_has_the_message() -> None:
+    # A sender has done its part when the socket has the message.
     wires = Wires(flat_machine(2, 1)).carry((0, 1, emulated.SOCKET_BYTES), (0, 1, emulated.SOCKET_BYTES))
     assert wires.left_s[0] == 0.0
     assert wires.came_s[0] < wires.left_s[1] < wires.came_s[1]
-
-
-def test_a_long_message_goes_in_longer_segments_and_takes_no_longer() -> None:
+    # A long message goes in longer segments and takes no longer.
     num_bytes = 300_000_000
     found = Wires(flat_machine(2, 1), num_bytes).carry((0, 1, num_bytes))
     assert found.came_s[0] == pytest.approx(num_bytes / NIC, rel=0.005)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from megatron_balance import make_planner
+from megatron_balance import MicrobatchPlan, make_planner
 from megatron_balance.analysis import trace_format
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.phase import phase_of
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
@@ -39,7 +38,8 @@ def _read(trace: trace_format.Trace) -> Read:
     return trace_reader.read(json.dumps(trace.document(), allow_nan=False))
 
 
-def test_every_rank_has_a_process_and_arrows_point_forward_to_another_one(found: Read) -> None:
+def test_spans_say_the_bytes_peers_and_zones_of_the_program(found: Read, plan: MicrobatchPlan) -> None:
+    # Every rank has a process and arrows point forward to another one.
     assert found.processes[5] == "rank 5, node 1"
     assert set(found.processes) == set(range(8))
     assert found.arrows
@@ -50,19 +50,7 @@ def test_every_rank_has_a_process_and_arrows_point_forward_to_another_one(found:
         levels = [level for _, level in times]
         assert min(levels) >= 0 < max(levels)
         assert levels[-1] == 0
-
-
-def test_a_ring_has_a_track_for_each_stream_and_all_its_launches() -> None:
-    found = _read(layer_trace(RING, MACHINE))
-    tracks = {"compute", "inter_node", "inter_node moved", "intra_node", "intra_node moved"}
-    assert sorted(found.tracks)[0][1] == 8, "no track has the number of a rank"
-    assert len({number for _, number in found.tracks}) == len(found.tracks)
-    assert next(name for (rank, _), name in sorted(found.tracks.items()) if rank == 3) == "compute"
-    assert set(found.tracks.values()) == tracks
-    assert sum(e["name"] == "attention" for e in found.spans) == 2 * 8 * 8
-
-
-def test_spans_of_exchanges_say_the_bytes_and_peers_of_the_program(found: Read, plan: MicrobatchPlan) -> None:
+    # Spans of exchanges say the bytes and peers of the program.
     ranks = compile_ranks(plan, "keep")
     for name, backward in (("forward", False), ("backward", True)):
         flows = phase_of(ranks, MACHINE, backward=backward).flows
@@ -80,7 +68,16 @@ def test_spans_of_exchanges_say_the_bytes_and_peers_of_the_program(found: Read, 
     assert zones == {zone.name for zone in plan.zones}
 
 
-def test_a_rank_that_waits_for_an_exchange_says_so_until_it_is_there() -> None:
+def test_a_ring_has_a_track_for_each_stream_and_says_what_it_waits_for() -> None:
+    # A ring has a track for each stream and all its launches.
+    found = _read(layer_trace(RING, MACHINE))
+    tracks = {"compute", "inter_node", "inter_node moved", "intra_node", "intra_node moved"}
+    assert sorted(found.tracks)[0][1] == 8, "no track has the number of a rank"
+    assert len({number for _, number in found.tracks}) == len(found.tracks)
+    assert next(name for (rank, _), name in sorted(found.tracks.items()) if rank == 3) == "compute"
+    assert set(found.tracks.values()) == tracks
+    assert sum(e["name"] == "attention" for e in found.spans) == 2 * 8 * 8
+    # A rank that waits for an exchange says so until it is there.
     spans = layer_trace(RING, flat_machine(8, 4, launch=1e-4)).spans
     came: dict[tuple[Any, ...], float] = {}
     for span in spans:
@@ -119,7 +116,8 @@ def test_a_step_is_drawn_whole_and_ends_when_it_does(pipeline: int, interleave: 
     assert ("recompute" in {e["name"] for e in found.spans}) == (recompute == "full")
 
 
-def test_layers_beyond_what_can_be_opened_are_one_span() -> None:
+def test_layers_beyond_what_can_be_opened_are_one_span_and_a_rank_is_joined_once() -> None:
+    # Layers beyond what can be opened are one span.
     whole, few = (step_trace([RING], MACHINE, most_spans=most) for most in (10**6, 1))
     assert whole.facts["layers_drawn"] == MODEL.num_layers
     assert few.facts["layers_drawn"] == 1
@@ -131,9 +129,7 @@ def test_layers_beyond_what_can_be_opened_are_one_span() -> None:
     drawn_s = sum(s.stop_s - s.start_s for s in blocks if s.rank == 0)
     step = [s for s in whole.spans if s.rank == 0 and s.track == "step" and s.microbatch == 0]
     assert drawn_s == pytest.approx(sum(s.stop_s - s.start_s for s in step) * (1 - 1 / MODEL.num_layers))
-
-
-def test_a_rank_is_joined_once_and_what_is_no_trace_is_refused() -> None:
+    # A rank is joined once and what is no trace is refused.
     trace = layer_trace(RING, MACHINE)
     with pytest.raises(ConfigError, match="rank 0 is in two of the traces; give each rank's file once"):
         trace_format.joined([trace, trace])
