@@ -11,14 +11,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from megatron_balance import Cluster, Model
 from megatron_balance.compile.proof.meaning import NotAloneError
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.mask import SlidingWindow
-from megatron_balance.ir.model import Model
+from megatron_balance.ir import mask, strategy
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.step import EMPTY, Layers, StepPlan
-from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import JointStages
 from megatron_balance.planning import proofs
 from megatron_balance.planning.proofs import FIRST, Proofs, Prover, prove_step
@@ -91,7 +89,7 @@ def test_of_many_ranks_each_proves_its_own_part_and_of_few_the_first_proves_all(
     monkeypatch.setattr(proofs, "BY_RANK", 2)
     assert proved(1) == [("part", 1)] * plans
     assert proved(None) == [("all", None)] * plans
-    joint = replace(step, strategy=Strategy.parse("tp1-pp1-cp2"), num_microbatches=(2,))
+    joint = replace(step, strategy=strategy.Strategy.parse("tp1-pp1-cp2"), num_microbatches=(2,))
     assert proofs._due_to(joint, 1) == []
 
 
@@ -149,7 +147,7 @@ def test_plans_of_ticks_and_of_both_masks_of_a_model_are_proved(monkeypatch: pyt
     prove_step(step, masks=spec.model.masks)
     assert [plan.mask.name for plan in seen] == ["causal", "causal", "window_20", "window_20"] * 2
     seen.clear()
-    prove_step(step, masks=(*spec.model.masks[:1], SlidingWindow(100)))
+    prove_step(step, masks=(*spec.model.masks[:1], mask.SlidingWindow(100)))
     assert [plan.mask.name for plan in seen] == ["causal", "causal"] * 2, "no sequence is longer than the window"
 
 

@@ -17,17 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance import Cluster, MicrobatchPlan, Model
 from megatron_balance.compile.pipeline import expand, layout
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import ConfigError, InvalidProgramError
-from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Cell, Layers, StepPlan, to_json
 from megatron_balance.planners.base import JointStages
-from megatron_balance.planning import step_planner
-from megatron_balance.planning.choice import PlannerChoice
+from megatron_balance.planning import choice, step_planner
 from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
 from megatron_balance.planning.ticks import neighbour, passes_on, plan_ticks, ticks
 from megatron_balance.simulator import pipeline
@@ -80,7 +77,7 @@ def test_no_plan_leaves_the_planner_that_does_not_hold_together(monkeypatch: pyt
     planner = StepPlanner(SMALL)
     whole, carried = planner.choice.plan_step(FITS, planner._context, EMPTY)
     lossy = dataclasses.replace(whole, plans=(dataclasses.replace(whole.plans[0], zones=()),))
-    monkeypatch.setattr(PlannerChoice, "plan_step", lambda *_: (lossy, carried))
+    monkeypatch.setattr(choice.PlannerChoice, "plan_step", lambda *_: (lossy, carried))
     for plan in (planner.plan, planner.plan_evaluation):
         with pytest.raises(InvalidProgramError, match="plan of te_ring: sequence 0 is in 0 zones"):
             plan(FITS)

@@ -51,18 +51,12 @@ def text(request, pages) -> str:
     return pages[request.param].read_text(encoding="utf-8")
 
 
-def test_elements_are_closed_and_names_are_text(text):
+def test_elements_are_closed_names_are_text_and_it_refers_only_to_itself(text):
     document = Document(text)
     assert document.open == []
-    assert [tag for tag, _ in document.elements].count("script") == 3
-    assert "img" not in [tag for tag, _ in document.elements]
-    said = "".join(document.text)
-    assert PICTURE in said
-    assert HOSTILE in said
-
-
-def test_it_refers_only_to_itself(text):
-    document = Document(text)
+    tags = [tag for tag, _ in document.elements]
+    assert (tags.count("script"), tags.count("img")) == (3, 0)
+    assert all(name in "".join(document.text) for name in (PICTURE, HOSTILE))
     assert len(document.ids) == len(set(document.ids))
     for tag, attrs in document.elements:
         assert "src" not in attrs, tag
@@ -80,7 +74,8 @@ def test_it_refers_only_to_itself(text):
     assert "'unsafe-inline'" not in policy[1].split("script-src")[1]
 
 
-def test_every_section_is_in_the_contents_and_every_plot_has_words(text):
+def test_plotly_takes_every_plot_and_every_section_is_in_the_contents(text):
+    # Every section is in the contents and every plot has words.
     document = Document(text)
     sections = [attrs["id"] for tag, attrs in document.elements if tag == "section"]
     links = [attrs["href"] for tag, attrs in document.elements if tag == "a" and attrs.get("class") != "skip"]
@@ -93,9 +88,7 @@ def test_every_section_is_in_the_contents_and_every_plot_has_words(text):
     chips = re.findall(r'<span class="kind (\w+)">', text)
     assert set(chips) <= {"exact", "measured", "simulated", "published"}
     assert len(chips) >= len(plots)
-
-
-def test_plotly_takes_every_plot(text):
+    # Plotly takes every plot.
     for plot in embedded(text):
         figure = go.Figure(data=plot["data"], layout=plot["layout"])  # raises where a key or value is none of Plotly's
         assert len(figure.data) >= 1, plot["id"]
@@ -109,20 +102,18 @@ def test_a_page_is_one_file_of_some_megabytes_and_labels_of_its_plots_are_escape
     assert not any("<" in name for name in names)
 
 
-def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, run):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ConfigError, match=r"megatron-balance\[report\]"):
-        page.plot_library()
-    assert run.error("report --lengths 100 --out", tmp_path / "r.html").startswith("a report needs plotly")
-    assert not (tmp_path / "r.html").exists()
-
-
-def test_where_the_page_cannot_go_is_said_before_any_work(tmp_path, run):
+def test_where_the_page_cannot_go_is_said_before_any_work(monkeypatch, tmp_path, run):
     (tmp_path / "file").write_text("")
     folder = "there is no folder"
     for out, said in (("", "is a folder; give a file to write"), ("none/r.html", folder), ("file/r.html", folder)):
         assert said in run.error("report --lengths 100 --out", tmp_path / out)
     assert "--out" in run.error("report --lengths 100")
+    # Without plotly the extra is named.
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=r"megatron-balance\[report\]"):
+        page.plot_library()
+    assert run.error("report --lengths 100 --out", tmp_path / "r.html").startswith("a report needs plotly")
+    assert not (tmp_path / "r.html").exists()
 
 
 # Reports in a real browser: plots are drawn, nothing is complained about, nothing is fetched, and

@@ -45,7 +45,7 @@ def write(folder: Path, records: list[dict[str, Any]], *, end: str = "\n") -> Pa
 
 
 def shown(folder: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a report says of one run of these steps."""
+    """The figures of one run of these steps."""
     return run.document([write(folder / "run", records)])
 
 
@@ -106,16 +106,15 @@ def test_a_missing_or_empty_log_is_said(tmp_path):
         run.read(tmp_path)
 
 
-def test_steps_that_ran_again_after_a_restart_count_once(tmp_path):
+def test_steps_that_ran_again_after_a_restart_count_once_and_what_is_no_number_is_a_gap(tmp_path):
+    # Steps that ran again after a restart count once.
     file = write(tmp_path / "run", [record(1), record(2, loss=9.0), record(3), record(2, loss=5.5), record(6)])
     found = run.read(file)
     assert [step["step"] for step in found.steps] == [1, 2, 3, 6]
     assert found.series("loss")[1] == 5.5
     assert any("1 step ran more than once" in note for note in found.notes)
     assert any("2 steps between 1 and 6 are not in the log" in note for note in found.notes)
-
-
-def test_a_loss_that_is_no_number_is_a_gap_and_missing_keys_leave_their_parts_out(tmp_path):
+    # A loss that is no number is a gap and missing keys leave their parts out.
     found = shown(tmp_path, [record(1), record(2, loss=float("nan")), record(3, loss=None)])["runs"][0]
     assert found["curves"]["loss"] == [5.9, None, None]
     assert any("2 steps have no loss" in note for note in found["notes"])
@@ -182,12 +181,19 @@ def test_what_limits_a_run_and_what_to_try_are_from_its_figures(tmp_path, change
     assert any(suggestion in said for said in found["try_next"]["run"]), found["try_next"]
 
 
-def test_the_command_to_simulate_next_names_the_run(tmp_path):
+def test_real_keys_are_those_that_are_read_and_the_command_to_simulate_next_names_the_run(tmp_path):
+    # The command to simulate next names the run.
     config = tmp_path / "run" / "config.yaml"
     config.parent.mkdir()
     config.write_text("planner: zeppelin\n", encoding="utf-8")
     said = shown(tmp_path, [record(step) for step in range(1, 4)])["try_next"]["run"][-1]
     assert f"megatron-balance report --config {config} --ranks 4 --dataset YOUR_CORPUS --tokens 2000" in said
+    # Real keys are those that are read.
+    # The record that `training.log` writes has every key that a report reads.
+    room = Path(__file__).resolve().parents[3] / "megatron_balance" / "training"
+    written = "".join((room / name).read_text(encoding="utf-8") for name in ("log.py", "figures.py"))
+    read = ("step", "step_ms", "planner", "counters", *run.NUMBERS, *run.LOADS)
+    assert [key for key in read if f'"{key}"' not in written] == []
 
 
 # Two runs
@@ -208,28 +214,19 @@ def test_two_runs_are_held_against_each_other_on_their_common_steps(tmp_path):
     assert all(each["sentence"].startswith(said) for each in (compared, backwards))
 
 
-def test_runs_of_other_data_or_other_steps_are_said_to_be(tmp_path):
+def test_runs_of_other_data_or_other_steps_are_said_to_be_and_those_of_one_name_told_apart(tmp_path):
+    # Runs of other data or other steps are said to be.
     one = write(tmp_path / "one", [record(1), record(2)])
     other = write(tmp_path / "other", [record(1), record(2, num_tokens=5000)])
     later = write(tmp_path / "later", [record(7)])
     assert "did not see the same sequences" in run.document([one, other])["compared"]["sentence"]
     assert "no step in common" in run.document([one, later])["compared"]["sentence"]
     assert main(["report", "--steps", str(one), "--steps", str(later), "--out", str(tmp_path / "r.html")]) == 0
-
-
-def test_one_run_twice_is_a_mistake_and_two_of_one_name_are_told_apart(tmp_path):
+    # One run twice is a mistake and two of one name are told apart.
     one, other = (write(tmp_path / name / "log", [record(1)]) for name in ("a", "b"))
     with pytest.raises(ConfigError, match="is given twice"):
         run.document([one, one.parent])
     assert [each["label"] for each in run.document([one, other])["runs"]] == [str(one), str(other)]
-
-
-def test_real_keys_are_those_that_are_read():
-    # The record that `training.log` writes has every key that a report reads.
-    room = Path(__file__).resolve().parents[3] / "megatron_balance" / "training"
-    written = "".join((room / name).read_text(encoding="utf-8") for name in ("log.py", "figures.py"))
-    read = ("step", "step_ms", "planner", "counters", *run.NUMBERS, *run.LOADS)
-    assert [key for key in read if f'"{key}"' not in written] == []
 
 
 def test_the_demo_ends_with_a_page_of_its_first_and_last_planner(tmp_path):

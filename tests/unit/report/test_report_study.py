@@ -8,8 +8,7 @@ import pytest
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.mask import CAUSAL, FULL
+from megatron_balance.ir import batch, mask
 from megatron_balance.lab.bench import best_of, hold_against, in_the_mean, saving
 from megatron_balance.lab.report import limits, page
 from megatron_balance.lab.report import run as run_log
@@ -90,7 +89,8 @@ def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path, monkey
     assert "at most 1 ranks" in found["timeline_left_out"]
 
 
-def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, run):
+def test_what_was_made_to_limit_a_step_does(limits_of, run, tmp_path):
+    # A slow rank is charged what the step gains without it.
     slow = limits_of(f"{INPUTS} --planner zeppelin --slow 3=9")["zeppelin"]
     with_it, without = (run.json(f"simulate --json {INPUTS} --planner zeppelin {more}") for more in ("--slow 3=9", ""))
     # Gradients are synchronised beside the backward, which is longer then: they have a part of
@@ -99,9 +99,7 @@ def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, run):
     assert slow["parts_s"]["straggler"] == pytest.approx(gained[0] - gained[1])
     assert slow["limit"] == "straggler"
     assert "Rank 3 computes 9.00 times as long as it should" in slow["sentence"]
-
-
-def test_a_slow_network_limits_a_ring_and_its_busiest_nic_is_named(limits_of, tmp_path):
+    # A slow network limits a ring and its busiest nic is named.
     slow = tmp_path / "slow.yaml"
     slow.write_text("base: h200\nnic_bytes_per_s: 1.0e+8\n", encoding="utf-8")
     asked = f"--lengths 9000 --ranks 8 --ranks-per-node 4 --planner te_ring --cluster {slow}"
@@ -112,9 +110,7 @@ def test_a_slow_network_limits_a_ring_and_its_busiest_nic_is_named(limits_of, tm
     assert found["busiest_nic"]["bytes"] > 2 * found["busiest_nic"]["mean_bytes"]
     assert found["busiest_nic"]["full_share"] > 0.5
     assert f"number {found['busiest_nic']['nic']} of node {found['busiest_nic']['node']}" in found["sentence"]
-
-
-def test_few_microbatches_leave_a_pipeline_waiting(limits_of):
+    # Few microbatches leave a pipeline waiting.
     found = limits_of("--lengths 4000,100 --ranks 1 --tokens-per-rank 5000 --planner te_ring --pipeline 8")["te_ring"]
     assert found["limit"] == "bubble"
     assert found["parts_s"]["bubble"] > 0.8 * found["step_s"]  # seven of eight stages wait at any time
@@ -144,7 +140,8 @@ def test_every_suggestion_takes_as_long_as_its_options_simulated(study, run):
         assert row["saves"] == pytest.approx(1 - row["step_s"] / found["try_next"]["step_s"])
 
 
-def test_what_is_tried_covers_planners_layers_options_capacity_step_and_machine(study):
+def test_what_is_tried_covers_planners_layers_options_capacity_step_and_machine_and_what_fits(study):
+    # What is tried covers planners layers options capacity step and machine.
     step = "--dataset github --tokens 12000 --batches 2 --microbatches 2 --ranks 4 --ranks-per-node 2"
     found = study(f"{step} --tokens-per-rank 7000 --planner zeppelin --slow 1=1.5")["try_next"]
     names = [*(row["name"] for row in found["tries"]), *found["unchanged"], *found["impossible"]]
@@ -160,9 +157,7 @@ def test_what_is_tried_covers_planners_layers_options_capacity_step_and_machine(
     assert [row["step_s"] for row in found["tries"]] == sorted(row["step_s"] for row in found["tries"])
     assert next(row for row in found["tries"] if row["name"] == "no slow rank")["saves"] > 0
     assert any("no slow rank" in sentence for sentence in found["suggestions"])
-
-
-def test_a_step_that_does_not_fit_is_said_not_to_and_what_fits_is_suggested(study):
+    # A step that does not fit is said not to and what fits is suggested.
     step = "--lengths 30000,20000 --ranks 8 --ranks-per-node 4 --tokens-per-rank 10000"
     found = study(f"{step} --model llama-13b --planner zeppelin")
     assert not found["try_next"]["fits"]
@@ -185,19 +180,18 @@ def test_mistakes_are_one_sentence(run, tmp_path):
 # Parts
 
 
-def test_lengths_are_counted_once_each_by_powers_of_two():
-    batches = (Batch((100, 255, 256, 511, 512, 9000)), Batch((300,)))
-    found = length_histogram(batches, CAUSAL)
+def test_lengths_are_counted_once_each_and_a_plan_says_which_ranks_share_each_sequence():
+    # Lengths are counted once each by powers of two.
+    batches = (batch.Batch((100, 255, 256, 511, 512, 9000)), batch.Batch((300,)))
+    found = length_histogram(batches, mask.CAUSAL)
     bins = [(each["from"], each["below"], each["sequences"]) for each in found["bins"] if each["sequences"]]
     assert bins == [(0, 256, 2), (256, 512, 3), (512, 1024, 1), (8192, 16384, 1)]
     assert sum(each["tokens"] for each in found["bins"]) == found["num_tokens"] == 10934
     assert (found["shortest"], found["longest"], found["median"], found["num_batches"]) == (100, 9000, 300.0, 2)
     assert found["bins"][1]["attention_pairs"] == sum(n * (n + 1) // 2 for n in (256, 511, 300))
-    full = length_histogram(batches, FULL)
+    full = length_histogram(batches, mask.FULL)
     assert full["bins"][1]["attention_pairs"] == sum(n * n for n in (256, 511, 300))
-
-
-def test_a_plan_says_which_ranks_share_each_sequence():
+    # A plan says which ranks share each sequence.
     zones = (
         by_hand.ring(range(8), 0, 1),
         by_hand.head_exchange((4, 6), 2),
@@ -219,7 +213,7 @@ def test_a_plan_says_which_ranks_share_each_sequence():
 def test_a_timeline_holds_the_trace_of_its_ranks_and_no_more():
     cluster, model = load_cluster("h200").build(num_ranks=16, ranks_per_node=8), load_model("llama-3b")
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
-    plan = choose_planner("te_ring", {}).plan(Batch((9000, 2000)), cluster, model, machine.cost)
+    plan = choose_planner("te_ring", {}).plan(batch.Batch((9000, 2000)), cluster, model, machine.cost)
     found, spans = timeline(plan, machine, "keep"), layer_trace(plan, machine, "keep").spans
     assert found["total_ms"] == pytest.approx(1e3 * max(span.stop_s for span in spans))
     assert len(found["ranks"]) == SHOWN_RANKS
@@ -288,24 +282,21 @@ def answered(base: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return answer(rows, ("megatron", "zeppelin"), {"sentence": "."}, TRIED, 1.41e11)
 
 
-def test_where_nothing_runs_nothing_is_best_and_the_answer_begins_with_it() -> None:
+def test_planners_that_a_job_cannot_run_and_means_that_say_otherwise_are_said_to_be() -> None:
+    # Where nothing runs nothing is best and the answer begins with it.
     rows = [row("megatron", 2.0, fits=False), row("zeppelin", 1.0, hides=False)]
     assert best_of(rows) is None
     said = answered(*rows)
     assert said[0].startswith("No planner that was compared fits in memory and plans within a step; the nearest, zep")
     assert "longer than the step" in said[1]
-
-
-def test_a_baseline_that_no_job_can_run_is_said_to_be_one() -> None:
+    # A baseline that no job can run is said to be one.
     base, other = row("megatron", 2.0, fits=False, context_parallel=8), row("zeppelin", 1.0)
     assert answered(base, other)[0] == (
         "zeppelin is 2.00 times as fast as megatron (CP 8): 1.00 s instead of 2.00 s a step (simulated). megatron does "
         "not fit in memory: no job takes its time."
     )
     assert saving(other, base, None).endswith("; megatron does not fit in memory, so no job spends them")
-
-
-def test_median_steps_that_say_otherwise_than_all_of_them_are_said_to() -> None:
+    # Median steps that say otherwise than all of them are said to.
     base, other = row("megatron", 2.0), row("zeppelin", 1.0, tokens_per_s=505.0)
     said = answered(base, other)[0]
     assert other["mean_speedup"] == 1.01

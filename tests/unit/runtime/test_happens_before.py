@@ -9,22 +9,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from megatron_balance.compile import pipeline
-from megatron_balance.compile.order import IssueOrder
-from megatron_balance.compile.pipeline import compile_ranks
+from megatron_balance import Batch, Cluster, MicrobatchPlan, Model
+from megatron_balance.compile import order, pipeline, transpose
 from megatron_balance.compile.proof import runs
-from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange
 from megatron_balance.planning.ticks import plan_ticks, ticks
+from megatron_balance.runtime import pool, transport
 from megatron_balance.runtime.groups import Behind, IssueQueue
-from megatron_balance.runtime.pool import BufferPool
-from megatron_balance.runtime.transport import Streamed
 from megatron_balance.workloads.lengths import draw
 from tests.support import by_hand, host_threads
 from tests.support.rendezvous import GroupCall, Meeting, calls_of, hanging
@@ -46,7 +39,6 @@ LAYERS = {
 
 
 def _dealt(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
-    """Shards of 16 queries dealt to all four ranks of both stages."""
     shards = [(seq, a, min(a + 16, stop)) for _, seq, start, stop in owned for a in range(start, stop, 16)]
     tasks = sorted((at % 4, seq, a, b, 0, b) for at, (seq, a, b) in enumerate(shards))
     return by_hand.plan(lengths, 4, by_hand.task_table(owned, tasks), ranks_per_node=2, heads=(4, 2))
@@ -123,7 +115,7 @@ def test_happens_before_finds_a_pool_without_fences_and_memory_that_is_let_go_to
     # Kept keys go through two layers, so that memory is used again.
     planners = ("te_ring", "zeppelin")
     with monkeypatch.context() as patch:
-        patch.setattr(BufferPool, "used", lambda *_: None)
+        patch.setattr(pool.BufferPool, "used", lambda *_: None)
         found = [recorded(planner, CASE, Way("replay")).races() for planner in planners]
         assert all(found)
         assert "touch the same memory, and nothing orders them" in str(found[0][0])
@@ -133,13 +125,13 @@ def test_happens_before_finds_a_pool_without_fences_and_memory_that_is_let_go_to
 
 
 def test_happens_before_finds_a_leg_that_does_not_wait_for_the_one_that_brings_its_pieces(monkeypatch) -> None:
-    relay = Streamed.add_relay_tasks
+    relay = transport.Streamed.add_relay_tasks
 
     def forgetful(self, relay_tasks, batches) -> None:
         relay(self, relay_tasks, batches)
         batches.after.clear()
 
-    monkeypatch.setattr(Streamed, "add_relay_tasks", forgetful)
+    monkeypatch.setattr(transport.Streamed, "add_relay_tasks", forgetful)
     found = recorded("te_ring", CASE, Way("keep", num_layers=1)).races()
     assert found
     assert {race.earlier.stream.split()[0] for race in found} <= {"dispatch", "inter_node", "combine"}
@@ -240,6 +232,7 @@ def pairs(*both: tuple[int, int]) -> GroupCall:
 
 
 def test_a_host_stands_until_the_other_end_is_in_a_call_with_the_pair() -> None:
+    # A host stands until the other end is in a call with the pair.
     meeting = Meeting()
     assert meeting.enter(0, pairs((0, 1))) == []
     assert meeting.enter(1, pairs((1, 0))) == []  # the other way is another pair
@@ -262,9 +255,7 @@ def test_a_host_stands_until_the_other_end_is_in_a_call_with_the_pair() -> None:
     assert meeting.enter(0, together) == meeting.enter(2, together) == []
     assert meeting.enter(1, together) == [0, 1, 2]
     assert meeting.enter(1, together) == [1]
-
-
-def test_two_ranks_that_begin_with_different_pairs_hang() -> None:
+    # Two ranks that begin with different pairs hang.
     a, b = pairs((0, 1)), GroupCall("d", frozenset({(0, 1)}))
     assert hanging([[a, b], [b, a]]) == {0: a, 1: b}
     assert hanging([[a, b], [a, b]]) == {}
@@ -277,11 +268,11 @@ def test_two_ranks_that_begin_with_different_pairs_hang() -> None:
     [(planner, "replay", False) for planner in ("llama_all_gather", "ulysses", "zeppelin", "distca")]
     + [("zeppelin", "keep", False), ("te_ring", "replay", True)],
 )
-def test_rendezvous_of_the_model_is_that_of_the_transport(planner: str, policy: Policy, safe: bool) -> None:
+def test_rendezvous_of_the_model_is_that_of_the_transport(planner: str, policy: transpose.Policy, safe: bool) -> None:
     planned = plan(planner, SMALL)
     hangs, issued = host_threads.run([planned], policy, safe=safe, connects=False)
     assert not hangs
-    compiled = compile_ranks(planned, policy, passing=not safe)
+    compiled = pipeline.compile_ranks(planned, policy, passing=not safe)
     assert bare(issued) == bare(calls_of([planned], [compiled]))
 
 
@@ -307,13 +298,13 @@ def test_rendezvous_hangs_where_ranks_issue_in_orders_of_their_own(monkeypatch: 
     def own_order(program, issue, phases=pipeline.BOTH_PHASES):
         last = [op for op in program.forward if isinstance(op, Exchange) and op.id == program.num_exchanges - 1]
         if last and not any(src == program.rank for *_, src, _ in last[0].transfers):
-            issue = issue._replace(forward=IssueOrder(first=frozenset({last[0].id})))
+            issue = issue._replace(forward=order.IssueOrder(first=frozenset({last[0].id})))
         return one(program, issue, phases)
 
     monkeypatch.setattr(pipeline, "in_order", own_order)
     planned = github("te_ring", 4, 2, seed=0)
     hangs, _ = host_threads.run([planned], "replay", connects=False)
-    predicted = hanging(calls_of([planned], [compile_ranks(planned, "replay")]))
+    predicted = hanging(calls_of([planned], [pipeline.compile_ranks(planned, "replay")]))
     assert hangs.keys() == predicted.keys()
     assert len(hangs) == planned.num_ranks
     assert {rank: call._replace(name="") for rank, call in predicted.items()} == hangs
@@ -323,11 +314,11 @@ def test_rendezvous_hangs_where_ranks_issue_in_orders_of_their_own(monkeypatch: 
         runs.prove(planned, "replay")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rendezvous_of_zeppelin_on_four_nodes_of_eight_with_a_remap_goes_through(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", transpose.POLICIES)
+def test_rendezvous_of_zeppelin_on_four_nodes_of_eight_with_a_remap_goes_through(policy: transpose.Policy) -> None:
     # It hung on all 32 ranks while each rank let what it only receives pass what it sends.
     planned = github("zeppelin", 32, 8, seed=1)
-    assert not hanging(calls_of([planned], [compile_ranks(planned, policy)]))
+    assert not hanging(calls_of([planned], [pipeline.compile_ranks(planned, policy)]))
 
 
 def test_the_safe_order_changes_the_order_of_calls_and_nothing_else_and_holds_no_batch_back(monkeypatch) -> None:
@@ -350,7 +341,7 @@ def test_the_safe_order_changes_the_order_of_calls_and_nothing_else_and_holds_no
 
 
 @pytest.mark.parametrize(("planner", "policy"), [("ulysses", "keep"), ("zeppelin", "replay")])
-def test_rendezvous_happens_when_a_plan_is_bound_and_never_in_its_step(planner: str, policy: Policy) -> None:
+def test_rendezvous_happens_when_a_plan_is_bound_and_never_in_its_step(planner: str, policy: transpose.Policy) -> None:
     # New pairs of a second plan too; what the first one connected is not connected again, not for
     # the same plan either.
     plans = [plan(planner, replace(SMALL, batch=batch)) for batch in (Batch((300, 20)), SMALL.batch)]
