@@ -19,8 +19,7 @@ import yaml
 
 from megatron_balance.cli.verify import read as read_plans
 from megatron_balance.config import CONFIGS, load_cluster, load_model, load_scheme_table, names
-from megatron_balance.cost.modules import num_parameters
-from megatron_balance.cost.table import load_table
+from megatron_balance.cost import modules, table
 from megatron_balance.errors import BalanceError, ConfigError
 from megatron_balance.files import UnreadableError, json_text, open_lines, parse_json, read_text
 from megatron_balance.ir.cluster import Cluster
@@ -61,11 +60,20 @@ def files(kind: str) -> list[Path]:
     return found
 
 
-def test_what_a_configuration_leaves_out_is_what_the_pages_say(write):
+def test_what_a_configuration_leaves_out_is_what_the_pages_say_and_a_planner_is_a_name(write):
+    # What a configuration leaves out is what the pages say.
     config = load_config(write("planner: te_ring\n"))
     assert (config.kernel, config.backward, config.gradient_wire) == ("auto", "auto", "fp32")
     assert (config.cluster, config.communication.safe, config.communication.sms) == (None, False, {})
     assert load_config(write("cluster: {ranks_per_node: 4}\n")).cluster.ranks_per_node == 4
+    # A planner is a name or a section with a name.
+    short = load_config(write("planner: zeppelin\n")).planner
+    long = load_config(write("planner: {name: zeppelin, tokens_per_rank: 4096}\n")).planner
+    assert (short.options.tokens_per_rank, long.options.tokens_per_rank) == (None, 4096)
+    assert type(short.options) is type(long.options)
+    assert choose_planner("te_ring", {"tokens_per_rank": 8}).options.tokens_per_rank == 8
+    with pytest.raises(ConfigError, match="rule: unknown key"):
+        choose_planner("te_ring", {"rule": "cost"})
 
 
 def test_cluster_files_give_every_field():
@@ -90,7 +98,7 @@ def test_models_have_the_published_number_of_parameters():
     llama = {"llama-3b": 3.43, "llama-7b": 6.74, "llama-13b": 13.02, "llama-30b": 32.53}
     for name, billions in (llama | {"llama3-8b": 8.03, "llama-70b": 68.98, "llama-550m": 0.551}).items():
         # norms are left out and are well below the tolerance
-        assert num_parameters(load_model(name)) / 1e9 == pytest.approx(billions, rel=2e-3), name
+        assert modules.num_parameters(load_model(name)) / 1e9 == pytest.approx(billions, rel=2e-3), name
 
 
 def test_files_of_every_other_kind_load(write):
@@ -104,16 +112,6 @@ def test_files_of_every_other_kind_load(write):
         config = load_config(write(f"planner: {path}\n"))
         assert config.planner.name == yaml.safe_load(path.read_text())["name"]
     assert all(load_scheme_table(path.stem).milliseconds for path in files("scheme"))
-
-
-def test_a_planner_is_a_name_or_a_section_with_a_name(write):
-    short = load_config(write("planner: zeppelin\n")).planner
-    long = load_config(write("planner: {name: zeppelin, tokens_per_rank: 4096}\n")).planner
-    assert (short.options.tokens_per_rank, long.options.tokens_per_rank) == (None, 4096)
-    assert type(short.options) is type(long.options)
-    assert choose_planner("te_ring", {"tokens_per_rank": 8}).options.tokens_per_rank == 8
-    with pytest.raises(ConfigError, match="rule: unknown key"):
-        choose_planner("te_ring", {"rule": "cost"})
 
 
 @pytest.mark.parametrize(
@@ -158,7 +156,8 @@ def test_options_that_zeppelin_had_say_what_to_write_instead(write):
         assert sentence in message(write(f"planner: {{name: zeppelin, {option}}}"))
 
 
-def test_a_section_in_another_file_is_found_relative_to_the_file_that_names_it(write, tmp_path):
+def test_a_section_in_another_file_is_found_and_an_int_becomes_a_float(write, tmp_path):
+    # A section in another file is found relative to the file that names it.
     (tmp_path / "parts").mkdir()
     write("base: a800\nnum_ranks: 16\n", "parts/mine.yaml")
     cluster = load_config(write("cluster: parts/mine.yaml\n")).cluster.build()
@@ -166,9 +165,7 @@ def test_a_section_in_another_file_is_found_relative_to_the_file_that_names_it(w
     # Arguments win over the file, which wins over the preset.
     cluster = load_cluster("a800").build(num_ranks=16, ranks_per_node=4)
     assert (cluster.num_ranks, cluster.ranks_per_node, cluster.name) == (16, 4, "a800")
-
-
-def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
+    # Int becomes float and an exponent without a point is a number.
     given = load_config(write("cluster: {nic_bytes_per_s: 1, intra_bytes_per_s: 4e11}\n")).cluster.given
     assert given == {"nic_bytes_per_s": 1.0, "intra_bytes_per_s": 4e11}
     assert type(given["nic_bytes_per_s"]) is float
@@ -280,7 +277,7 @@ def test_yaml_is_bounded(write, text: str, said: str) -> None:
     assert read_yaml(within) == {"a": [1, {"b": 2}], "c": 2 * [[1, {"b": 2}]]}
 
 
-READERS: list[Callable[[Path], Any]] = [read_lengths, load_table, read_plans, lambda path: _of_jsonl(path, "")]
+READERS: list[Callable[[Path], Any]] = [read_lengths, table.load_table, read_plans, lambda path: _of_jsonl(path, "")]
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -363,25 +360,24 @@ def test_a_zst_file_is_read_to_the_end_of_its_last_frame(tmp_path: Path, monkeyp
     assert read_text(file) == ""
 
 
-def test_written_json_has_null_for_what_is_no_number() -> None:
+def test_written_json_has_null_for_what_is_no_number_wherever_it_is_written() -> None:
+    # Written json has null for what is no number.
     rows = {"a": [1.5, float("nan"), (float("inf"), {"b": -float("inf")})], 2: "NaN"}
     assert json_text(rows) == '{"a": [1.5, null, [null, {"b": null}]], "2": "NaN"}'
     assert json_text([1], indent=1) == "[\n 1\n]"
-
-
-PACKAGE = Path(__file__).resolve().parents[2] / "megatron_balance"
-# The writer itself; what goes to our own planning process, or has whole numbers and names alone.
-INSIDE = {"files.py", "planning/step_planner.py", "ir/step.py"}
-
-
-def test_no_json_is_written_that_other_readers_refuse() -> None:
+    # No json is written that other readers refuse.
     # Python writes NaN and Infinity, which JSON does not have, unless told not to.
     lax: list[str] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
         for node in ast.walk(ast.parse(text)) if "json.dump" in text else ():
-            writes = isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.dump", "json.dumps")
-            if writes and "allow_nan" not in {each.arg for each in node.keywords}:
+            keywords = {each.arg for each in node.keywords} if isinstance(node, ast.Call) else {"allow_nan"}
+            if "allow_nan" not in keywords and ast.unparse(node).startswith(("json.dump(", "json.dumps(")):
                 lax.append(f"{path.relative_to(PACKAGE).as_posix()}: {ast.unparse(node)}")
     quoted = ("lab/report/run.py", "workloads/lengths.py", "workloads/lengths.py", "cost/table.py")  # in messages
     assert [each for each in lax if each.partition(":")[0] not in {*INSIDE, *quoted}] == []
+
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_balance"
+# The writer itself; what goes to our own planning process, or has whole numbers and names alone.
+INSIDE = {"files.py", "planning/step_planner.py", "ir/step.py"}

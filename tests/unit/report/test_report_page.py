@@ -12,8 +12,6 @@ from megatron_balance.lab.report import page
 from tests.support import browser
 from tests.support.browser import HOSTILE, PICTURE, embedded
 
-pytest.importorskip("plotly", reason="needs plotly, of the extra 'report'")
-
 go = pytest.importorskip("plotly.graph_objects", reason="needs plotly, of the extra 'report'")
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -24,11 +22,11 @@ class Document(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open: list[str] = []
+        self.open, self.text = list[str](), list[str]()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
         self.feed(text)
         self.close()
+        self.ids = [name for _, attrs in self.elements if (name := attrs.get("id"))]
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
@@ -42,9 +40,6 @@ class Document(HTMLParser):
         if self.open and self.open[-1] not in ("script", "style"):
             self.text.append(data)
 
-    def ids(self) -> list[str]:
-        return [name for _, attrs in self.elements if (name := attrs.get("id"))]
-
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
@@ -56,33 +51,22 @@ def text(request, pages) -> str:
     return pages[request.param].read_text(encoding="utf-8")
 
 
-def test_elements_are_closed_and_names_are_text(text):
+def test_elements_are_closed_names_are_text_and_it_refers_only_to_itself(text):
     document = Document(text)
     assert document.open == []
-    assert [tag for tag, _ in document.elements].count("script") == 3
-    assert "img" not in [tag for tag, _ in document.elements]
-    said = "".join(document.text)
-    assert PICTURE in said
-    assert HOSTILE in said
-
-
-def test_it_refers_only_to_itself(text):
-    document = Document(text)
-    assert len(document.ids()) == len(set(document.ids()))
+    tags = [tag for tag, _ in document.elements]
+    assert (tags.count("script"), tags.count("img")) == (3, 0)
+    assert all(name in "".join(document.text) for name in (PICTURE, HOSTILE))
+    assert len(document.ids) == len(set(document.ids))
     for tag, attrs in document.elements:
         assert "src" not in attrs, tag
-        if "href" in attrs:
-            assert (attrs["href"] or "").startswith("#")
-            assert (attrs["href"] or "")[1:] in document.ids()
-        for name in ("aria-labelledby", "aria-describedby"):
-            if name in attrs:
-                assert attrs[name] in document.ids()
+        assert (attrs.get("href") or "#").startswith("#")
+        named = [attrs.get(name) for name in ("aria-labelledby", "aria-describedby")]
+        assert {*named, (attrs.get("href") or "")[1:]} - {None, ""} <= set(document.ids)
     without_library = text.replace(page.plot_library(), "")
     assert not re.search(r"(?<!\\u003c)https?://", without_library)
     assert len(without_library) < 500_000
-
-
-def test_its_policy_forbids_the_network_and_names_its_scripts(text):
+    # Its policy forbids the network and names its scripts.
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy
     assert policy[1].startswith("default-src 'none';")
@@ -90,7 +74,8 @@ def test_its_policy_forbids_the_network_and_names_its_scripts(text):
     assert "'unsafe-inline'" not in policy[1].split("script-src")[1]
 
 
-def test_every_section_is_in_the_contents_and_every_plot_has_words(text):
+def test_plotly_takes_every_plot_and_every_section_is_in_the_contents(text):
+    # Every section is in the contents and every plot has words.
     document = Document(text)
     sections = [attrs["id"] for tag, attrs in document.elements if tag == "section"]
     links = [attrs["href"] for tag, attrs in document.elements if tag == "a" and attrs.get("class") != "skip"]
@@ -103,48 +88,32 @@ def test_every_section_is_in_the_contents_and_every_plot_has_words(text):
     chips = re.findall(r'<span class="kind (\w+)">', text)
     assert set(chips) <= {"exact", "measured", "simulated", "published"}
     assert len(chips) >= len(plots)
-
-
-def test_plotly_takes_every_plot(text):
+    # Plotly takes every plot.
     for plot in embedded(text):
         figure = go.Figure(data=plot["data"], layout=plot["layout"])  # raises where a key or value is none of Plotly's
         assert len(figure.data) >= 1, plot["id"]
         assert any(len(trace["y"] or ()) for trace in plot["data"]), plot["id"]
 
 
-def test_labels_of_plots_are_escaped_too(pages):
+def test_a_page_is_one_file_of_some_megabytes_and_labels_of_its_plots_are_escaped_too(pages):
+    assert all(4e6 < path.stat().st_size < 8e6 for path in pages.values())
     names = [trace["name"] for plot in embedded(pages["trained"].read_text(encoding="utf-8")) for trace in plot["data"]]
     assert any("&lt;img src=x" in name for name in names)
     assert not any("<" in name for name in names)
 
 
-def test_a_page_is_one_file_of_some_megabytes(pages):
-    assert all(4e6 < path.stat().st_size < 8e6 for path in pages.values())
-
-
-def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, run):
+def test_where_the_page_cannot_go_is_said_before_any_work(monkeypatch, tmp_path, run):
+    (tmp_path / "file").write_text("")
+    folder = "there is no folder"
+    for out, said in (("", "is a folder; give a file to write"), ("none/r.html", folder), ("file/r.html", folder)):
+        assert said in run.error("report --lengths 100 --out", tmp_path / out)
+    assert "--out" in run.error("report --lengths 100")
+    # Without plotly the extra is named.
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ConfigError, match=r"megatron-balance\[report\]"):
         page.plot_library()
     assert run.error("report --lengths 100 --out", tmp_path / "r.html").startswith("a report needs plotly")
     assert not (tmp_path / "r.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("", "is a folder; give a file to write"),
-        ("none/r.html", "there is no folder"),
-        ("file/r.html", "there is no folder"),
-    ],
-)
-def test_where_the_page_cannot_go_is_said_before_any_work(tmp_path, run, out, message):
-    (tmp_path / "file").write_text("")
-    assert message in run.error("report --lengths 100 --out", tmp_path / out)
-
-
-def test_the_file_is_needed(run):
-    assert "--out" in run.error("report --lengths 100")
 
 
 # Reports in a real browser: plots are drawn, nothing is complained about, nothing is fetched, and
@@ -158,7 +127,7 @@ def test_a_page_is_drawn_without_a_word_and_without_a_network(pages, tmp_path, w
     plots = embedded(pages[which].read_text(encoding="utf-8"))
     assert f'data-drawn="{len(plots)}"' in seen.dom
     for plot in plots:
-        drawn = _of_plot(seen.dom, plot["id"])
+        drawn = seen.dom.partition(f'id="{plot["id"]}"')[2].partition("<figcaption")[0]  # up to its caption
         assert 'class="main-svg"' in drawn, plot["id"]
         marks = len(re.findall(r'class="(?:point|points|scatterlayer|trace [^"]*)"', drawn)) + drawn.count("<path")
         assert marks >= len([trace for trace in plot["data"] if trace.get("visible") != "legendonly"]), plot["id"]
@@ -169,33 +138,18 @@ def test_a_page_is_drawn_without_a_word_and_without_a_network(pages, tmp_path, w
 
 @pytest.mark.skipif(browser.find() is None, reason=browser.NOT_FOUND)
 def test_what_gets_into_a_page_neither_runs_nor_fetches(pages, tmp_path):
-    text = pages["trained"].read_text(encoding="utf-8")
     planted = "<script>document.title = 'pwned'</script><img src='http://example.invalid/planted.png'>"
-    page = tmp_path / "planted.html"
-    page.write_text(text.replace('<main id="main">', f'<main id="main">{planted}'), encoding="utf-8")
-    seen = browser.view(page, tmp_path)
+    bad = tmp_path / "bad.html"
+    text = pages["trained"].read_text(encoding="utf-8")
+    bad.write_text(text.replace('<main id="main">', f'<main id="main">{planted}'), encoding="utf-8")
+    seen = browser.view(bad, tmp_path)
     assert "<title>pwned" not in seen.dom
     assert seen.requests == ()
     assert any("Content Security Policy" in line for line in seen.console)
     assert "data-drawn=" in seen.dom
-
-
-@pytest.mark.skipif(browser.find() is None, reason=browser.NOT_FOUND)
-def test_the_browser_would_tell(tmp_path):
-    """The tests above can fail: an error, a request and a changed title are seen."""
-    page = tmp_path / "bad.html"
-    page.write_text(
-        "<!DOCTYPE html><title>page</title><img src='http://example.invalid/x.png'><script>document.title = 'pwned'; "
-        "missing();</script>",
-        encoding="utf-8",
-    )
-    seen = browser.view(page, tmp_path)
+    # The browser would tell: an error, a request and a changed title are seen.
+    bad.write_text(f"<!DOCTYPE html><title>page</title>{planted}<script>missing();</script>", encoding="utf-8")
+    seen = browser.view(bad, tmp_path)
     assert "<title>pwned" in seen.dom
     assert any("missing is not defined" in line for line in seen.console)
-    assert seen.requests == ("http://example.invalid/x.png",)
-
-
-def _of_plot(dom: str, name: str) -> str:
-    """The part of a document that is a plot's: up to its caption."""
-    begin = dom.index(f'id="{name}"')
-    return dom[begin : dom.index("<figcaption", begin)]
+    assert seen.requests == ("http://example.invalid/planted.png",)

@@ -1,5 +1,4 @@
-"""The figures of a simulated report: parts add up, what limits a step is what was made to, and
-suggestions do what they say."""
+"""Figures of a simulated report: parts add up, limits are as made, suggestions do what they say."""
 
 import json
 from typing import Any
@@ -9,8 +8,7 @@ import pytest
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.mask import CAUSAL, FULL
+from megatron_balance.ir import batch, mask
 from megatron_balance.lab.bench import best_of, hold_against, in_the_mean, saving
 from megatron_balance.lab.report import limits, page
 from megatron_balance.lab.report import run as run_log
@@ -51,26 +49,22 @@ def test_without_planners_all_are_compared_as_compare_does(study, run):
     assert found["asked"]["assumed"] == "llama-7b on h200 assumed"
 
 
-def test_the_baseline_is_added_and_named_planners_are_alone_with_it(study):
+def test_the_baseline_is_added_and_named_planners_are_alone_with_it(study, limits_of):
     found = study(f"{INPUTS} --planner zeppelin -o rule=paper --baseline ulysses")
     assert {row["planner"] for row in found["rows"]} == {"zeppelin", "ulysses"}
-    assert (
-        found["answer"][0].startswith("zeppelin is ")
-        or "No planner that was compared beats ulysses" in found["answer"][0]
-    )
+    said = found["answer"][0]
+    assert said.startswith("zeppelin is ") or "No planner that was compared beats ulysses" in said
+    one = study("--lengths 4000,100 --ranks 1 --tokens-per-rank 5000 --planner te_ring --baseline te_ring")
+    each = one["limits"]["te_ring"]
+    assert (each["limit"], each["busiest_nic"]) == ("compute", None), "one rank computes and loses nothing"
+    assert each["computing_s"] == pytest.approx(each["step_s"])
+    assert one["best"] == one["baseline"] == "te_ring"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "",
-        "--slow 3=2",
-        "--pipeline 4",
-        "--recompute full --policy replay",
-        "--transport sockets",
-        "--model moe-8x550m --expert-parallel 4",
-    ],
-)
+PARTS = ["", "--slow 3=2", "--pipeline 4", "--recompute full --policy replay", "--transport sockets"]
+
+
+@pytest.mark.parametrize("options", [*PARTS, "--model moe-8x550m --expert-parallel 4"])
 def test_the_parts_of_a_step_add_up_to_it(study, limits_of, options):
     found = study(f"{INPUTS} --planner zeppelin {options}")
     for name, each in found["limits"].items():
@@ -80,19 +74,23 @@ def test_the_parts_of_a_step_add_up_to_it(study, limits_of, options):
         assert sum(each["parts_s"].values()) == pytest.approx(row["step_s"], rel=1e-6)
         assert (each["parts_s"]["experts"] > 0) == ("expert" in options)
         assert each["kind"] == "simulated"
+    assert not found["timeline"] or "sockets" not in options
+    assert ("sockets" in found["timeline_left_out"]) == ("sockets" in options)
 
 
-def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path):
-    found = study(
-        f"{INPUTS} --planner zeppelin --tensor-parallel 2".replace("--tokens-per-rank 4000", "--tokens-per-rank 8000")
-    )
+def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_balance.lab.report.study.MOST_RANKS", 1)  # a cluster of 129 takes seconds
+    found = study(f"{INPUTS} --planner zeppelin --tensor-parallel 2".replace("-rank 4000", "-rank 8000"))
     assert (found["asked"]["cluster"]["num_ranks"], found["asked"]["cluster"]["gpus_per_rank"]) == (2, 2)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "llama-7b on 4 GPUs of h200" in page
     assert "a rank is 2 GPUs (tensor parallelism)" in page
+    assert found["timeline"] == {}
+    assert "at most 1 ranks" in found["timeline_left_out"]
 
 
-def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, run):
+def test_what_was_made_to_limit_a_step_does(limits_of, run, tmp_path):
+    # A slow rank is charged what the step gains without it.
     slow = limits_of(f"{INPUTS} --planner zeppelin --slow 3=9")["zeppelin"]
     with_it, without = (run.json(f"simulate --json {INPUTS} --planner zeppelin {more}") for more in ("--slow 3=9", ""))
     # Gradients are synchronised beside the backward, which is longer then: they have a part of
@@ -101,30 +99,18 @@ def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, run):
     assert slow["parts_s"]["straggler"] == pytest.approx(gained[0] - gained[1])
     assert slow["limit"] == "straggler"
     assert "Rank 3 computes 9.00 times as long as it should" in slow["sentence"]
-
-
-def test_a_slow_network_limits_a_ring_and_its_busiest_nic_is_named(limits_of, tmp_path):
-    (tmp_path / "slow.yaml").write_text("base: h200\nnic_bytes_per_s: 1.0e+8\n", encoding="utf-8")
-    found = limits_of(
-        f"--lengths 9000 --ranks 8 --ranks-per-node 4 --planner te_ring --cluster {tmp_path / 'slow.yaml'}"
-    )["te_ring"]
+    # A slow network limits a ring and its busiest nic is named.
+    slow = tmp_path / "slow.yaml"
+    slow.write_text("base: h200\nnic_bytes_per_s: 1.0e+8\n", encoding="utf-8")
+    asked = f"--lengths 9000 --ranks 8 --ranks-per-node 4 --planner te_ring --cluster {slow}"
+    found = limits_of(asked)["te_ring"]
     assert found["limit"] == "nic"
     # A ring over two nodes of four leaves each of them at one rank of four, the other way round in
     # the backward, which takes longer.
     assert found["busiest_nic"]["bytes"] > 2 * found["busiest_nic"]["mean_bytes"]
     assert found["busiest_nic"]["full_share"] > 0.5
     assert f"number {found['busiest_nic']['nic']} of node {found['busiest_nic']['node']}" in found["sentence"]
-
-
-def test_one_rank_computes_and_loses_nothing(study):
-    found = study("--lengths 4000,100 --ranks 1 --tokens-per-rank 5000 --planner te_ring --baseline te_ring")
-    each = found["limits"]["te_ring"]
-    assert (each["limit"], each["busiest_nic"]) == ("compute", None)
-    assert each["computing_s"] == pytest.approx(each["step_s"])
-    assert found["best"] == found["baseline"] == "te_ring"
-
-
-def test_few_microbatches_leave_a_pipeline_waiting(limits_of):
+    # Few microbatches leave a pipeline waiting.
     found = limits_of("--lengths 4000,100 --ranks 1 --tokens-per-rank 5000 --planner te_ring --pipeline 8")["te_ring"]
     assert found["limit"] == "bubble"
     assert found["parts_s"]["bubble"] > 0.8 * found["step_s"]  # seven of eight stages wait at any time
@@ -132,24 +118,17 @@ def test_few_microbatches_leave_a_pipeline_waiting(limits_of):
 
 
 def test_uneven_work_is_imbalance_and_the_remap_is_what_it_costs(limits_of):
-    # Equal tokens on both ranks, in one sequence and in eighty.
-    uneven = limits_of(f"--lengths 16000,{','.join(['200'] * 80)} --ranks 2 --tokens-per-rank 16000 --planner packing")[
-        "packing"
-    ]
-    attention = uneven["parts_s"]["attention"]
-    assert uneven["parts_s"]["imbalance"] == pytest.approx(
-        attention * 0.9, rel=0.15
-    )  # one rank has nearly all of twice the mean
+    # Equal tokens on both ranks, in one sequence and in eighty: one rank has nearly all of the work.
+    asked = f"--lengths 16000,{','.join(['200'] * 80)} --ranks 2 --tokens-per-rank 16000 --planner packing"
+    uneven = limits_of(asked)["packing"]
+    assert uneven["parts_s"]["imbalance"] == pytest.approx(uneven["parts_s"]["attention"] * 0.9, rel=0.15)
     assert uneven["largest_loss"] == "imbalance"
-    with_remap, without = (
-        limits_of(f"{INPUTS} --planner zeppelin {remap}")["zeppelin"] for remap in ("--remap", "--no-remap")
-    )
-    assert with_remap["parts_s"]["remap"] > 0
-    assert without["parts_s"]["remap"] == 0
+    remaps = [limits_of(f"{INPUTS} --planner zeppelin {remap}")["zeppelin"] for remap in ("--remap", "--no-remap")]
+    assert remaps[0]["parts_s"]["remap"] > remaps[1]["parts_s"]["remap"] == 0
 
 
-@pytest.mark.parametrize("told", ["", "--routing always --no-remap"])
-def test_every_suggestion_takes_as_long_as_its_options_simulated(study, run, told):
+def test_every_suggestion_takes_as_long_as_its_options_simulated(study, run):
+    told = "--routing always --no-remap"
     found = study(f"{INPUTS} --planner zeppelin {told}")
     tried = [row for row in found["try_next"]["tries"] if row["options"]]
     assert {row["where"] for row in tried} == {"planner", "step"}
@@ -161,12 +140,10 @@ def test_every_suggestion_takes_as_long_as_its_options_simulated(study, run, tol
         assert row["saves"] == pytest.approx(1 - row["step_s"] / found["try_next"]["step_s"])
 
 
-def test_what_is_tried_covers_planners_layers_options_capacity_step_and_machine(study):
-    command = (
-        "--dataset github --tokens 12000 --batches 2 --microbatches 2 --ranks 4 --ranks-per-node 2 "
-        "--tokens-per-rank 7000"
-    )
-    found = study(f"{command} --planner zeppelin --slow 1=1.5")["try_next"]
+def test_what_is_tried_covers_planners_layers_options_capacity_step_and_machine_and_what_fits(study):
+    # What is tried covers planners layers options capacity step and machine.
+    step = "--dataset github --tokens 12000 --batches 2 --microbatches 2 --ranks 4 --ranks-per-node 2"
+    found = study(f"{step} --tokens-per-rank 7000 --planner zeppelin --slow 1=1.5")["try_next"]
     names = [*(row["name"] for row in found["tries"]), *found["unchanged"], *found["impossible"]]
     assert {f"the planner {name}" for name in PLANNERS if name != "zeppelin"} <= set(names)
     for words_ in (
@@ -175,93 +152,68 @@ def test_what_is_tried_covers_planners_layers_options_capacity_step_and_machine(
         "tokens on a rank at most",
         "1 microbatches a step",
         "NICs twice",
-        "no slow rank",
     ):
         assert any(words_ in name for name in names), words_
     assert [row["step_s"] for row in found["tries"]] == sorted(row["step_s"] for row in found["tries"])
-    no_slow = next(row for row in found["tries"] if row["name"] == "no slow rank")
-    assert no_slow["saves"] > 0
+    assert next(row for row in found["tries"] if row["name"] == "no slow rank")["saves"] > 0
     assert any("no slow rank" in sentence for sentence in found["suggestions"])
-
-
-def test_a_step_that_does_not_fit_is_said_not_to_and_what_fits_is_suggested(study):
-    found = study(
-        "--lengths 30000,20000 --ranks 8 --ranks-per-node 4 --model llama-13b --tokens-per-rank 10000 --planner "
-        "zeppelin"
-    )
+    # A step that does not fit is said not to and what fits is suggested.
+    step = "--lengths 30000,20000 --ranks 8 --ranks-per-node 4 --tokens-per-rank 10000"
+    found = study(f"{step} --model llama-13b --planner zeppelin")
     assert not found["try_next"]["fits"]
     assert any("does not fit" in sentence for sentence in found["answer"])
     assert any(s.startswith("To make it fit") and "--recompute full" in s for s in found["try_next"]["suggestions"])
 
 
-def test_where_there_is_no_timeline_the_page_says_why(study, limits_of, monkeypatch):
-    monkeypatch.setattr("megatron_balance.lab.report.study.MOST_RANKS", 3)  # a cluster of 129 takes seconds
-    found = study(f"{INPUTS} --planner ulysses")
-    assert found["timeline"] == {}
-    assert "at most 3 ranks" in found["timeline_left_out"]
-    assert "sockets" in study(f"{INPUTS} --planner zeppelin --transport sockets")["timeline_left_out"]
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
+def test_mistakes_are_one_sentence(run, tmp_path):
+    for command, message in (
         (f"{INPUTS} --planner zeppelin --baseline te_rng", "--baseline te_rng: no such planner; one of te_ring,"),
         ("--steps X --planner zeppelin", "--planner does not go with --steps"),
         ("--steps X --lengths 3", "--lengths does not go with --steps"),
         ("--steps X -o rule=paper", "-o does not go with --steps"),
         ("--steps X --run Y", "--run does not go with --steps"),
         ("--steps X --steps Y --steps Z", "--steps is given 3 times"),
-    ],
-)
-def test_mistakes_are_one_sentence(run, tmp_path, command, message):
-    assert message in run.error(f"report {command} --out", tmp_path / "r.html")
+    ):
+        assert message in run.error(f"report {command} --out", tmp_path / "r.html")
 
 
 # Parts
 
 
-def test_lengths_are_counted_once_each_by_powers_of_two():
-    batches = (Batch((100, 255, 256, 511, 512, 9000)), Batch((300,)))
-    found = length_histogram(batches, CAUSAL)
-    assert [(each["from"], each["below"], each["sequences"]) for each in found["bins"] if each["sequences"]] == [
-        (0, 256, 2),
-        (256, 512, 3),
-        (512, 1024, 1),
-        (8192, 16384, 1),
-    ]
+def test_lengths_are_counted_once_each_and_a_plan_says_which_ranks_share_each_sequence():
+    # Lengths are counted once each by powers of two.
+    batches = (batch.Batch((100, 255, 256, 511, 512, 9000)), batch.Batch((300,)))
+    found = length_histogram(batches, mask.CAUSAL)
+    bins = [(each["from"], each["below"], each["sequences"]) for each in found["bins"] if each["sequences"]]
+    assert bins == [(0, 256, 2), (256, 512, 3), (512, 1024, 1), (8192, 16384, 1)]
     assert sum(each["tokens"] for each in found["bins"]) == found["num_tokens"] == 10934
     assert (found["shortest"], found["longest"], found["median"], found["num_batches"]) == (100, 9000, 300.0, 2)
     assert found["bins"][1]["attention_pairs"] == sum(n * (n + 1) // 2 for n in (256, 511, 300))
-    full = length_histogram(batches, FULL)
+    full = length_histogram(batches, mask.FULL)
     assert full["bins"][1]["attention_pairs"] == sum(n * n for n in (256, 511, 300))
-
-
-def test_a_plan_says_which_ranks_share_each_sequence():
+    # A plan says which ranks share each sequence.
     zones = (
         by_hand.ring(range(8), 0, 1),
         by_hand.head_exchange((4, 6), 2),
         by_hand.local(7, 3),
         by_hand.task_table([(5, 4, 0, 50), (6, 4, 50, 90)], [(5, 4, 0, 90, 0, 90)]),
     )
-    plan = by_hand.plan((9000, 3, 400, 200, 90), 8, *zones, ranks_per_node=4, heads=(8, 8))
-    found = placement(plan)
-    where = {row["seq"]: (row["where"], row["rank_runs"]) for row in found["longest"]}
-    assert where[0] == ("across nodes", [(0, 7)])
-    assert where[1] == ("one rank", [(0, 0)])  # three tokens are not cut
-    assert where[2] == ("inside one node", [(4, 4), (6, 6)])
-    assert where[3] == ("one rank", [(7, 7)])
-    assert where[4] == ("inside one node", [(5, 6)])
-    assert [(kind["where"], kind["sequences"], kind["tokens"]) for kind in found["kinds"]] == [
-        ("across nodes", 1, 9000),
-        ("inside one node", 2, 490),
-        ("one rank", 2, 203),
-    ]
+    found = placement(by_hand.plan((9000, 3, 400, 200, 90), 8, *zones, ranks_per_node=4, heads=(8, 8)))
+    assert {row["seq"]: (row["where"], row["rank_runs"]) for row in found["longest"]} == {
+        0: ("across nodes", [(0, 7)]),
+        1: ("one rank", [(0, 0)]),  # three tokens are not cut
+        2: ("inside one node", [(4, 4), (6, 6)]),
+        3: ("one rank", [(7, 7)]),
+        4: ("inside one node", [(5, 6)]),
+    }
+    kinds = [(kind["where"], kind["sequences"], kind["tokens"]) for kind in found["kinds"]]
+    assert kinds == [("across nodes", 1, 9000), ("inside one node", 2, 490), ("one rank", 2, 203)]
 
 
 def test_a_timeline_holds_the_trace_of_its_ranks_and_no_more():
     cluster, model = load_cluster("h200").build(num_ranks=16, ranks_per_node=8), load_model("llama-3b")
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
-    plan = choose_planner("te_ring", {}).plan(Batch((9000, 2000)), cluster, model, machine.cost)
+    plan = choose_planner("te_ring", {}).plan(batch.Batch((9000, 2000)), cluster, model, machine.cost)
     found, spans = timeline(plan, machine, "keep"), layer_trace(plan, machine, "keep").spans
     assert found["total_ms"] == pytest.approx(1e3 * max(span.stop_s for span in spans))
     assert len(found["ranks"]) == SHOWN_RANKS
@@ -278,31 +230,18 @@ def test_a_timeline_holds_the_trace_of_its_ranks_and_no_more():
             assert sum(b - a for a, b in drawn) >= attention[lane["rank"]] * (1 - 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("said", "meant"),
-    [
-        (page.seconds(1.3249), "1.32 s"),
-        (page.seconds(0.0215), "21.5 ms"),
-        (page.seconds(999.7e-6), "1,000 us"),
-        (page.seconds(0), "0 s"),
-        (page.size(4.234e9), "4.23 GB"),
-        (page.size(12), "12 bytes"),
-        (page.rate(50e9), "400 Gbit/s (50.0 GB/s)"),
-        (page.percent(0.4123), "41 %"),
-        (page.percent(0.0412), "4.1 %"),
-        (page.percent(0.0001), "under 0.1 %"),
-        (page.percent(0), "0 %"),
-        (page.listed(["a", "b", "c"]), "a, b and c"),
-        (page.count(1, "batch", "batches"), "1 batch"),
-        (page.count(1200, "batch", "batches"), "1,200 batches"),
-    ],
-)
-def test_numbers_read_well(said, meant):
-    assert said == meant
+def test_numbers_read_well():
+    seconds = {1.3249: "1.32 s", 0.0215: "21.5 ms", 999.7e-6: "1,000 us", 0: "0 s"}
+    assert {each: page.seconds(each) for each in seconds} == seconds
+    percents = {0.4123: "41 %", 0.0412: "4.1 %", 0.0001: "under 0.1 %", 0: "0 %"}
+    assert {each: page.percent(each) for each in percents} == percents
+    assert (page.size(4.234e9), page.size(12), page.rate(50e9)) == ("4.23 GB", "12 bytes", "400 Gbit/s (50.0 GB/s)")
+    assert page.listed(["a", "b", "c"]) == "a, b and c"
+    assert [page.count(each, "batch", "batches") for each in (1, 1200)] == ["1 batch", "1,200 batches"]
 
 
 def test_a_runs_own_batches_are_simulated_by_every_planner_asked(study, limits_of, run, tmp_path):
-    """Its configuration's planner is the one that others are held against."""
+    # Its configuration's planner is the one that others are held against.
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text("planner: {name: te_ring, tokens_per_rank: 4000}\n")
@@ -312,13 +251,10 @@ def test_a_runs_own_batches_are_simulated_by_every_planner_asked(study, limits_o
     records = [{"step": at, **each, "lengths": [[3000 + at, 50], [700, 700]]} for at in range(20)]
     records.append({"step": 20, **each, "lengths": [[9, 9]]})  # of another number of microbatches
     (folder / "steps.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = study(f"--run {folder} --planner zeppelin --planner megatron --tokens-per-rank 4000")
-    assert (found["baseline"], found["asked"]["cluster"]["num_ranks"], found["asked"]["step"]["batches"]) == (
-        "te_ring",
-        4,
-        2,
-    )
-    assert {row["planner"] for row in found["rows"]} == {"te_ring", "zeppelin", "megatron"}
+    found = study(f"--run {folder} --planner packing --planner megatron --tokens-per-rank 4000")
+    asked = found["asked"]
+    assert (found["baseline"], asked["cluster"]["num_ranks"], asked["step"]["batches"]) == ("te_ring", 4, 2)
+    assert {row["planner"] for row in found["rows"]} == {"te_ring", "packing", "megatron"}
     assert found["lengths"]["num_batches"] == 16
     assert any("those of 8 of the 21 steps of run; there they took 0.1 s" in each for each in found["answer"])
     assert run_log.real_batches(folder).steps == (2, 4, 6, 9, 11, 14, 16, 19), "without the warm-up"
@@ -346,24 +282,21 @@ def answered(base: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return answer(rows, ("megatron", "zeppelin"), {"sentence": "."}, TRIED, 1.41e11)
 
 
-def test_where_nothing_runs_nothing_is_best_and_the_answer_begins_with_it() -> None:
+def test_planners_that_a_job_cannot_run_and_means_that_say_otherwise_are_said_to_be() -> None:
+    # Where nothing runs nothing is best and the answer begins with it.
     rows = [row("megatron", 2.0, fits=False), row("zeppelin", 1.0, hides=False)]
     assert best_of(rows) is None
     said = answered(*rows)
     assert said[0].startswith("No planner that was compared fits in memory and plans within a step; the nearest, zep")
     assert "longer than the step" in said[1]
-
-
-def test_a_baseline_that_no_job_can_run_is_said_to_be_one() -> None:
+    # A baseline that no job can run is said to be one.
     base, other = row("megatron", 2.0, fits=False, context_parallel=8), row("zeppelin", 1.0)
     assert answered(base, other)[0] == (
         "zeppelin is 2.00 times as fast as megatron (CP 8): 1.00 s instead of 2.00 s a step (simulated). megatron does "
         "not fit in memory: no job takes its time."
     )
     assert saving(other, base, None).endswith("; megatron does not fit in memory, so no job spends them")
-
-
-def test_median_steps_that_say_otherwise_than_all_of_them_are_said_to() -> None:
+    # Median steps that say otherwise than all of them are said to.
     base, other = row("megatron", 2.0), row("zeppelin", 1.0, tokens_per_s=505.0)
     said = answered(base, other)[0]
     assert other["mean_speedup"] == 1.01

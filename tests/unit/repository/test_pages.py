@@ -107,16 +107,15 @@ def test_tests_that_pages_name_are_there():
     assert missing == []
 
 
-def test_the_page_of_costs_names_every_constant_that_is_fitted_to_a_result():
+def test_the_page_of_costs_names_fitted_constants_and_the_glossary_has_at_most_25_terms():
+    # The page of costs names every constant that is fitted to a result.
     page = read(ROOT / "docs" / "costs.md")
     section = page.partition("## Constants that are fitted to a result\n")[2].partition("\n## ")[0]
     skew, pages = cast("Pareto", DISTRIBUTIONS["wlb-skew"]), cast("LogNormal", DISTRIBUTIONS["commoncrawl"])
     fitted = (RATE, skew.exponent, pages.sigma, f"{GRADIENT_ROUNDS} blocks and {GRADIENT_COPIES} copies")
     rows = re.findall(r"^\| (\d.+)", section, re.MULTILINE)
     assert [row.partition(",")[0].partition(" of ")[0] for row in rows] == [str(value) for value in fitted]
-
-
-def test_the_glossary_has_at_most_25_terms():
+    # The glossary has at most 25 terms.
     rows = re.findall(r"^\| (.+?) \|", read(ROOT / "docs" / "glossary.md"), re.MULTILINE)
     assert 0 < len([row for row in rows if row not in ("word", "---")]) <= 25
 
@@ -136,7 +135,8 @@ def test_every_comm_pattern_has_a_drawing_its_bytes_and_when_it_wins():
 CLUSTER_PAGE = (ROOT / "docs" / "cluster.md").read_text()
 
 
-def test_files_and_configurations_that_the_page_of_clusters_names_are_there(tmp_path):
+def test_files_configurations_and_figures_that_the_page_of_clusters_names_are_there(tmp_path):
+    # Files and configurations that the page of clusters names are there.
     named = set(re.findall(r"(?:scripts|tests|docs|tools)/[\w./-]+\.(?:sh|sbatch|md|py)", CLUSTER_PAGE))
     assert sorted(path for path in named if not (ROOT / path).is_file()) == ["tools/preprocess_data.py"]  # Megatron's
     assert len(named) > 1
@@ -149,9 +149,7 @@ def test_files_and_configurations_that_the_page_of_clusters_names_are_there(tmp_
         configs.append(load_config(tmp_path / "balance.yaml"))
     assert None not in [config.planner for config in configs]
     assert configs[-1].communication == CommunicationChoice(inter_node_sms=4, intra_node_sms=12)
-
-
-def test_step_figures_that_the_page_of_clusters_names_are_written():
+    # Step figures that the page of clusters names are written.
     files = ("training/log.py", "training/figures.py", "runtime/recorder.py")
     written = "".join(read(PACKAGE / file) for file in files)
     table = CLUSTER_PAGE.partition("look at this first")[2].partition("## NCCL")[0]
@@ -190,7 +188,6 @@ def docstrings(source: str) -> list[tuple[int, str]]:
 
 
 def refused(text: str) -> bool:
-    """True if a docstring begins with one of the refused openings."""
     return re.match(rf"\s*(?:{'|'.join(OPENINGS)})\b", text) is not None
 
 
@@ -229,6 +226,7 @@ TOUR = ROOT / "docs" / "tour.md"
 PROGRAMS = ["megatron-balance", "python", "python3.12", "torchrun", "pip", "pytest", "bash", "sh", "cd", "echo"]
 PROGRAMS += ["export", "source", "docker", "enroot", "sbatch", "srun", "git", "apt-get", "curl", "wget", "ncu", "nsys"]
 
+PAPERS = ("distca", "knapformer", "wlb_llm", "zeppelin")
 # Beginnings of commands that are not run here, and why.
 ELSEWHERE = {
     "./scripts/demo.sh": "trains for minutes, in network namespaces",
@@ -244,10 +242,7 @@ ELSEWHERE = {
     "megatron-balance compare --planner zeppelin --planner auto --model FOLDER": "the same",
     "megatron-balance compare --ranks 64 --cluster h200 --model llama3-8b": "run by test_tour.py, but for flexsp",
     "megatron-balance doctor --write-cluster": "needs GPUs; tests/unit/cli/test_doctor.py runs it on stand-ins",
-    "megatron-balance reproduce distca --json": "the same as without --json, as all of them",
-    "megatron-balance reproduce knapformer --json": "the same",
-    "megatron-balance reproduce wlb_llm --json": "the same",
-    "megatron-balance reproduce zeppelin --json": "the same",
+    **{f"megatron-balance reproduce {paper} --json": "the same as without --json" for paper in PAPERS},
     "megatron-balance trace DIR": "needs a run's traces; tests/unit/cli/test_cli_simulate.py joins some",
     "pip install": "installs packages; tests/unit/repository/test_shipping.py reads what",
     "pytest tests/": "is this suite",
@@ -342,7 +337,6 @@ def furnish(desk: Path) -> None:
 
 @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.product)])
 def test_commands_run_as_their_pages_have_them(long, run, tmp_path, monkeypatch):
-    """Each at a desk of its own."""
     failed = []
     for at, command in enumerate(each for each in OWN if is_long(each) == long):
         furnish(tmp_path / str(at))
@@ -377,7 +371,8 @@ def accepted(parser: argparse.ArgumentParser) -> set[str]:
     return set(parser._option_string_actions).union(*(accepted(each) for each in verbs(parser).values()))
 
 
-def test_options_of_verbs_that_pages_name_are_there():
+def test_options_tools_and_scripts_that_pages_name_are_there():
+    # Options of verbs that pages name are there.
     parser = build_parser()
     for command in COMMANDS:
         if command.startswith("megatron-balance "):
@@ -388,9 +383,7 @@ def test_options_of_verbs_that_pages_name_are_there():
         verb = command.removeprefix("megatron-balance ").split(" ")[0]
         missing += [(command, each) for each in options(command) if verb in known and each not in known[verb]]
     assert missing == []
-
-
-def test_tools_and_scripts_that_pages_call_are_there_with_their_options():
+    # Tools and scripts that pages call are there with their options.
     missing = []
     today = [page for page in PAGES if page.name != "CHANGELOG.md"]  # tools whose question is answered go
     for command in sorted({*COMMANDS, *spans(today)}):
@@ -454,11 +447,6 @@ def strategies() -> dict[str, list[str]]:
     return {row[0].strip("`"): row for row in rows}
 
 
-def test_the_table_of_strategies_has_every_planner_and_its_file():
-    assert strategies().keys() == PLANNERS.keys()
-    assert all((PACKAGE / row[2].strip("`")).exists() for row in strategies().values())
-
-
 # flexsp is left out: its integer program takes seconds for each of the batches.
 COMPARED = [name for name in PLANNERS if name != "flexsp"]
 
@@ -467,6 +455,8 @@ COMPARED = [name for name in PLANNERS if name != "flexsp"]
     "names", [["te_ring", "zeppelin", "distca"], pytest.param(COMPARED, marks=pytest.mark.product)]
 )
 def test_the_table_of_strategies_holds_what_compare_simulates(run, names):
+    assert strategies().keys() == PLANNERS.keys()
+    assert all((PACKAGE / row[2].strip("`")).exists() for row in strategies().values())
     # The baseline and two that differ most in what they do; all of them are a `product`.
     command = next(line for line in README.splitlines() if line.startswith("megatron-balance compare "))
     asked = (word for name in names for word in ("--planner", name))

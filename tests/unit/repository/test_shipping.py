@@ -39,6 +39,12 @@ SHELL = sorted(
 )
 
 
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def tool(name: str) -> str:
     """A linter: beside this Python, or on PATH."""
     found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -55,7 +61,6 @@ def test_the_dockerfile_and_scripts_are_clean(words):
 
 
 def argument(name: str) -> str:
-    """The default of a build argument."""
     return re.findall(rf"^ARG {name}=(\S+)$", DOCKERFILE, re.MULTILINE)[0]
 
 
@@ -70,6 +75,7 @@ def requirements(*extras: str) -> list[Any]:
 
 
 def test_image_extras_and_doctor_name_the_same_versions():
+    # Image extras and doctor name the same versions.
     locks = {name: packages((LOCKS / f"{name}.txt").read_text()) for name in ("image", "train", "dev")}
     assert all(("megatron-core", MEGATRON_CORE) in {(p.name, p.version) for p in lock} for lock in locks.values())
     assert any(f"megatron-core=={MEGATRON_CORE};" in word for word in EXTRAS["train"])
@@ -78,6 +84,11 @@ def test_image_extras_and_doctor_name_the_same_versions():
     assert f"transformer-engine[core_cu12,{te}" in EXTRAS["te_cu12"]
     locked = {p.version for name in ("train", "dev") for p in locks[name] if p.name == "torch"}
     assert locked == {EXTRAS["te"][0].removeprefix("torch==")}
+    # Metadata is static and agrees with the package.
+    assert "dynamic" not in PROJECT
+    assert PROJECT["version"] == megatron_balance.__version__
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert len((ROOT / "setup.py").read_text().split("\n\n")) == 2, "setup.py only calls setup()"
 
 
 def test_each_cuda_has_extras_of_its_own_whose_pins_fit_each_other():
@@ -106,8 +117,7 @@ def installation(package: str, installed: str, folder: Path) -> str:
     step = next(each for each in DOCKERFILE.split("RUN ") if f"s/^{package}" in each).split("\n\n")[0]
     pip = f'if [ "$1" = list ]; then printf "%b" "{installed}"; else echo "$@" >>"{folder}/installed"; fi'
     for name, body in (("pip", pip), ("python", "echo 12")):
-        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / name).chmod(0o755)
+        program(folder / name, f"#!/bin/bash\n{body}\n")
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "TRANSFORMER_ENGINE": argument("TRANSFORMER_ENGINE")}
     (folder / "scripts").mkdir()
     shutil.copytree(LOCKS, folder / "scripts" / "locks")
@@ -169,13 +179,6 @@ def test_the_image_keeps_nvidias_entrypoint_is_not_root_and_copies_what_the_cont
     copied = {word for words in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in words.split()}
     assert copied == kept
     assert all((ROOT / word).exists() for word in copied)
-
-
-def test_metadata_is_static_and_agrees_with_the_package():
-    assert "dynamic" not in PROJECT
-    assert PROJECT["version"] == megatron_balance.__version__
-    assert "Apache License" in (ROOT / "LICENSE").read_text()
-    assert len((ROOT / "setup.py").read_text().split("\n\n")) == 2, "setup.py only calls setup()"
 
 
 def test_wheel_and_sdist_hold_every_module_patch_and_preset(tmp_path):
@@ -240,11 +243,9 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
-        (folder / "bin").mkdir()
         for name, answer in (("srun", ""), ("sbatch", ""), ("scontrol", "printf 'node7\\nnode8\\n'")):
-            program = folder / "bin" / name
-            program.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" {name} "$@" >>"{self.calls}"\n{answer}\n')
-            program.chmod(0o755)
+            text = f'#!/usr/bin/env bash\nprintf "%s\\n" {name} "$@" >>"{self.calls}"\n{answer}\n'
+            program(folder / "bin" / name, text)
         (folder / "corpus.bin").touch()
         (folder / "corpus.idx").touch()
         self.environment = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "HOME": str(folder), "REPO": str(ROOT)}
@@ -278,16 +279,15 @@ def mounts(command: list[str]) -> list[str]:
     return word.partition("=")[2].split(",")
 
 
-def test_a_dry_run_prints_the_command_and_starts_nothing(cluster):
+def test_what_is_printed_is_what_is_run_on_every_node_and_a_dry_run_starts_nothing(cluster):
+    # A dry run prints the command and starts nothing.
     command = cluster.printed()
     assert command[:3] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "OMP_NUM_THREADS=1", "srun"]
     assert after(command, "--balance-config") == str(CONFIGS.resolve() / "experiment" / "llama-7b.yaml")
     assert (after(command, "--seq-length"), after(command, "--context-parallel-size")) == ("32768", "8")
     assert cluster.calls.read_text().split() == ["sbatch", "--test-only", str(SLURM / "single_node.sbatch")]
     assert not (cluster.folder / "out").exists()
-
-
-def test_what_is_printed_is_what_is_run_on_every_node(cluster):
+    # What is printed is what is run on every node.
     variables = {name: value for name, value in JOB.items() if name != "script"}
     command = cluster.printed("--train-iters", "7", **JOB)
     cluster.calls.unlink()
@@ -431,15 +431,7 @@ def test_the_plan_of_a_dry_run_is_what_the_technique_is_for(cluster, technique):
     said = ways.idle_reason(before.args, before.config, before.cluster())
     assert (said is not None) == (technique in ("hydraulis", "megatron", "wlb_llm"))
     assert said is None or said.startswith(f"planner {technique} ")
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("technique", PLANNERS)
-def test_a_planner_without_anything_to_place_or_deal_says_so(cluster, technique):
-    # On one GPU; and a topology of one group.
-    pytest.importorskip("megatron.training")
-    from megatron_balance.megatron import ways
-
+    # On one GPU there is nothing to place or deal, nor in a topology of one group.
     command = cluster.printed(TECHNIQUE=technique, MICROBATCHES="1", SLURM_GPUS_ON_NODE="1")
     job = job_of(command, num_ranks=1)
     assert f"planner {technique} " in str(ways.idle_reason(job.args, job.config, job.cluster()))
@@ -525,7 +517,8 @@ def test_locks_hold_what_the_package_asks_for_with_hashes_and_no_host():
     assert versions["train"].items() <= versions["dev"].items(), "one environment serves the demo and the tests"
 
 
-def test_the_image_has_no_proprietary_package_unless_asked():
+def test_the_image_has_no_proprietary_package_unless_asked_and_the_bill_names_every_one():
+    # The image has no proprietary package unless asked.
     assert not [p.name for p in packages((LOCKS / "image.txt").read_text()) if p.name == "gurobipy"]
     assert re.search(r"^ARG GUROBI=$", DOCKERFILE, re.MULTILINE)
     step = next(line for line in DOCKERFILE.splitlines() if line.startswith("RUN if") and "gurobi.txt" in line)
@@ -533,9 +526,7 @@ def test_the_image_has_no_proprietary_package_unless_asked():
     for given, installs in (("", 0), ("1", 1)):
         done = ended(shell, env={"PATH": os.environ["PATH"], "GUROBI": given}, check=True)
         assert done.stdout.count("installs") == installs
-
-
-def test_the_bill_of_materials_names_every_package_of_a_lock_and_what_needs_it():
+    # The bill of materials names every package of a lock and what needs it.
     lock = (LOCKS / "image.txt").read_text() + (LOCKS / "pydantic.txt").read_text()
     told = bill(lock, PROJECT)
     assert (told["bomFormat"], told["specVersion"]) == ("CycloneDX", "1.6")
@@ -561,3 +552,53 @@ def test_continuous_integration_says_what_it_installs():
         "into .venv; browser: chromium\n"
     )
     assert "installing chromium from Debian" in text
+
+
+# scripts/setup_env.sh: finds a Python that is new enough, or says what to install.
+
+SETUP = ROOT / "scripts" / "setup_env.sh"
+# The answer of an interpreter that is too old, or of a pyenv shim without a version, to any check.
+OLD = "#!/bin/sh\nexit 1\n"
+
+
+def find_python(home: Path) -> subprocess.CompletedProcess[str]:
+    bash = ["bash", "-c", f"PATH={home}/bin; source {SETUP}; find_python"]
+    return ended(bash, env={"HOME": str(home), "PATH": os.environ["PATH"]})
+
+
+def test_a_wheel_that_cannot_be_had_is_said_and_leaves_the_others(tmp_path):
+    # The program in place of Python has a package index with one wheel of two.
+    copy = 'while [ "$1" != --dest ]; do shift; done; cp "$WHEELS"/*.whl "$2"'
+    fetch = f'case "$*" in *pip*flash*) exit 1;; *pip*) {copy};; *) exec "$REAL" "$@";; esac'
+    program(tmp_path / "python", f"#!/bin/bash\n{fetch}\n")
+    for wheel, names in (
+        ("transformer_engine-2.17.1-py3-none-any", ("transformer_engine/a.py", "transformer_engine/a.so")),
+        ("megatron_core-0.18.2-cp312-cp312-manylinux", ("megatron/helpers.so", "megatron/helpers.cpp")),
+    ):
+        with zipfile.ZipFile(tmp_path / f"{wheel}.whl", "w") as archive:
+            for name in names:
+                archive.writestr(name, "x = 1")
+    unpack = ["bash", "-c", f"source {SETUP}; PYTHON={tmp_path}/python; unpack_upstream {tmp_path}/up"]
+    done = ended(unpack, env={"PATH": os.environ["PATH"], "WHEELS": str(tmp_path), "REAL": sys.executable})
+    assert done.returncode == 1
+    assert "The wheel of flash-attn-4==4.0.0b11 could not be had; the tests that need it will skip." in done.stderr
+    unpacked = {str(path.relative_to(tmp_path / "up")) for path in (tmp_path / "up").rglob("*") if path.is_file()}
+    compiled = "megatron_core-0.18.2/megatron/helpers.so"
+    assert unpacked == {"transformer_engine-2.17.1/transformer_engine/a.py", compiled}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="the interpreter that is found must be 3.12 or later")
+def test_python_is_found_or_it_is_said_what_to_install(tmp_path):
+    program(tmp_path / "bin" / "python3", OLD)
+    program(tmp_path / "bin" / "python3.12", OLD)
+    found = find_python(tmp_path)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "error: no Python 3.12 or later" in found.stderr
+    assert "pyenv install 3.12" in found.stderr
+    # of pyenv, behind shims that do not work; and on PATH
+    for where in (tmp_path / ".pyenv" / "versions" / "3.12.1" / "bin" / "python", tmp_path / "bin" / "python3.12"):
+        program(where, f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        found = find_python(tmp_path)
+        assert found.returncode == 0, found.stderr
+        assert os.path.samefile(found.stdout.strip(), sys.executable)
+        where.unlink()

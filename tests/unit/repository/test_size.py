@@ -29,7 +29,8 @@ def test_budgets_are_kept_and_lowered_to_what_was_reached():
     assert {f"{part} lines" for part in PARTS} <= budgets().keys()
 
 
-def test_a_file_is_counted_as_the_report_says():
+def test_a_file_is_counted_as_the_report_says_and_an_underscore_makes_no_other_name():
+    # A file is counted as the report says.
     shape = shape_of(
         '"""One.\n# no comment\n"""\n\nfrom a import (\n    b,\n)\n\n# alone\nx = 1  # beside\n\n\n'
         'def _f(y):\n    """Two.\n    """\n    return b(y)\n\n\ndef g(y, z=2):\n    return b(z, y)\n\n\n'
@@ -38,9 +39,7 @@ def test_a_file_is_counted_as_the_report_says():
     assert (shape.lines, shape.comments, shape.docstrings, shape.imports) == (24, 1, 5, 3)
     assert (shape.public, shape.private, shape.classes) == (["g", "C"], ["_f"], ["C"])
     assert (shape.handed_on, shape.functions) == (["_f"], [4, 2])
-
-
-def test_an_underscore_before_an_imported_name_is_not_private_and_names_are_told_apart_without_it():
+    # An underscore before an imported name is not private and names are told apart without it.
     sources = {
         PurePosixPath("megatron_balance/a.py"): "class _Run:\n    pass\n\n\ndef _f():\n    pass\n",
         PurePosixPath("megatron_balance/b.py"): "from megatron_balance.a import _f\n\n\nclass Run:\n    pass\n",
@@ -92,7 +91,8 @@ FORBIDDEN = {
 }
 
 
-def test_forbidden_imports_are_caught(tmp_path):
+def test_forbidden_imports_are_caught_and_planning_imports_late_what_it_may_not_need(tmp_path):
+    # Forbidden imports are caught.
     # All in one copy of the package; each is found by its own contract.
     pytest.importorskip("importlinter", reason="import-linter comes with the extra 'dev'")
     copy, left_out = tmp_path / "megatron_balance", shutil.ignore_patterns("__pycache__", "configs")
@@ -110,6 +110,9 @@ def test_forbidden_imports_are_caught(tmp_path):
         (section,) = [text for text in headed if text.startswith(contract)]
         edge = f"megatron_balance.{module.removesuffix('.py').replace('/', '.')} -> {name.removesuffix('.core')} (l."
         assert edge in " ".join(section.split()), (contract, result.stdout)
+    # Planning imports late what it may not need.
+    done = ended([sys.executable, "-c", LATE], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 LATE = """
@@ -128,8 +131,3 @@ assert main([*plan, "--verify"]) == 0
 import megatron_balance.analysis.wire, megatron_balance.workloads.idx, megatron_balance.workloads.lengths
 assert not loaded("torch", "megatron."), "a table, bytes on the wire, lengths"
 """
-
-
-def test_planning_imports_late_what_it_may_not_need():
-    done = ended([sys.executable, "-c", LATE], cwd=ROOT)
-    assert done.returncode == 0, done.stderr

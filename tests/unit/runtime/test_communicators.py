@@ -14,7 +14,6 @@ from megatron_balance.config import CommunicationChoice
 from megatron_balance.errors import ConfigError
 from megatron_balance.planning.choice import load_config
 from megatron_balance.runtime import cuda, groups, recorder
-from megatron_balance.runtime.groups import Behind
 from megatron_balance.runtime.transport import Streamed
 
 torch = pytest.importorskip("torch")
@@ -81,9 +80,11 @@ def test_a_rank_has_few_communicators_whatever_the_number_of_ranks(make):
         made, nccl = make(0, [list(range(size))], per_node)
         assert len(nccl.new(0)) == communicators, (size, per_node)
         assert (made.streams is None) == (size == 1)
+        assert (made.safe, make(0, [list(range(size))], per_node, safe=True)[0].safe) == (False, True)
 
 
-def test_every_communicator_is_used_at_the_start_by_all_its_ranks_and_in_one_order(make):
+def test_every_communicator_is_used_at_the_start_in_one_order_and_has_its_timeout(make):
+    # Every communicator is used at the start by all its ranks and in one order.
     orders = []
     for rank in range(4):
         _, nccl = make(rank, [[0, 1, 2, 3]], 2)
@@ -93,9 +94,7 @@ def test_every_communicator_is_used_at_the_start_by_all_its_ranks_and_in_one_ord
     assert all(order == orders[0] for order in orders)
     created = [[group.ranks for group in make(rank, [[0, 2], [1, 3]], 1)[1].new()] for rank in range(4)]
     assert all(order == created[0] for order in created), "two pools make each other's groups"
-
-
-def test_every_communicator_has_the_timeout_it_was_given(make):
+    # Every communicator has the timeout it was given.
     # Torch's own would hold a job up for ten minutes where a rank is frozen.
     _, nccl = make(0, [list(range(8))], 4, timeout=timedelta(seconds=7))
     assert {group.given_timeout for group in nccl.new()} == {timedelta(seconds=7)}
@@ -109,7 +108,7 @@ def test_a_rank_that_fails_aborts_all_its_communicators_in_one_nccl_group(make):
         group.log = log
     transport = object.__new__(Streamed)
     transport.groups = made
-    made.issues.put(made, lambda: issued.append("a later leg"), Behind.LAUNCH)
+    made.issues.put(made, lambda: issued.append("a later leg"), groups.Behind.LAUNCH)
     transport.fail()
     made.issues.flush()
     assert issued == [], "peers are gone: nothing more is issued"
@@ -146,7 +145,8 @@ def test_the_stand_in_asks_for_nothing_that_torchs_nccl_has_not():
     assert all(hasattr(dist.ProcessGroup, name) for name in ("abort", "_get_backend"))
 
 
-def test_what_stays_inside_a_node_has_a_communicator_of_the_node(make):
+def test_what_stays_inside_a_node_has_a_communicator_of_the_node(make, monkeypatch):
+    # What stays inside a node has a communicator of the node.
     # NCCL gives all pairs of a communicator the channels of the one that gets the fewest.
     for rank, node in ((0, [0, 1, 2, 3]), (6, [4, 5, 6, 7])):
         made, nccl = make(rank, [list(range(8))], 4)
@@ -154,9 +154,7 @@ def test_what_stays_inside_a_node_has_a_communicator_of_the_node(make):
             group = made.streams._groups[name]
             assert any(group is each for each in nccl.new())
             assert group.ranks == (list(range(8)) if name.startswith("inter_node") else node), name
-
-
-def test_communicators_inside_nodes_cover_every_node_of_several_ranks():
+    # Communicators inside nodes cover every node of several ranks.
     for size, per_node, inside in (
         (8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)]),
         (6, 4, [(0, 1, 2, 3), (4, 5)]),  # a smaller last node
@@ -166,9 +164,7 @@ def test_communicators_inside_nodes_cover_every_node_of_several_ranks():
         made = groups.stream_groups(size, per_node)
         assert [members for name, members in made if name == "dispatch moved"] == inside
         assert [members for name, members in made if name == "inter_node"] == [tuple(range(size))]
-
-
-def test_a_stream_has_the_priority_of_its_communicator(make, monkeypatch):
+    # A stream has the priority of its communicator.
     made, _ = make(0, [list(range(8))], 4)
     names = groups.stream_names(8, 4)
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: SimpleNamespace(priority=priority))
@@ -196,11 +192,6 @@ def test_the_section_is_checked(tmp_path):
     assert loaded("{inter_node_sms: 8}").sms == {"inter_node": 8}
     assert loaded("{inter_node_sms: 8}") == CommunicationChoice(inter_node_sms=8)
     assert loaded("safe") == CommunicationChoice(safe=True)
-
-
-def test_the_safe_order_is_a_fact_of_the_pool(make):
-    assert not make(0, [list(range(8))], 4)[0].safe
-    assert make(0, [list(range(8))], 4, safe=True)[0].safe
 
 
 # The clock that traces of several ranks share.

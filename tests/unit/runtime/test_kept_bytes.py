@@ -16,23 +16,18 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_balance import runtime
+from megatron_balance import Batch, Cluster, MicrobatchPlan, runtime
 from megatron_balance.analysis.backward import microbatch_bytes
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InvalidProgramError
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import GradientWire, Model
-from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import Kind
+from megatron_balance.ir import model, program
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_layers, choose_planner
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.memory import PeakBytes, _adjacent_bytes, pack
-from megatron_balance.runtime.lower.regions import RegionIndex, RowRange
+from megatron_balance.runtime.lower import memory, regions
 from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch
 from megatron_balance.runtime.pool import ALIGN, SLAB, BufferPool
 from tests.support import by_hand
@@ -42,7 +37,7 @@ from tests.support.strategies import EVERY_PATTERN
 from tests.unit.compile.test_streams import Written
 
 HEADS, KV_HEADS, DIM, RANKS = 8, 4, 64, 8
-MODEL, CLUSTER = Model(HEADS, KV_HEADS, DIM), Cluster(RANKS, 4)
+MODEL, CLUSTER = model.Model(HEADS, KV_HEADS, DIM), Cluster(RANKS, 4)
 # Planners, and the rule of one whose other rule takes another comm pattern.
 PLANNED = [*((name, "") for name in PLANNERS), ("zeppelin", "groups")]
 IN_THE_SUITE = (*EVERY_PATTERN, "wlb_sharding", "knapformer")
@@ -54,7 +49,7 @@ CASES = [
 LENGTHS = (900, 4000, 333, 70, 1200, 2500, 64, 1500)
 
 
-def count(plan: MicrobatchPlan, rank: int, policy: Policy) -> PeakBytes:
+def count(plan: MicrobatchPlan, rank: int, policy: Policy) -> memory.PeakBytes:
     groups = Groups(rank, RANKS, tuple(range(RANKS)), None, buffers=BufferPool(cpu=True))
     shape = AttentionShape(HEADS, KV_HEADS, DIM)
     found = bind(plan, rank, shape, groups=groups, dtype=torch.bfloat16, policy=policy, kernel="plain").peak_bytes
@@ -100,7 +95,8 @@ def address(x: Any) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def test_memory_comes_back_with_the_last_tensor_on_it() -> None:
+def test_memory_comes_back_with_the_last_tensor_on_it_in_any_shape() -> None:
+    # Memory comes back with the last tensor on it.
     pool = BufferPool(cpu=True)
     first = buffer(pool, 100)
     at, view = address(first), first[10:20].view(5, 2)
@@ -122,9 +118,7 @@ def test_memory_comes_back_with_the_last_tensor_on_it() -> None:
     assert torch.equal(weight.grad, torch.full((8,), 3.0))
     del y
     assert address(buffer(pool, 32)) == at
-
-
-def test_shapes_and_types_and_alignment() -> None:
+    # Shapes and types and alignment.
     pool = BufferPool(cpu=True)
     held = [pool.empty((3, 5), dtype, CPU) for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64)]
     assert [(tuple(x.shape), x.is_contiguous(), x.data_ptr() % 16) for x in held] == [((3, 5), True, 0)] * 4
@@ -166,7 +160,8 @@ def test_the_same_calls_find_the_same_places(sizes: list[tuple[int, int]]) -> No
     assert pool.peak_bytes <= pool.held_bytes == SLAB
 
 
-def test_what_another_stream_uses_is_used_again_last_and_waited_for() -> None:
+def test_what_another_stream_uses_is_used_again_last_and_waited_for_once() -> None:
+    # What another stream uses is used again last and waited for.
     pool, waited = BufferPool(cpu=True), []
     whole = buffer(pool, SLAB // 2)
     sent = buffer(pool, SLAB // 4)
@@ -183,9 +178,7 @@ def test_what_another_stream_uses_is_used_again_last_and_waited_for() -> None:
     last = [buffer(pool, SLAB // 8) for _ in range(2)]
     assert waited == ["sent", "later"]
     assert (pool.num_slabs, len(last)) == (1, 2)
-
-
-def test_a_fence_that_was_passed_is_not_waited_for_again() -> None:
+    # A fence that was passed is not waited for again.
     # Received, waited for and read: the memory is as free as any other.
     pool, waited = BufferPool(cpu=True), []
     received = pool.empty((SLAB // 2,), torch.uint8, CPU, received=True)
@@ -222,14 +215,28 @@ def test_a_fence_is_for_who_needs_it_and_for_its_own_bytes_only() -> None:
     assert (address(buffer(pool, SLAB // 4)), waited) == (places[0], [1, 2, 0])
 
 
-def test_what_lies_in_one_piece_is_sent_without_a_copy() -> None:
+def test_what_lies_in_one_piece_is_sent_without_a_copy_and_a_region_in_row_ranges() -> None:
+    # What lies in one piece is sent without a copy.
     raw = torch.arange(64, dtype=torch.uint8)
     parts = [raw[16:21], raw[32:48].view(torch.float32), raw[48:60]]
-    packed = pack(parts)
+    packed = memory.pack(parts)
     assert (packed.data_ptr(), packed.numel()) == (parts[0].data_ptr(), 44)
-    assert _adjacent_bytes([parts[0], parts[2]]) is None
-    assert _adjacent_bytes([parts[1], parts[0]]) is None
-    assert pack([parts[1], parts[0]]).tolist() == [*range(32, 48), *range(16, 21)]
+    assert memory._adjacent_bytes([parts[0], parts[2]]) is None
+    assert memory._adjacent_bytes([parts[1], parts[0]]) is None
+    assert memory.pack([parts[1], parts[0]]).tolist() == [*range(32, 48), *range(16, 21)]
+    # A region lies in row ranges of the buffers that hold it.
+    # (seq, start, stop, head_start, head_stop, buffer, row): s0[0:10) in two buffers, s1[4:8) split
+    # by heads
+    instances = np.array([(0, 0, 6, 0, 2, 0, 0), (0, 6, 10, 0, 2, 3, 0), (1, 4, 8, 0, 1, 1, 5), (1, 4, 8, 1, 2, 2, 0)])
+    whole = regions.RegionIndex(instances[:2])
+    found = whole.resolve(np.array([[0, 4, 9, 1, 2]]).T).T
+    assert found.tolist() == [[0, 0, 2, 0, 1, 0, 4, 1], [0, 2, 3, 0, 1, 3, 0, 1]]
+    split = regions.RegionIndex(instances).resolve(np.array([[1, 5, 7, 0, 2]]).T)
+    assert split[regions.RowRange.BUFFER].tolist() == [1, 2]
+    assert split[regions.RowRange.BUFFER_ROW].tolist() == [6, 1]
+    assert split[regions.RowRange.HEAD].tolist() == [0, 1]
+    with pytest.raises(InvalidProgramError, match=r"a rank does not hold all of s0\[9:11\) heads \[0:2\)"):
+        whole.resolve(np.array([[0, 9, 11, 0, 2]]).T)
 
 
 # The runtime's shelves: a protocol below, implementations on it, the choice above them.
@@ -256,21 +263,6 @@ def test_a_protocol_knows_no_implementation_and_no_implementation_the_choice() -
     out = ended([sys.executable, "-c", code], check=True, cwd=ROOT.parents[1]).stdout.split()
     assert "megatron_balance.runtime.movers" in out
     assert not set(OPTIONAL) & set(out)
-
-
-def test_a_region_lies_in_row_ranges_of_the_buffers_that_hold_it() -> None:
-    # (seq, start, stop, head_start, head_stop, buffer, row): s0[0:10) in two buffers, s1[4:8) split
-    # by heads
-    instances = np.array([(0, 0, 6, 0, 2, 0, 0), (0, 6, 10, 0, 2, 3, 0), (1, 4, 8, 0, 1, 1, 5), (1, 4, 8, 1, 2, 2, 0)])
-    whole = RegionIndex(instances[:2])
-    found = whole.resolve(np.array([[0, 4, 9, 1, 2]]).T).T
-    assert found.tolist() == [[0, 0, 2, 0, 1, 0, 4, 1], [0, 2, 3, 0, 1, 3, 0, 1]]
-    split = RegionIndex(instances).resolve(np.array([[1, 5, 7, 0, 2]]).T)
-    assert split[RowRange.BUFFER].tolist() == [1, 2]
-    assert split[RowRange.BUFFER_ROW].tolist() == [6, 1]
-    assert split[RowRange.HEAD].tolist() == [0, 1]
-    with pytest.raises(InvalidProgramError, match=r"a rank does not hold all of s0\[9:11\) heads \[0:2\)"):
-        whole.resolve(np.array([[0, 9, 11, 0, 2]]).T)
 
 
 # Sums of gradients: what a round of a ring moves through memory, counted; and what is kept as it
@@ -303,7 +295,7 @@ class Moved(TorchDispatchMode):
         return result
 
 
-def moved_a_round(wire: GradientWire) -> float:
+def moved_a_round(wire: model.GradientWire) -> float:
     # Bytes that the sums of a round take on rank 7 of a ring, which attends to all rounds: those of
     # the backward less those of a ring that is a round shorter.
     found = []
@@ -324,7 +316,8 @@ def moved_a_round(wire: GradientWire) -> float:
     return found[0] - found[1]
 
 
-def test_a_round_of_a_ring_moves_each_gradient_once() -> None:
+def test_a_round_of_a_ring_moves_each_gradient_once_and_keeps_the_first_of_its_buffer() -> None:
+    # A round of a ring moves each gradient once.
     # Rank 0's last half of the queries attends in every round. Its dq is added to the total: read
     # in bf16, the total read and written in fp32. Its dk and dv are added to what the next rank
     # sent. Zeroing a total for every round, adding to it, and adding what was received, were 63,488
@@ -332,9 +325,7 @@ def test_a_round_of_a_ring_moves_each_gradient_once() -> None:
     dq = 5 * Q_BYTES / 2
     assert moved_a_round("fp32") == dq + 5 * KV_BYTES
     assert moved_a_round("bf16") == dq + 3 * KV_BYTES, "as Transformer Engine's ring: three tensors in bf16"
-
-
-def test_a_gradient_is_kept_where_it_is_the_first_of_its_buffer_and_all_of_it() -> None:
+    # A gradient is kept where it is the first of its buffer and all of it.
     plan = by_hand.pool("ring", (TOKENS * 4,), 4, heads=(FOUR_HEADS, TWO_HEADS))
     groups = Groups(0, 4, (0, 1, 2, 3), None, streams=Written())  # pyright: ignore[reportArgumentType]
     bound = bind(plan, 0, AttentionShape(FOUR_HEADS, TWO_HEADS, EIGHT), groups=groups, kernel="plain")
@@ -345,5 +336,5 @@ def test_a_gradient_is_kept_where_it_is_the_first_of_its_buffer_and_all_of_it() 
     # Queries of the last chunk only, while the keys of later ranks are there.
     assert [len(step.dq_sums.kept) for step in launches] == [0, 0, 0, 0]
     received = [m for step in steps if isinstance(step, FinishStep) for m in step.exchange.receives]
-    assert {m.kind for m in received} == {Kind.KV_GRAD}
+    assert {m.kind for m in received} == {program.Kind.KV_GRAD}
     assert all(not m.sums.kept for m in received), "the launch came first"

@@ -9,19 +9,12 @@ from typing import Any
 
 import pytest
 
+from megatron_balance import Batch, Cluster, Model
 from megatron_balance.compile.ping_pong import Cuts
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime import transport
+from megatron_balance.runtime import groups, recorder, transport
 from megatron_balance.runtime.bind import ALIGN, _tensors_in, ship
-from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower import steps
-from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, _taken_together
-from megatron_balance.runtime.lower.messages import arrivals
-from megatron_balance.runtime.recorder import PhaseTraffic, Trace
-from megatron_balance.runtime.transport import Gloo
+from megatron_balance.runtime.lower import memory, messages, steps
 from tests.support.strategies import ALL_PLANNERS, EVERY_PATTERN, Case, plan
 
 torch = pytest.importorskip("torch")
@@ -37,27 +30,27 @@ def test_messages_that_meet_no_earlier_one_are_taken_together() -> None:
     # Heads of other peers: gradients of queries with those of keys, which go elsewhere.
     kinds = (Kind.Q_GRAD, Kind.KV_GRAD)
     received = [message(peer, kind, (0, 10), (2 * peer, 2 * peer + 2)) for peer in (1, 2, 3) for kind in kinds]
-    assert arrivals(received) == ((0, 1, 2, 3, 4, 5),)
+    assert messages.arrivals(received) == ((0, 1, 2, 3, 4, 5),)
     # A key-value head that several ranks used: its gradients are added in order.
     rows = [(0, 10), (5, 15), (12, 20), (30, 40)]
     received = [message(peer, Kind.KV_GRAD, each, (0, 2)) for peer, each in enumerate(rows)]
-    assert arrivals(received) == ((0, 3), (1,), (2,))
+    assert messages.arrivals(received) == ((0, 3), (1,), (2,))
     # Received inputs become buffers of their own and meet nothing.
     inputs = [(peer, kind) for peer in (1, 2) for kind in (Kind.Q, Kind.KV)]
     received = [steps.PeerMessage(peer, kind, steps.Packed((), 8, 2), peer) for peer, kind in inputs]
-    assert arrivals(received) == ((0, 2), (1, 3))
+    assert messages.arrivals(received) == ((0, 2), (1, 3))
     # An exchange that sums on the way brings one peer's messages.
     summed = tuple(message(peer, Kind.KV_GRAD, (0, 10), (0, 2)) for peer in (1, 2, 3))
     members = (0, 0, "", "reduce_scatter", (0, 1, 2, 3), (), summed, 0, {}, {}, frozenset(), "")
-    exchange = steps.ExchangeStep(*members, arrivals=arrivals(summed))
+    exchange = steps.ExchangeStep(*members, arrivals=messages.arrivals(summed))
     assert exchange.arrivals == ((0,), (1,), (2,))
-    assert _taken_together(exchange, 1) == [(0,)]
+    assert memory._taken_together(exchange, 1) == [(0,)]
 
 
 # A proxy's thread on a transport that only writes down: order, look-ahead, what it counts, and what
 # it says when a piece is lost.
 
-FORM = CallForm.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
+FORM = memory.CallForm.of(memory.AttentionShape(1, 1, 4), torch.float32, "fp32")
 ARRIVES, LEAVES = steps.Hop(0, "dispatch", 6, "dispatch", False), steps.Hop(5, "across", 8, "inter_node", True)
 
 
@@ -67,10 +60,10 @@ def relay_task(exchange: int, rows: int = 4) -> steps.RelayTask:
     return steps.RelayTask(exchange, exchange, 100 * exchange, ((Kind.KV, rows, 1),), route)
 
 
-def relaying(relay_tasks: list[steps.RelayTask], trace: Trace | None = None) -> Gloo:
+def relaying(relay_tasks: list[steps.RelayTask], trace: recorder.Trace | None = None) -> transport.Gloo:
     """A phase of rank 1 that only relays."""
     phase = steps.Phase((), Cuts(0, 0), (), relay_tasks=(tuple(relay_tasks),))
-    return Gloo(phase, FORM, Groups(1, 8, tuple(range(8)), None), trace)
+    return transport.Gloo(phase, FORM, groups.Groups(1, 8, tuple(range(8)), None), trace)
 
 
 class Wire:
@@ -93,28 +86,27 @@ class Wire:
             raise RuntimeError("Connection closed by peer")
 
 
-def test_pieces_are_passed_on_in_order_with_receives_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    wire, trace = Wire(monkeypatch), Trace()
+def test_pieces_are_passed_on_in_order_with_receives_posted_ahead_and_a_lost_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Pieces are passed on in order with receives posted ahead.
+    wire, trace = Wire(monkeypatch), recorder.Trace()
     passing = relaying([relay_task(exchange) for exchange in range(40)], trace)
     passing.end()
     sent, received = ([entry for entry in wire.log if entry[0] == what] for what in ("send", "receive"))
     assert sent == [("send", 5, 100 * i + 8, 64) for i in range(40)]
     assert received == [("receive", 0, 100 * i + 6, 64) for i in range(40)]
     assert 1 < wire.log.index(sent[0]) < 40
-    assert passing.traffic == PhaseTraffic(relayed_bytes=40 * 64, inter_node_bytes_sent=40 * 64)
+    assert passing.traffic == recorder.PhaseTraffic(relayed_bytes=40 * 64, inter_node_bytes_sent=40 * 64)
     legs = [(e.stream, e.op, e.leg, e.role) for e in trace[:2]]
     assert legs == [("dispatch", 0, "dispatch", "send_proxy"), ("inter_node", 0, "across", "send_proxy")]
-
-
-def test_a_piece_without_bytes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A piece without bytes is not waited for.
     wire = Wire(monkeypatch)
     # 16 bytes: one piece of the two.
     tiny = relay_task(0)._replace(carried=((Kind.Q, 1, 1),))
     relaying([tiny, tiny._replace(route=tiny.route._replace(index=1))]).end()
     assert wire.log == [("receive", 0, 6, 16), ("send", 5, 8, 16)]
-
-
-def test_a_lost_piece_is_named_and_everything_else_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A lost piece is named and everything else broken off.
     wire = Wire(monkeypatch, lost=306)
     passing = relaying([relay_task(exchange) for exchange in range(6)])
     expected = (
@@ -140,7 +132,8 @@ class Held:
     tables: tuple[Any, ...]
 
 
-def test_shipped_tables_are_the_same_objects_in_one_aligned_block():
+def test_a_shipment_is_one_aligned_block_and_one_copy(monkeypatch):
+    # Shipped tables are the same objects in one aligned block.
     one, two = torch.arange(5, dtype=torch.int32), torch.arange(7, dtype=torch.int64)
     blocks, empty = torch.arange(12, dtype=torch.int32).reshape(3, 4), torch.empty(0, dtype=torch.int64)
     held = [one, two, blocks, empty]
@@ -150,9 +143,7 @@ def test_shipped_tables_are_the_same_objects_in_one_aligned_block():
     assert {table.untyped_storage().data_ptr() for table in held} == {one.untyped_storage().data_ptr()}
     assert one.untyped_storage().nbytes() == num_bytes == 32 + 48 + 64
     assert all(table.data_ptr() % ALIGN == 0 for table in held if table.numel())
-
-
-def test_a_shipment_is_one_copy_and_nothing_to_ship_none(monkeypatch):
+    # A shipment is one copy and nothing to ship none.
     copies, to = list[int](), torch.Tensor.to
 
     def counted(self, *args, **more):
@@ -163,9 +154,7 @@ def test_a_shipment_is_one_copy_and_nothing_to_ship_none(monkeypatch):
     assert ship([], CPU) == ship([torch.empty(0, dtype=torch.int32)], CPU) == 0
     assert copies == []
     assert [ship([torch.arange(n) for n in range(1, 40)], CPU)] == copies
-
-
-def test_tables_are_found_in_tuples_lists_and_dataclasses():
+    # Tables are found in tuples lists and dataclasses.
     a, b, c = (torch.arange(n) for n in (1, 2, 3))
     found = list(_tensors_in(([Held("x", (a, None))], (b, slice(0, 1), 3), {"not": "a table"}, c)))
     assert [x.numel() for x in found] == [1, 2, 3]

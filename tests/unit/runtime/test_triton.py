@@ -1,6 +1,4 @@
-"""Triton's kernels against their plain twins, by the interpreter on CPU; what the compiler makes of
-them for Hopper, without one; and that it makes all of it before the first step.
-"""
+"""Triton kernels against their twins, on CPU; what is compiled for Hopper, all of it at the start."""
 
 import json
 import os
@@ -17,13 +15,12 @@ pytest.importorskip("torch")
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # Of heads that are merged (`triton_ptx.MERGED_DIMS`).
-DIMS = ("16", "32", "64", "80", "128", "192", "256")
+DIMS = ("16", "80", "128", "192", "256")
 
 
 def in_child(code: str, *, interpreted: bool) -> list[Any]:
-    """JSON documents that some code prints, one a line. Triton decides at import whether it
-    interprets, so what needs one or the other runs in a process of its own.
-    """
+    # JSON documents that some code prints, one a line. Triton decides at import whether it
+    # interprets, so what needs one or the other runs in a process of its own.
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
     ran = ended([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, timeout=240)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
@@ -41,18 +38,8 @@ def for_hopper() -> list[Any]:
 
 def test_kernels_equal_their_twins() -> None:
     (found,) = in_child("from tests.support import triton_twins; triton_twins.main()", interpreted=True)
-    assert found == {
-        "fill": True,
-        "place": True,
-        "add": True,
-        "partials": True,
-        "shared": True,
-        "sums": True,
-        "added_at_once": True,
-        "apart": True,
-        "sent": True,
-        "empty": True,
-    }
+    asked = "fill place add partials shared sums added_at_once apart sent empty"
+    assert found == dict.fromkeys(asked.split(), True)
 
 
 def test_hopper_code_has_accesses_of_16_bytes_and_no_atomics_and_merges_heads_of_any_size(
@@ -62,16 +49,13 @@ def test_hopper_code_has_accesses_of_16_bytes_and_no_atomics_and_merges_heads_of
     assert set(found) == {"copy_rows", "add_rows", "merge_rows"}
     assert [dim for dim, counts in merges.items() if isinstance(counts, str)] == [], merges
     assert {dim: counts["narrow_data"] for dim, counts in merges.items()} == dict.fromkeys(DIMS, 0)
-    for name, counts in found.items():
-        assert counts["wide_loads"] > 0, name
-        assert counts["wide_stores"] > 0, name
-        assert counts["narrow_data"] == 0, name
-        assert counts["atomics"] == 0, name
-        assert counts["wide_offsets"] > 0, f"{name} computes no 64-bit offset"
+    for counts in found.values():
+        assert min(counts["wide_loads"], counts["wide_stores"], counts["wide_offsets"]) > 0, found
+        assert counts["narrow_data"] == counts["atomics"] == 0, found
 
 
 def test_every_variant_that_a_call_launches_is_built_at_the_start(for_hopper: list[Any]) -> None:
-    """Forward and backward of five planners, routed, remapped and not, in bf16 and fp32."""
+    # Forward and backward of five planners, routed, remapped and not, in bf16 and fp32.
     assert len(for_hopper[0]) == 2
     for found in for_hopper[0].values():
         assert found["launched but not built"] == []

@@ -1,7 +1,5 @@
-"""The round engine against the event engine: equal where only one ring or collective is at work,
-near where zones meet."""
+"""The round engine against the event engine: equal for one ring or collective, near for zones."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,22 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance import Batch, Cluster, MicrobatchPlan, Model
 from megatron_balance.analysis import tables
 from megatron_balance.analysis.change import Layouts, base_sync_s, change, held_bytes
+from megatron_balance.analysis.clocks import Outcome
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.cli import main
 from megatron_balance.compile.pipeline import project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir import arrays, program
 from megatron_balance.ir.mask import CAUSAL, FULL
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import Exchange, Kind
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.patterns import head_ring, zigzag
@@ -39,6 +33,7 @@ from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.simulator.ticks import simulate_planned
 from tests.support import by_hand
+from tests.support.cli import CommandLine
 from tests.support.dense import NAMES
 from tests.support.flat_cost import flat_machine
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
@@ -49,6 +44,11 @@ LLAMA = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=32)
 
 def pool(pattern: str, num_ranks: int, ranks_per_node: int, lengths: tuple[int, ...], heads: int = 2) -> MicrobatchPlan:
     return by_hand.pool(pattern, lengths, num_ranks, ranks_per_node=ranks_per_node, heads=(heads, heads))
+
+
+def in_both(plan: MicrobatchPlan, machine: Machine, policy: Policy, *enter: Any) -> list[tuple[Outcome, Outcome]]:
+    calls = (attention_call(plan, machine, policy, *(enter or (None,)), name=name) for name in ("events", "rounds"))
+    return list(zip(*calls, strict=True))
 
 
 @settings(max_examples=15, deadline=None)
@@ -63,9 +63,7 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
     machine = flat_machine(ranks, per_node, launch=0.01, pair=1e-6)
     planned = pool(pattern, ranks, per_node, lengths)
     enter = np.array(entered[:ranks]), np.array(entered[:ranks])
-    exact = attention_call(planned, machine, "keep", enter, "events")
-    rounds = attention_call(planned, machine, "keep", enter, "rounds")
-    for a, b in zip(exact, rounds, strict=True):
+    for a, b in in_both(planned, machine, "keep", enter):
         # Collectives carry every tensor padded to 16 bytes, which the round engine leaves out: two
         # tensors, and as many again going back.
         padding_s = 0.0 if pattern == "ring" else 4 * 16 * ranks / machine.inter.bytes_per_s
@@ -88,12 +86,10 @@ def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str)
         planned = replace(planned, routing=None)
     cluster = replace(case.cluster, ranks_per_nic=planned.routing.ranks_per_nic if planned.routing is not None else 1)
     machine = Machine(cluster, case.model, AnalyticCost(cluster, case.model))
-    exact, rounds = (
-        attention_call(planned, machine, "keep", name=engine).forward.bytes_moved for engine in ("events", "rounds")
-    )
+    (exact, rounds), _ = in_both(planned, machine, "keep")
     first = 2 * machine.num_ranks
     # Tensors of collectives are padded, and pieces cut, to 16 bytes; here evenly.
-    assert rounds[first:] == pytest.approx(exact[first:], abs=64 * machine.num_ranks**2)
+    assert rounds.bytes_moved[first:] == pytest.approx(exact.bytes_moved[first:], abs=64 * machine.num_ranks**2)
 
 
 BATCHES = {
@@ -110,32 +106,22 @@ BATCHES = {
 def test_a_head_ring_takes_about_as_long_in_both_engines(zone: tuple[int, int], ranks_per_nic: int, policy: Policy):
     ranks, group_size = zone
     cluster = Cluster(ranks, ranks // 2, ranks_per_nic=ranks_per_nic, nic_bytes_per_s=25e9, num_sms=108)
-    planned = by_hand.plan(
-        (9000, 12_000, 300),
-        ranks,
-        by_hand.zone("pool", "head_ring", range(ranks), range(3), group_size),
-        ranks_per_node=cluster.ranks_per_node,
-        heads=(32, 32),
-    )
-    machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
-    exact, rounds = (attention_call(planned, machine, policy, name=engine) for engine in ("events", "rounds"))
-    for a, b in zip(exact, rounds, strict=True):
+    zone_ = by_hand.zone("pool", "head_ring", range(ranks), range(3), group_size)
+    planned = by_hand.plan((9000, 12_000, 300), ranks, zone_, ranks_per_node=ranks // 2, heads=(32, 32))
+    for a, b in in_both(planned, Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA)), policy):
         assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.1)
-        first = 2 * machine.num_ranks
-        assert b.bytes_moved[first:] == pytest.approx(a.bytes_moved[first:], rel=1e-3)
+        assert b.bytes_moved[2 * ranks :] == pytest.approx(a.bytes_moved[2 * ranks :], rel=1e-3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_head_exchange_passes_on_takes_as_long_in_both_engines(policy: Policy):
-    """Links inside the node are as slow as NICs, so that it takes a fifth of the time. In a replay the
-    round engine passes on behind the gradients of the outputs, the event engine beside them.
-    """
+    # Links inside the node are as slow as NICs, so that it takes a fifth of the time. In a replay the
+    # round engine passes on behind the gradients of the outputs, the event engine beside them.
     cluster = Cluster(8, 4, nic_bytes_per_s=25e9, intra_bytes_per_s=25e9, num_sms=108)
     model = replace(LLAMA, num_kv_heads=2)
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
     planned = by_hand.pool("head_exchange_once", (9000, 700), 8, ranks_per_node=4, heads=(32, 2))
-    exact, rounds = (attention_call(planned, machine, policy, name=engine) for engine in ("events", "rounds"))
-    for a, b in zip(exact, rounds, strict=True):
+    for a, b in in_both(planned, machine, policy):
         assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.05 if policy == "replay" else 0.01)
         assert b.bytes_moved == pytest.approx(a.bytes_moved, rel=1e-3)
 
@@ -144,18 +130,16 @@ def test_what_a_head_exchange_passes_on_takes_as_long_in_both_engines(policy: Po
 @pytest.mark.parametrize(
     "name", ["te_ring", "llama_all_gather", "wlb_sharding", "ulysses", "packing", "hybrid_dp", "zeppelin"]
 )
-@pytest.mark.parametrize("policy", POLICIES)
-def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, policy: Policy):
+def test_planners_take_about_as_long_in_both_engines(name: str, batch: str):
     cluster = Cluster(8, 4, ranks_per_nic=2, nic_bytes_per_s=25e9, intra_bytes_per_s=200e9, num_sms=108)
     cost = AnalyticCost(cluster, LLAMA)
     planner = PLANNERS[name]
     assert planner.plan is not None
     planned = planner.plan(Batch(BATCHES[batch]), cluster, LLAMA, cost, planner.options(tokens_per_rank=12_000))
     planned = with_layers(planned, cluster, cost, planner.layers)
-    machine = Machine(cluster, LLAMA, cost)
-    exact, rounds = (attention_call(planned, machine, policy, name=engine) for engine in ("events", "rounds"))
-    for a, b in zip(exact, rounds, strict=True):
-        assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.15)
+    for policy in POLICIES:
+        for a, b in in_both(planned, Machine(cluster, LLAMA, cost), policy):
+            assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.15)
 
 
 @given(
@@ -180,35 +164,17 @@ def hops_of(zone: tables.ZoneTable) -> HopByHop:
     return zone.traffic.hops
 
 
-def test_a_first_hop_that_an_owner_makes_is_not_made_by_the_holder():
-    lengths = (4000, 100, 90)
-    planned = by_hand.plan(
-        lengths, 8, by_hand.ring(range(4), 0), by_hand.local(4, 1, 2), ranks_per_node=4, heads=(2, 2)
-    )
-    machine = flat_machine(8, 4)
+def test_a_zone_that_meets_another_has_less_of_a_nic_and_an_owner_makes_a_first_hop():
+    # A first hop that an owner makes is not made by the holder.
+    zones, machine = (by_hand.ring(range(4), 0), by_hand.local(4, 1, 2)), flat_machine(8, 4)
+    planned = by_hand.plan((4000, 100, 90), 8, *zones, ranks_per_node=4, heads=(2, 2))
     moved = with_layers(planned, machine.cluster, machine.cost, Layers(remap=True))
     assert moved.moves
-    first = next(op for op in project(moved, 1).forward if isinstance(op, Exchange) and op.id == 1)
-    rows = as_array(first.transfers)
-    stays = int((rows[:, 3] - rows[:, 2])[(rows[:, 6] == 0) & (rows[:, 0] == Kind.KV)].sum())
+    first = next(op for op in project(moved, 1).forward if isinstance(op, program.Exchange) and op.id == 1)
+    rows = arrays.as_array(first.transfers)
+    stays = int((rows[:, 3] - rows[:, 2])[(rows[:, 6] == 0) & (rows[:, 0] == program.Kind.KV)].sum())
     assert hops_of(tables.Tables(moved, machine).zones[0]).forward[0, 1] == stays
-
-
-@pytest.mark.parametrize("lengths", [(65536, 32768, 16384), (65536, 700, 300, 90, 17, 5, 2, 1)])
-def test_launches_by_kind_cost_what_the_launches_themselves_do(lengths, monkeypatch):
-    size = 32
-    cluster = Cluster(size, 8)
-    machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
-    planned = pool("ring", size, 8, lengths, heads=32)
-    each = tables.Tables(planned, machine).zones[0]
-    monkeypatch.setattr(head_ring, "_EXACT", 0)
-    by_kind = tables.Tables(planned, machine).zones[0]
-    assert by_kind.forward_s == pytest.approx(each.forward_s, rel=0.02)
-    assert by_kind.backward_s == pytest.approx(each.backward_s, rel=0.02)
-    assert np.array_equal(hops_of(by_kind).forward, hops_of(each).forward)
-
-
-def test_a_zone_that_meets_another_on_a_nic_has_less_of_it():
+    # A zone that meets another on a nic has less of it.
     # Two rings of two ranks, both between the nodes, over one NIC a node.
     zones = tuple(by_hand.ring((rank, rank + 2), rank) for rank in (0, 1))
     planned = by_hand.plan((4000, 4000), 4, *zones, ranks_per_node=2, heads=(2, 2))
@@ -220,98 +186,81 @@ def test_a_zone_that_meets_another_on_a_nic_has_less_of_it():
     assert both_s == pytest.approx(exact_s, rel=0.05)
 
 
+@pytest.mark.parametrize("lengths", [(65536, 32768, 16384), (65536, 700, 300, 90, 17, 5, 2, 1)])
+def test_launches_by_kind_cost_what_the_launches_themselves_do(lengths, monkeypatch):
+    cluster, planned = Cluster(32, 8), pool("ring", 32, 8, lengths, heads=32)
+    machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
+    each = tables.Tables(planned, machine).zones[0]
+    monkeypatch.setattr(head_ring, "_EXACT", 0)
+    by_kind = tables.Tables(planned, machine).zones[0]
+    assert by_kind.forward_s == pytest.approx(each.forward_s, rel=0.02)
+    assert by_kind.backward_s == pytest.approx(each.backward_s, rel=0.02)
+    assert np.array_equal(hops_of(by_kind).forward, hops_of(each).forward)
+
+
 # Steps of pipelines side by side on clocks.
 
 LENGTHS = ((6000, 3000, 900), (4000, 2000, 100))
 
 
-def planned(strategy: str, num_ranks: int) -> StepPlan:
+def planned(strategy: str, num_ranks: int = 8) -> StepPlan:
     gpus = training_machine(num_ranks)
     choice = choose_planner("hydraulis", {"strategies": [strategy], "tokens_per_rank": 4096})
     return choice.plan_step(LENGTHS, StepContext(gpus.cluster, TRAINED, gpus.cost))[0]
 
 
-def test_one_pipeline_of_all_ranks_takes_what_its_step_takes() -> None:
-    step = planned("tp1-pp2-cp4", 8)
-    found = simulate_planned(step, training_machine(8), training_machine(8), Setup())
-    stage = simulate_step(step.plans, training_machine(4), Setup(pipeline=2))
-    assert found.step_s == pytest.approx(stage.step_s)
-    assert found.num_tokens == sum(map(sum, LENGTHS))
-    assert len(found.peak_bytes) == 8
+def played(step: StepPlan, setup: Setup = Setup()) -> Any:  # noqa: B008
+    return simulate_planned(step, training_machine(8), training_machine(8), setup)
 
 
 def test_a_step_ends_with_its_slowest_pipeline_and_ranks_left_over_hold_nothing() -> None:
-    step = planned("tp1-pp1-cp2+tp1-pp1-cp4", 8)
-    found = simulate_planned(step, training_machine(8), training_machine(8), Setup())
-    meeting = found.phases_s["gradient_sync"] + found.phases_s["optimizer"]
-    alone = [
-        simulate_step(step.of_pipeline(pipeline).plans, training_machine(ranks), Setup())
-        for pipeline, ranks in ((0, 2), (1, 4))
-    ]
-    own = [each.step_s - each.phases_s["gradient_sync"] - each.phases_s["optimizer"] for each in alone]
-    assert found.step_s - meeting == pytest.approx(max(own))
+    # One pipeline of all ranks takes what its step takes.
+    step = planned("tp1-pp2-cp4")
+    found, stage = played(step), simulate_step(step.plans, training_machine(4), Setup(pipeline=2))
+    assert found.step_s == pytest.approx(stage.step_s)
+    assert found.num_tokens == sum(map(sum, LENGTHS))
+    assert len(found.peak_bytes) == 8
+    # A step ends with its slowest pipeline and ranks left over hold nothing.
+    step, own = planned("tp1-pp1-cp2+tp1-pp1-cp4"), []
+    found = played(step)
+    for pipeline, ranks in ((0, 2), (1, 4)):
+        alone = simulate_step(step.of_pipeline(pipeline).plans, training_machine(ranks), Setup())
+        own.append(alone.step_s - alone.phases_s["gradient_sync"] - alone.phases_s["optimizer"])
+    assert found.step_s - found.phases_s["gradient_sync"] - found.phases_s["optimizer"] == pytest.approx(max(own))
     assert found.phases_s["gradient_sync"] > 0
     assert found.peak_bytes[6:].tolist() == [0, 0]
     assert (found.peak_bytes[:6] > 0).all()
 
 
-def test_degrees_beside_those_of_a_strategy_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+SHORT = "--ranks 8 --ranks-per-node 4 --model llama-3b --cluster h200 --lengths 9000,700,300,4000 --microbatches 1"
+HYDRAULIS = f"simulate {SHORT} --planner hydraulis -o"
+
+
+def test_simulate_runs_whole_steps_of_a_strategy_and_says_what_they_pulled_and_pushed(run: CommandLine) -> None:
+    # Degrees beside those of a strategy are refused.
     with pytest.raises(ConfigError, match=r"says the degrees of its pipelines.*leave out --pipeline"):
-        simulate_planned(planned("2*tp1-pp1-cp4", 8), training_machine(8), training_machine(16), Setup(pipeline=2))
-    config = '{"planner": {"name": "hydraulis", "strategies": ["2*tp1-pp1-cp4"]}}'
-    run = _simulate(config, "--tensor-parallel", "2")
-    assert run == 2
-    assert "--tensor-parallel 2: a strategy says the degrees" in capsys.readouterr().err
-
-
-def test_simulate_runs_whole_steps_of_a_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    config = '{"planner": {"name": "hydraulis", "strategies": ["2*tp2-pp1-cp1+tp1-pp2-cp2", "2*tp1-pp1-cp4"]}}'
-    assert _simulate(config, "--json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["step_s"]["median"] > 0
-    assert len(found["peak_bytes_per_rank"]) == 8
-
-
-def test_candidates_of_auto_and_the_baseline_of_full_microbatches_are_simulated(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A tensor-parallel group larger than a node among them."""
-    assert _simulate('{"planner": {"name": "hydraulis", "strategies": "auto"}}', "--json") == 0
-    auto = json.loads(capsys.readouterr().out)["step_s"]["median"]
-    assert _simulate('{"planner": {"name": "megatron", "strategy": "tp8-pp1-cp1"}}', "--json") == 0
-    full = json.loads(capsys.readouterr().out)["step_s"]["median"]
-    assert auto > 0
-    assert full > 0
-
-
-def _simulate(config: str, *more: str) -> int:
-    return _run("simulate", config, *more)
-
-
-def _run(verb: str, config: str, *more: str) -> int:
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "hydraulis.yaml"
-        path.write_text(config)
-        words = (
-            "--ranks 8 --ranks-per-node 4 --model llama-3b --cluster h200 --lengths 9000,700,300,4000 --microbatches 1"
-        )
-        return main([verb, *words.split(), "--config", str(path), *more])
+        played(planned("2*tp1-pp1-cp4"), Setup(pipeline=2))
+    said = run.error(f"{HYDRAULIS} strategies=[2*tp1-pp1-cp4] --tensor-parallel 2")
+    assert "--tensor-parallel 2: a strategy says the degrees" in said
+    # Simulate runs whole steps of a strategy.
+    # Those of auto and the baseline of full microbatches, too, with a group of TP larger than a node.
+    for asked in (
+        f"{HYDRAULIS} strategies=[2*tp2-pp1-cp1+tp1-pp2-cp2,2*tp1-pp1-cp4]",
+        f"{HYDRAULIS} strategies=auto",
+        f"simulate {SHORT} --planner megatron -o strategy=tp8-pp1-cp1",
+    ):
+        found = run.json(f"{asked} --json")
+        assert found["step_s"]["median"] > 0
+        assert len(found["peak_bytes_per_rank"]) == 8
 
 
 def test_weights_that_came_from_another_layout_are_pulled_and_gradients_pushed() -> None:
-    """A base layout of TP 2; what the step adds, and the memory of the largest role."""
+    # A base layout of TP 2; what the step adds, and the memory of the largest role.
     gpus = training_machine(8)
-    mixed, whole = Strategy.parse("2*tp1-pp1-cp2+2*tp2-pp1-cp1"), Strategy.parse("tp1-pp1-cp8")
-    base = Strategy.parse("4*tp2-pp1-cp1")
-    step = planned(str(mixed), 8)
-    alone = simulate_planned(step, gpus, gpus, Setup())
-    found, off = (
-        simulate_planned(step, gpus, gpus, Setup(layouts=Layouts(base, (mixed, whole), overlap)))
-        for overlap in (True, False)
-    )
+    mixed, whole, base = map(Strategy.parse, ("2*tp1-pp1-cp2+2*tp2-pp1-cp1", "tp1-pp1-cp8", "4*tp2-pp1-cp1"))
+    step = planned(str(mixed))
+    alone = played(step)
+    found, off = (played(step, Setup(layouts=Layouts(base, (mixed, whole), overlap))) for overlap in (True, False))
     moved = change(base, mixed, gpus.model, gpus.cluster)
     assert (off.phases_s["pull"], off.phases_s["push"]) == moved.whole_s
     assert off.phases_s["gradient_sync"] == 0
@@ -320,23 +269,18 @@ def test_weights_that_came_from_another_layout_are_pulled_and_gradients_pushed()
     assert 0 < found.phases_s["pull"] + found.phases_s["push"] < sum(moved.whole_s)
     # Ranks of TP 2 hold the memory of TP 1.
     half = held_bytes(base, gpus.model, 8)[0]
-    assert found.peak_bytes[:4] == pytest.approx(alone.peak_bytes[:4])
-    assert found.peak_bytes[4:] == pytest.approx(alone.peak_bytes[4:] + half)
-    itself = simulate_planned(planned(str(base), 8), gpus, gpus, Setup(layouts=Layouts(base, (mixed, base))))
+    assert found.peak_bytes == pytest.approx(alone.peak_bytes + half * (np.arange(8) >= 4))
+    itself = played(planned(str(base)), Setup(layouts=Layouts(base, (mixed, base))))
     assert itself.change == {}
     assert itself.phases_s["gradient_sync"] == pytest.approx(sum(base_sync_s(base, gpus.model, gpus.cluster)))
 
 
-def test_simulate_says_what_steps_pulled_and_pushed(capsys: pytest.CaptureFixture[str]) -> None:
-    given = '"strategies": ["2*tp2-pp1-cp1+tp1-pp2-cp2"], "base": "4*tp2-pp1-cp1"'
-    config = f'{{"planner": {{"name": "hydraulis", {given}}}}}'
-    assert _simulate(config, "--json") == 0
-    changes = json.loads(capsys.readouterr().out)["changes"]
+def test_simulate_says_what_steps_pulled_and_pushed(run: CommandLine) -> None:
+    given = "strategies=[2*tp2-pp1-cp1+tp1-pp2-cp2] -o base=4*tp2-pp1-cp1"
+    changes = run.json(f"{HYDRAULIS} {given} --json")["changes"]
     assert changes["steps"] == 1
     assert changes["push_bytes"] == 2 * changes["pull_bytes"] > 0
-    assert _simulate(config) == 0
-    assert "1 step of another strategy than the base layout: pull" in capsys.readouterr().out
-    options = ("-o", "strategies=[2*tp2-pp1-cp1+tp1-pp2-cp2]", "-o", "base=4*tp2-pp1-cp1")
-    assert _run("compare", "{}", "--planner", "hydraulis", *options, "--json") == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    said = run.printed(f"{HYDRAULIS} {given}")
+    assert "1 step of another strategy than the base layout: pull" in said
+    (row,) = run.json(f"compare {SHORT} --planner hydraulis -o {given} --json")["rows"]
     assert row["changes"] == changes

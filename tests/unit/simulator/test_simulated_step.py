@@ -3,29 +3,23 @@
 import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance import make_planner, simulate
-from megatron_balance.analysis import tables
-from megatron_balance.analysis.backward import largest_exchange
+from megatron_balance import Cluster, Model, make_planner, simulate
+from megatron_balance.analysis import backward, rounds, statistics, tables
 from megatron_balance.analysis.estimate.zones import zone_times
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
-from megatron_balance.analysis.rounds import coupled
-from megatron_balance.analysis.statistics import linear_tokens, plan_statistics
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.transpose import POLICIES
+from megatron_balance.cost import base, modules, parallel
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.base import ADD, Link
-from megatron_balance.cost.modules import ExpertLoad, expert_part
-from megatron_balance.cost.parallel import CollectiveGroup, all_gather_s, all_to_all_s, group_of
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import StepPlan
@@ -33,9 +27,8 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import JointStages, StepContext
 from megatron_balance.planning.choice import StepMode, choose_planner, step_mode
 from megatron_balance.planning.ticks import ticks
-from megatron_balance.simulator import pipeline
+from megatron_balance.simulator import attention, pipeline
 from megatron_balance.simulator import step as step_module
-from megatron_balance.simulator.attention import attention_call
 from megatron_balance.simulator.phase import phase_of, ring_names
 from megatron_balance.simulator.setup import Setup, StageSetup, added_s, parts_of
 from megatron_balance.simulator.step import Perturbation, bound_s, simulate_plans, simulate_step, summary
@@ -48,7 +41,6 @@ LLAMA = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=8)
 
 
 def local(*lengths: int, ranks_per_node: int = 2) -> MicrobatchPlan:
-    """Every sequence on a rank of its own."""
     count = len(lengths)
     return by_hand.plan(lengths, count, *by_hand.each_local(count), ranks_per_node=ranks_per_node, heads=(2, 2))
 
@@ -57,7 +49,8 @@ def ring(num_ranks: int, ranks_per_node: int, *lengths: int, heads: int = 2) -> 
     return by_hand.pool("ring", lengths, num_ranks, ranks_per_node=ranks_per_node, heads=(heads, heads))
 
 
-def test_a_step_of_one_rank_is_its_layers_and_full_recomputation_runs_the_forward_again():
+def test_a_step_is_its_layers_and_ranks_that_exchange_nothing_drift_apart():
+    # A step of one rank is its layers and full recomputation runs the forward again.
     machine, plans = flat_machine(1, 1, launch=3.0, layer=0.01), [local(100, ranks_per_node=1)]
     step = simulate_step(plans, machine)
     # Forward 3 + 1, backward twice that, four layers.
@@ -66,6 +59,15 @@ def test_a_step_of_one_rank_is_its_layers_and_full_recomputation_runs_the_forwar
     assert step.phases_s["backward_linear"] == pytest.approx(4 * 2.0)
     assert step.utilisation == pytest.approx({"compute": 1.0, "link": 0.0, "nic": 0.0})
     assert simulate_step(plans, machine, Setup(recompute="full")).step_s == pytest.approx(4 * 4 * 4.0)
+    # Ranks of a ring go through the layers together and others drift apart until the end.
+    machine = flat_machine(2, 2, launch=0.0, layer=0.01)
+    swapped = [local(100, 300), local(300, 100)]
+    step = simulate_step(swapped, machine)
+    assert step.step_s - step.phases_s["gradient_sync"] == pytest.approx(4 * 3 * (1.0 + 3.0))
+    assert rounds.coupled(swapped[0]).tolist() == [0, 1]
+    assert rounds.coupled(ring(4, 4, 100)).tolist() == [0, 0, 0, 0]
+    zones = (Zone("a", "ring", (0, 2), (0,)), Zone("b", "ring", (1,), (1, 2, 3)))
+    assert rounds.coupled(replace(local(100, 100, 100, 100), zones=zones)).tolist() == [0, 1, 0, 3]
 
 
 def test_a_step_with_two_masks_is_priced_by_both():
@@ -87,26 +89,23 @@ def test_a_step_with_two_masks_is_priced_by_both():
     assert windowed[1] < 0.9 * seen[1]
 
 
-def test_ranks_of_a_ring_go_through_the_layers_together_and_others_drift_apart_until_the_end():
-    machine = flat_machine(2, 2, launch=0.0, layer=0.01)
-    swapped = [local(100, 300), local(300, 100)]
-    step = simulate_step(swapped, machine)
-    assert step.step_s - step.phases_s["gradient_sync"] == pytest.approx(4 * 3 * (1.0 + 3.0))
-    assert coupled(swapped[0]).tolist() == [0, 1]
-    assert coupled(ring(4, 4, 100)).tolist() == [0, 0, 0, 0]
-    zones = (Zone("a", "ring", (0, 2), (0,)), Zone("b", "ring", (1,), (1, 2, 3)))
-    assert coupled(replace(local(100, 100, 100, 100), zones=zones)).tolist() == [0, 1, 0, 3]
-
-
-def test_equal_microbatches_are_simulated_once(monkeypatch):
+def test_equal_microbatches_are_simulated_once_and_synchronisation_hides_behind_the_backward(monkeypatch):
+    # Equal microbatches are simulated once.
     calls, machine = [], flat_machine(4, 4)
-    monkeypatch.setattr(step_module, "attention_call", lambda *a: calls.append(a) or attention_call(*a))
+    monkeypatch.setattr(step_module, "attention_call", lambda *a: calls.append(a) or attention.attention_call(*a))
     one = simulate_step([ring(4, 4, 400)], machine)
     many = simulate_step([ring(4, 4, 400)] * 8, machine)
     assert len(calls) == 2
     assert many.step_s - many.phases_s["gradient_sync"] == pytest.approx(
         8 * (one.step_s - one.phases_s["gradient_sync"])
     )
+    # Synchronisation hides behind the backward.
+    machine = flat_machine(4, 2, launch=0.01)
+    apart_s, beside_s = (
+        simulate_step([ring(4, 2, 400)], machine, Setup(overlap_sync=overlap)).phases_s["gradient_sync"]
+        for overlap in (False, True)
+    )
+    assert apart_s / MODEL.num_layers - 1e-12 <= beside_s < apart_s
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_every_stage_runs_every_pass_once(stages, groups, chunks):
 
 def test_a_pipelined_step_has_the_bubble_of_1f1b():
     # Few bytes from stage to stage: as good as nothing beside seconds.
-    machine = flat_machine(2, 2, launch=2.0, layer=0.01, inter=Link(0.0, 1e15))
+    machine = flat_machine(2, 2, launch=2.0, layer=0.01, inter=base.Link(0.0, 1e15))
     step = simulate_step([local(100, 100)] * 8, machine, Setup(pipeline=4))
     work_s = 8 * 3 * (2.0 + 1.0)
     assert step.step_s - step.phases_s["gradient_sync"] == pytest.approx(work_s * (1 + 3 / 8))
@@ -147,35 +146,27 @@ def test_a_pipelined_step_has_the_bubble_of_1f1b():
 
 def test_what_cannot_be_simulated_is_refused():
     machine, plans = flat_machine(2, 2), [local(10, 10)] * 3
-    for plan, setup, said in (
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         (plans, {"pipeline": 3}, "4 layers of custom cannot be cut into 3 pipeline chunks"),
         (plans, {"pipeline": 2, "interleave": 2}, "3 microbatches are not a multiple of 2 pipeline stages"),
         (plans, {"interleave": 2}, "interleave 2 goes with a pipeline"),
         ([], {}, "at least one microbatch"),
         ([ring(4, 4, 100)], {}, "a plan for 4 ranks, 4 a node, on custom with 2 ranks"),
         (plans, {"engine": "rounds", "transport": "sockets"}, "the engine 'rounds' knows the transport 'streams' only"),
-    ):
+    ]
+    for plan, setup, said in cases:
         with pytest.raises(ConfigError, match=said):
             simulate_step(plan, machine, Setup(**setup))
     with pytest.raises(ConfigError, match=r"slowdown names 3 ranks, custom has 2"):
         replace(machine, slowdown=(1.0, 1.0, 2.0))
 
 
-def test_synchronisation_hides_behind_the_backward():
-    machine = flat_machine(4, 2, launch=0.01)
-    apart_s, beside_s = (
-        simulate_step([ring(4, 2, 400)], machine, Setup(overlap_sync=overlap)).phases_s["gradient_sync"]
-        for overlap in (False, True)
-    )
-    assert apart_s / MODEL.num_layers - 1e-12 <= beside_s < apart_s
-
-
 def test_peaks_are_those_of_the_memory_model():
     machine = flat_machine(4, 2)
     planned = ring(4, 2, 400, 36)
-    tokens = linear_tokens(planned)
-    got, in_a_round = plan_statistics(planned, MODEL)["kv_tokens_received_per_rank"], [max(tokens)] * 4
-    assert (largest_exchange(planned) // MODEL.num_kv_heads).tolist() == in_a_round
+    tokens = statistics.linear_tokens(planned)
+    got, in_a_round = statistics.plan_statistics(planned, MODEL)["kv_tokens_received_per_rank"], [max(tokens)] * 4
+    assert (backward.largest_exchange(planned) // MODEL.num_kv_heads).tolist() == in_a_round
     for policy, received in zip(POLICIES, (got, in_a_round), strict=True):
         peak = simulate_step([planned], machine, Setup(policy=policy)).peak_bytes
         parts = [(MODEL, t, r, Sharding(optimizer=4), Holding(policy)) for t, r in zip(tokens, received, strict=True)]
@@ -186,13 +177,14 @@ def test_peaks_are_those_of_the_memory_model():
 def test_even_collectives_take_what_the_cost_models_closed_forms_say(ranks_per_node):
     machine, group = flat_machine(8, ranks_per_node, 2), np.arange(8)
     inter = replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s * machine.nics.per_node)
-    here = CollectiveGroup(8, ranks_per_node, machine.intra, inter)
-    assert tables.ring_collective(group, 1000.0, machine).seconds == pytest.approx(all_gather_s(1000.0, here))
+    here = parallel.CollectiveGroup(8, ranks_per_node, machine.intra, inter)
+    assert tables.ring_collective(group, 1000.0, machine).seconds == pytest.approx(parallel.all_gather_s(1000.0, here))
     even = np.full((8, 8), 125.0)
-    assert tables.all_to_all(group, even, machine).seconds == pytest.approx(all_to_all_s(1000.0, here))
+    assert tables.all_to_all(group, even, machine).seconds == pytest.approx(parallel.all_to_all_s(1000.0, here))
 
 
-def test_perturbed_machines_spread_step_times_and_a_seed_repeats_them():
+def test_simulate_takes_plans_and_whole_batches_and_perturbed_machines():
+    # Perturbed machines spread step times and a seed repeats them.
     cluster, planned = Cluster(8, 4), [ring(8, 4, 30_000, heads=32)]
     machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
     first, again = (summary(simulate_plans(planned, machine, Setup(), Perturbation(0.2, 6, seed=3))) for _ in range(2))
@@ -201,9 +193,7 @@ def test_perturbed_machines_spread_step_times_and_a_seed_repeats_them():
     assert step["p5"] < step["median"] < step["p95"]
     exact = summary(simulate_plans(planned, machine, Setup(), Perturbation()))["step_s"]
     assert exact["p5"] == exact["median"] == exact["p95"]
-
-
-def test_simulate_takes_plans_and_whole_batches():
+    # Simulate takes plans and whole batches.
     cluster = Cluster(4, 2)
     planned = ring(4, 2, 3000, 500, heads=32)
     one = simulate(planned, cluster, LLAMA)
@@ -217,16 +207,15 @@ def test_simulate_takes_plans_and_whole_batches():
         simulate(planned, cluster, LLAMA, overlap=False)
 
 
-def test_kept_keys_of_a_head_exchange_count_with_their_heads():
+def test_a_mix_by_layer_takes_between_keep_and_replay_and_heads_keep_what_they_attend_with():
+    # Kept keys of a head exchange count with their heads.
     # A rank of 32 attends with one head: a 32nd of what a ring keeps, and its queries.
     cluster, model = Cluster(32, 8), replace(LLAMA, num_layers=32)
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
     plan = by_hand.pool("head_exchange", [32 * 4096], 32, ranks_per_node=8, heads=(32, 32))
     kept, replayed = (simulate_step([plan], machine, Setup(policy=policy)).peak_bytes.max() for policy in POLICIES)
     assert kept - replayed < 32 * 4096 * 32 * 3 * 128 * 2
-
-
-def test_a_mix_by_layer_takes_between_keep_and_replay():
+    # A mix by layer takes between keep and replay.
     machine, plans = flat_machine(4, 2, launch=0.01), [ring(4, 2, 4000)]
     keep, replay = (simulate_step(plans, machine, Setup(policy=policy)) for policy in POLICIES)
     memory = (keep.peak_bytes.max() + replay.peak_bytes.max()) / 2
@@ -282,7 +271,7 @@ def test_the_bound_adds_up_documents_and_microbatches_and_stages_share_it():
 LAYER_S = 0.01
 MOE = replace(MODEL, num_experts=4, experts_per_token=1)
 # Of two ranks that share four experts, the first one has two thirds of the visits.
-SKEWED = ExpertLoad.counted([2, 2, 1, 1])
+SKEWED = modules.ExpertLoad.counted([2, 2, 1, 1])
 
 
 def machine(num_ranks: int, ranks_per_node: int, model: Model = MOE):
@@ -290,11 +279,12 @@ def machine(num_ranks: int, ranks_per_node: int, model: Model = MOE):
 
 
 def exchange_s(around: StageSetup, tokens: float) -> float:
-    group = group_of(around.machine.cluster, 2, 2, busy_nics=True)
-    return 2 * all_to_all_s(tokens * MOE.hidden_size * MOE.bytes_per_element, group)
+    group = parallel.group_of(around.machine.cluster, 2, 2, busy_nics=True)
+    return 2 * parallel.all_to_all_s(tokens * MOE.hidden_size * MOE.bytes_per_element, group)
 
 
 def test_ranks_that_share_experts_wait_for_the_busiest_of_them():
+    # Ranks that share experts wait for the busiest of them.
     around, plan = StageSetup(machine(4, 2), Setup(experts=2, expert_load=SKEWED)), local(100, 300, 50, 10)
     moved = by_hand.plan((100, 1), 4, *by_hand.each_local(2), ranks_per_node=2, heads=(2, 2), moves=[(0, 2, 60)])
     for each, own, visits in (
@@ -304,7 +294,7 @@ def test_ranks_that_share_experts_wait_for_the_busiest_of_them():
     ):
         found, busiest = added_s(each, around), np.array(visits) * 2 / 3
         exchange = np.array([exchange_s(around, tokens) for tokens in busiest])
-        longer = expert_part(MOE) * LAYER_S * (busiest - own)
+        longer = modules.expert_part(MOE) * LAYER_S * (busiest - own)
         assert found[0] == pytest.approx(exchange + longer)
         assert found[1] == pytest.approx(exchange + 2 * longer), "the backward takes twice as long"
     # Without a load each rank computes for its own tokens.
@@ -312,14 +302,12 @@ def test_ranks_that_share_experts_wait_for_the_busiest_of_them():
     assert found[0] == pytest.approx(np.full(4, exchange_s(around, 300)))
     for model, setup in ((MODEL, Setup(experts=2, expert_load=SKEWED)), (MOE, Setup(expert_load=SKEWED))):
         assert not np.any(added_s(plan, StageSetup(machine(4, 2, model), setup)))
-
-
-def test_a_step_takes_as_much_longer():
+    # A step takes as much longer.
     on, plan = machine(2, 2), local(100, 100)
-    setups = [Setup(experts=2, expert_load=load) for load in (ExpertLoad(), SKEWED)]
+    setups = [Setup(experts=2, expert_load=load) for load in (modules.ExpertLoad(), SKEWED)]
     even, skewed = (simulate_step([plan], on, setup).step_s for setup in setups)
     crossing = exchange_s(StageSetup(on, setups[1]), 400 / 3) - exchange_s(StageSetup(on, setups[1]), 100)
-    longer = 3 * expert_part(MOE) * LAYER_S * (400 / 3 - 100) + 2 * crossing
+    longer = 3 * modules.expert_part(MOE) * LAYER_S * (400 / 3 - 100) + 2 * crossing
     assert skewed - even == pytest.approx(on.model.num_layers * longer, rel=1e-6)
 
 
@@ -347,9 +335,9 @@ def test_what_a_hop_brought_is_not_added_around_the_launch(pattern: str) -> None
     queries, keys = TOKENS * HEADS * row[Kind.Q_GRAD], TOKENS * HEADS * row[Kind.KV_GRAD]
     seconds = tables.Tables(plan, on).zones[0].backward_s
     # Own keys are added to the caller's; of a block of a hop only the queries' gradients are.
-    assert seconds[:, 0] == pytest.approx(ADD * (queries + keys))
+    assert seconds[:, 0] == pytest.approx(base.ADD * (queries + keys))
     # The causal mask shows a later block to the late half of the queries only.
-    assert set(np.round(seconds[:, 1:].ravel() / (ADD * queries), 6)) <= {0.5, 1.0}
+    assert set(np.round(seconds[:, 1:].ravel() / (base.ADD * queries), 6)) <= {0.5, 1.0}
     phase = phase_of(compile_ranks(plan, "keep"), on, backward=True, rings=ring_names(plan))
     for rank in range(RANKS):
         launches = [s for s, x in zip(phase.seconds[rank], phase.exchanges[rank], strict=True) if x < 0]
@@ -378,19 +366,19 @@ def step_of(lengths: list[tuple[int, ...]], mode: StepMode, num_stages: int = 1)
     return DISTCA.plan_step(tuple(lengths), context)[0]
 
 
-def test_plans_run_as_the_keys_of_a_configuration_say() -> None:
-    for choice, num_stages, ping_pong, stages, mode in (
+def test_plans_run_as_the_keys_of_a_configuration_say_and_nano_batches_hold_the_microbatch() -> None:
+    # Plans run as the keys of a configuration say.
+    cases: list[Any] = [
         (DISTCA, 1, "auto", None, StepMode(ping_pong=True)),
         (DISTCA, 1, False, "joint", StepMode()),
         (DISTCA, 2, "auto", None, StepMode(ping_pong=True, pipeline="joint")),
         (DISTCA, 2, False, "stages", StepMode(pipeline="stages")),
         (RING, 1, "auto", None, StepMode()),
         (RING, 2, True, None, StepMode(ping_pong=True, pipeline="stages")),
-    ):
+    ]
+    for choice, num_stages, ping_pong, stages, mode in cases:
         assert step_mode(choice, num_stages, ping_pong, stages) == mode
-
-
-def test_nano_batches_hold_the_microbatch_and_one_sequence_stays_whole_but_in_ticks() -> None:
+    # Nano batches hold the microbatch and one sequence stays whole but in ticks.
     lengths = [(4000, 3000, 900, 100), (5000,)]
     ping_pong, alone = step_of(lengths, StepMode(ping_pong=True)).microbatches
     assert [sum(plan.lengths) for plan in parts_of(ping_pong)] == [4000, 4000]

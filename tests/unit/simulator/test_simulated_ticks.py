@@ -1,25 +1,25 @@
-"""Ticks on the clocks: closed forms where microbatches are alike, and what attending together saves
-where they are not."""
+"""Ticks on the clocks: closed forms for like microbatches; what attending together saves others."""
 
+import itertools
+import operator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_balance import Cluster, Model
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.transpose import POLICIES, Policy
-from megatron_balance.cost import parallel
-from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost import analytic, parallel
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import TickPlan
 from megatron_balance.planners import distca
 from megatron_balance.planning.ticks import plan_ticks, ticks
-from megatron_balance.simulator.attention import EngineName, attention_call, linear_s
+from megatron_balance.simulator.attention import BothPhases, EngineName, attention_call, linear_s
 from megatron_balance.simulator.ping_pong import PingPongMode, layers
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.simulator.ticks import simulate_ticks
@@ -32,17 +32,15 @@ MODEL = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_si
 
 def machine(num_ranks: int) -> Machine:
     cluster = Cluster(num_ranks=num_ranks, ranks_per_node=num_ranks)
-    return Machine(cluster, MODEL, AnalyticCost(cluster, MODEL))
+    return Machine(cluster, MODEL, analytic.AnalyticCost(cluster, MODEL))
 
 
 def owned_rows(lengths: tuple[int, ...], owned: Rows, num_ranks: int) -> MicrobatchPlan:
-    """Every rank attends to its own queries."""
     tasks = [(rank, seq, start, stop, 0, stop) for rank, seq, start, stop in owned]
     return by_hand.plan(lengths, num_ranks, by_hand.task_table(owned, tasks), heads=(8, 8))
 
 
 def whole(*lengths: int) -> MicrobatchPlan:
-    """A sequence a rank."""
     return owned_rows(lengths, Rows.of(4, [(rank, rank, 0, n) for rank, n in enumerate(lengths)]), len(lengths))
 
 
@@ -59,8 +57,7 @@ def test_microbatches_that_are_alike_take_as_long_as_their_ticks(stages: int, ch
     plans = [whole(tokens, tokens)] * microbatches
     work = machine(2 * stages)
     found = simulate_ticks(planned(plans, stages, chunks), work, Setup(pipeline=stages, interleave=chunks))
-    one = whole(tokens, tokens)
-    alone = machine(2)
+    one, alone = plans[0], machine(2)
     layer = sum(float(outcome.end_s[0]) for outcome in attention_call(one, alone, "replay", linear_s(one, alone)))
     head = sum(alone.cost.head_s(tokens, backward=backward) for backward in (False, True))
     count = microbatches * chunks + stages - 1
@@ -76,67 +73,60 @@ def test_microbatches_that_are_alike_take_as_long_as_their_ticks(stages: int, ch
 
 def test_one_stage_takes_what_a_step_takes() -> None:
     plans = [whole(4096, 2048), whole(1024, 8192)]
-    step = simulate_step(plans, machine(2), Setup(policy="replay"))
-    around = step.phases_s["gradient_sync"] + step.phases_s["optimizer"]
-    assert simulate_ticks(planned(plans, 1), machine(2)).step_s == pytest.approx(step.step_s - around)
-    full = simulate_step(plans, machine(2), Setup(policy="replay", recompute="full"))
-    assert simulate_ticks(planned(plans, 1), machine(2), Setup(recompute="full")).step_s == pytest.approx(
-        full.step_s - around
-    )
+    for recompute in ("none", "full"):
+        step = simulate_step(plans, machine(2), Setup(policy="replay", recompute=recompute))
+        around = step.phases_s["gradient_sync"] + step.phases_s["optimizer"]
+        found = simulate_ticks(planned(plans, 1), machine(2), Setup(recompute=recompute))
+        assert found.step_s == pytest.approx(step.step_s - around)
 
 
-def test_stages_that_attend_together_are_sooner_done_with_uneven_microbatches() -> None:
-    plans = [
-        distca.plan(distca.Batch(n), machine(2).cluster, MODEL, machine(2).cost, distca.DistcaOptions()) for n in UNEVEN
-    ]
-    work = machine(4)
+def dispatched(batches: list[tuple[int, ...]], tolerance: float | None = None) -> tuple[TickPlan, ...]:
+    """Microbatches of distca on two stages of two ranks, which attend together."""
+    two, four, usual = machine(2), machine(4), distca.DistcaOptions()
+    options = usual if tolerance is None else distca.DistcaOptions(tolerance=tolerance)
+    plans = [distca.plan(distca.Batch(lengths), two.cluster, MODEL, two.cost, usual) for lengths in batches]
 
-    def plan_owned(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
-        return distca.plan_owned(lengths, owned, work.cluster, MODEL, work.cost, distca.DistcaOptions())
+    def owned(lengths: tuple[int, ...], rows: Rows) -> MicrobatchPlan:
+        return distca.plan_owned(lengths, rows, four.cluster, MODEL, four.cost, options)
 
-    order = ticks(2, len(plans))
-    together = simulate_ticks(plan_ticks(order, plans, plan_owned), work)
-    apart = simulate_ticks(plan_ticks(order, plans, lambda lengths, owned: owned_rows(lengths, owned, 4)), work)
+    return plan_ticks(ticks(2, len(batches)), plans, owned)
+
+
+def test_stages_that_attend_together_are_sooner_done_and_nano_batches_hide_their_exchanges() -> None:
+    # Stages that attend together are sooner done with uneven microbatches.
+    uneven, work = [(32768,), (1024,) * 32, (24576, 8192), (2048,) * 16], machine(4)
+    order = dispatched(uneven)
+    alone = machine(2)
+    plans = [distca.plan(distca.Batch(n), alone.cluster, MODEL, alone.cost, distca.DistcaOptions()) for n in uneven]
+    together, apart = (simulate_ticks(each, work) for each in (order, planned(plans, 2)))
     assert together.step_s < 0.9 * apart.step_s
     assert together.compute_s.mean() / together.step_s > apart.compute_s.mean() / apart.step_s
-    first = plan_ticks(order, plans, plan_owned)[0].plan.zones[0]
+    first = order[0].plan.zones[0]
     assert isinstance(first, TaskTable)
     assert {2, 3} & {task[0] for task in first.tasks}, "the idle stage attends in the first tick"
-
-
-UNEVEN = ((32768,), (1024,) * 32, (24576, 8192), (2048,) * 16)
-
-
-def test_two_nano_batches_hide_what_they_exchange() -> None:
-    order, work = ticks(2, 2), machine(4)
-
-    def of_nano_batch(lengths: tuple[int, ...]) -> tuple[TickPlan, ...]:
-        plans = [
-            distca.plan(distca.Batch(lengths), machine(2).cluster, MODEL, machine(2).cost, distca.DistcaOptions())
-        ] * 2
-        return plan_ticks(
-            order,
-            plans,
-            lambda n, owned: distca.plan_owned(
-                n, owned, work.cluster, MODEL, work.cost, distca.DistcaOptions(tolerance=0.02)
-            ),
-        )
-
-    first, second = of_nano_batch((12288, 4096)), of_nano_batch((8192, 8192))
-    interleaved = simulate_ticks(first, work, Setup(), second)
-    one_by_one = simulate_ticks(first, work, Setup(interleaved=False), second)
+    # Two nano batches hide what they exchange.
+    first, second = (dispatched([each] * 2, tolerance=0.02) for each in ((12288, 4096), (8192, 8192)))
+    interleaved, one_by_one = (simulate_ticks(first, machine(4), Setup(interleaved=i), second) for i in (True, False))
     assert interleaved.step_s < one_by_one.step_s
-    with pytest.raises(ConfigError, match="in the same ticks"):
-        simulate_ticks(first, work, Setup(), second[1:])
 
 
 def test_what_cannot_be_is_said() -> None:
+    # What cannot be is said.
     with pytest.raises(ConfigError, match="at least one tick"):
         simulate_ticks((), machine(2))
     with pytest.raises(ConfigError, match=r"8 layers .* cannot be cut into 3 chunks"):
         simulate_ticks(planned([whole(64)] * 3, 3), machine(3))
+    two = planned([whole(64)], 2)
     with pytest.raises(ConfigError, match="2 pipeline stages, the setup has 4"):
-        simulate_ticks(planned([whole(64)], 2), machine(2), Setup(pipeline=4))
+        simulate_ticks(two, machine(2), Setup(pipeline=4))
+    with pytest.raises(ConfigError, match="in the same ticks"):
+        simulate_ticks(two, machine(2), Setup(), two[1:])
+    # What an engine does not know is refused.
+    ring = replace(nano_batch(), zones=(Zone("inter_node", "ring", tuple(range(RANKS)), tuple(range(RANKS))),))
+    with pytest.raises(ConfigError, match="use the engine 'events'"):
+        layers([ring, ring], hopper(), 2, PingPongMode(engine="rounds"))
+    assert layers([ring, nano_batch()], hopper(), 2).forward.end_s.max() > 0
+    assert passes(2, "auto", transport="sockets").forward.end_s.max() > 0
 
 
 # Nano-batches on clocks: closed forms of what hides behind what, and that the two engines, and the
@@ -148,16 +138,13 @@ ENGINES: tuple[EngineName, ...] = ("events", "rounds")
 
 
 def nano_batch(tokens: int = TOKENS) -> MicrobatchPlan:
-    """A document owned by each rank, a rank a node; a rank attends for the earlier half of its own
-    and the later of its neighbour's.
-    """
+    # A document owned by each rank, a rank a node; a rank attends for the earlier half of its own and
+    # the later of its neighbour's.
     fragments = [(rank, rank, 0, tokens) for rank in range(RANKS)]
     near = [(rank, rank, 0, tokens // 2, 0, tokens // 2) for rank in range(RANKS)]
     far = [((rank + 1) % RANKS, rank, tokens // 2, tokens, 0, tokens) for rank in range(RANKS)]
-    heads = (flat_cost.MODEL.num_heads, flat_cost.MODEL.num_kv_heads)
-    return by_hand.plan(
-        (tokens,) * RANKS, RANKS, by_hand.task_table(fragments, near + far), ranks_per_node=1, heads=heads
-    )
+    table = by_hand.task_table(fragments, near + far)
+    return by_hand.plan((tokens,) * RANKS, RANKS, table, ranks_per_node=1, heads=(2, 2))
 
 
 def hopper(**cost: object) -> Machine:
@@ -165,12 +152,14 @@ def hopper(**cost: object) -> Machine:
 
 
 def transfer_s(*kinds: Kind) -> float:
-    """Seconds of what one rank sends another in an exchange: half a document's queries, all its
-    keys, or their gradients.
-    """
+    """Seconds of an exchange of half a document's queries, all its keys, or their gradients."""
     sizes = hopper().payload.whole()
     tokens = {kind: TOKENS if kind in (Kind.KV, Kind.KV_GRAD) else TOKENS // 2 for kind in kinds}
     return CALL + INTER.time_s(flat_cost.MODEL.num_heads * sum(tokens[kind] * int(sizes[kind]) for kind in kinds))
+
+
+def passes(num_layers: int, engine: EngineName, on: Machine | None = None, **mode: Any) -> BothPhases:
+    return layers([nano_batch(), nano_batch()], on or hopper(), num_layers, PingPongMode(engine=engine, **mode))
 
 
 IN, OUT, GRADS = transfer_s(Kind.Q, Kind.KV), transfer_s(Kind.OUT), transfer_s(Kind.Q_GRAD, Kind.KV_GRAD)
@@ -180,46 +169,35 @@ IN, OUT, GRADS = transfer_s(Kind.Q, Kind.KV), transfer_s(Kind.OUT), transfer_s(K
 @pytest.mark.parametrize("engine", ENGINES)
 def test_interleaved_only_the_last_transfer_has_nothing_beside_it(engine: EngineName, num_layers: int) -> None:
     assert max(IN, OUT, GRADS) < min(LINEAR, LAUNCH)
-    forward, backward = layers([nano_batch(), nano_batch()], hopper(), num_layers, PingPongMode(engine=engine))
+    forward, backward = passes(num_layers, engine)
     assert forward.end_s == pytest.approx(num_layers * 2 * (LINEAR + LAUNCH) + OUT)
     # The backward begins with the first nano-batch's output gradients on their way, which nothing
     # precedes, and ends with a linear step.
-    first = transfer_s(Kind.OUT_GRAD)
-    assert backward.end_s == pytest.approx(num_layers * 4 * (LINEAR + LAUNCH) + first)
+    assert backward.end_s == pytest.approx(num_layers * 4 * (LINEAR + LAUNCH) + transfer_s(Kind.OUT_GRAD))
     assert forward.compute_s == pytest.approx(num_layers * 2 * (LINEAR + LAUNCH))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_exchanges_between_experts_lengthen_the_linear_steps(engine: EngineName) -> None:
+    # Exchanges between experts lengthen the linear steps.
     experts = ((0.25, 0.5), (np.full(RANKS, 0.125), 0.25))
-    found = layers([nano_batch(), nano_batch()], hopper(), 3, PingPongMode(engine=engine), experts)
-    usual = layers([nano_batch(), nano_batch()], hopper(), 3, PingPongMode(engine=engine))
-    for longer, alone, each in zip(found, usual, (0.375, 0.75), strict=True):
-        assert longer.end_s - alone.end_s == pytest.approx(np.full(RANKS, 3 * each))
+    found = layers([nano_batch(), nano_batch()], hopper(), num_layers, PingPongMode(engine=engine), experts)
+    for longer, alone, each in zip(found, (forward, backward), (0.375, 0.75), strict=True):
+        assert longer.end_s - alone.end_s == pytest.approx(np.full(RANKS, num_layers * each))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_by_one_every_transfer_is_waited_for(engine: EngineName) -> None:
-    forward, backward = layers(
-        [nano_batch(), nano_batch()], hopper(), 5, PingPongMode(engine=engine, interleaved=False)
-    )
+    forward, backward = passes(5, engine, interleaved=False)
     assert forward.end_s == pytest.approx(5 * 2 * (LINEAR + LAUNCH + IN + OUT))
     assert backward.end_s == pytest.approx(5 * 2 * (2 * LINEAR + 2 * LAUNCH + transfer_s(Kind.OUT_GRAD) + GRADS))
-    signal = layers(
-        [nano_batch(), nano_batch()], hopper(), 5, PingPongMode(engine=engine, interleaved=False, signal=True)
-    )
-    assert signal.forward.end_s == pytest.approx(forward.compute_s, rel=2e-2)
-    assert signal.forward.compute_s == pytest.approx(forward.compute_s)
-    assert signal.forward.end_s.max() < forward.end_s.max()
+    signal = passes(5, engine, interleaved=False, signal=True).forward
+    assert signal.end_s == pytest.approx(forward.compute_s, rel=2e-2)
+    assert signal.compute_s == pytest.approx(forward.compute_s)
+    assert signal.end_s.max() < forward.end_s.max()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_transfer_longer_than_what_is_beside_it_shows_by_the_difference(engine: EngineName) -> None:
-    """Eight times the link's time: the inputs of A hide behind the linear step of B as far as that
-    goes.
-    """
+    # Eight times the link's time: the inputs of A hide behind the linear step of B as far as it goes.
     slow = replace(INTER, bytes_per_s=INTER.bytes_per_s / 8)
-    forward, _ = layers([nano_batch(), nano_batch()], hopper(inter=slow), 1, PingPongMode(engine=engine))
+    forward, _ = passes(1, engine, hopper(inter=slow))
     late = CALL + slow.time_s((IN - CALL - INTER.alpha_s) * INTER.bytes_per_s)
     owned = CALL + slow.time_s((OUT - CALL - INTER.alpha_s) * INTER.bytes_per_s)
     assert LINEAR < late < LAUNCH
@@ -244,23 +222,14 @@ def test_the_engines_agree_on_uneven_nano_batches(policy: Policy) -> None:
 def test_a_step_of_nano_batches_is_its_layers() -> None:
     plans, on = (nano_batch(), nano_batch()), hopper()
     step = simulate_step([plans], on, Setup(engine="events"))
-    passes = layers(plans, on, flat_cost.MODEL.num_layers, PingPongMode(engine="events"))
-    assert sum(
-        step.phases_s[name] for name in step.phases_s if name not in ("gradient_sync", "optimizer", "head")
-    ) == pytest.approx(passes.forward.end_s.max() + passes.backward.end_s.max())
+    forward, backward = passes(flat_cost.MODEL.num_layers, "events")
+    own = [s for name, s in step.phases_s.items() if name not in ("gradient_sync", "optimizer", "head")]
+    assert sum(own) == pytest.approx(forward.end_s.max() + backward.end_s.max())
     alone = simulate_step([plans], on, Setup(engine="events", interleaved=False))
     assert alone.step_s > step.step_s
     assert step.num_tokens == 2 * RANKS * TOKENS
     whole = simulate_step([nano_batch()], on, Setup(engine="events"))
     assert (step.peak_bytes > whole.peak_bytes).all()
-
-
-def test_what_an_engine_does_not_know_is_refused() -> None:
-    ring = replace(nano_batch(), zones=(Zone("inter_node", "ring", tuple(range(RANKS)), tuple(range(RANKS))),))
-    with pytest.raises(ConfigError, match="use the engine 'events'"):
-        layers([ring, ring], hopper(), 2, PingPongMode(engine="rounds"))
-    assert layers([ring, nano_batch()], hopper(), 2).forward.end_s.max() > 0
-    assert layers([nano_batch(), nano_batch()], hopper(), 2, PingPongMode(transport="sockets")).forward.end_s.max() > 0
 
 
 def test_nano_batches_are_as_even_as_whole_items_allow() -> None:
@@ -272,9 +241,7 @@ def test_nano_batches_are_as_even_as_whole_items_allow() -> None:
         sizes = rng.integers(1, 60, int(rng.integers(2, 11))).tolist()
         first, second = nano_batches(sizes)
         assert sorted(first + second) == list(range(len(sizes)))
-        best = min(
-            abs(sum(sizes) - 2 * sum(s for i, s in enumerate(sizes) if choice >> i & 1))
-            for choice in range(1 << len(sizes))
-        )
-        assert abs(sum(sizes[i] for i in first) - sum(sizes[i] for i in second)) <= max(best, sum(sizes) // 100)
-        assert sum(sizes[i] for i in first) >= sum(sizes[i] for i in second) > 0
+        choices = itertools.product((-1, 1), repeat=len(sizes))
+        best = min(abs(sum(map(operator.mul, sizes, signs))) for signs in choices)
+        larger, smaller = (sum(sizes[i] for i in each) for each in (first, second))
+        assert 0 < smaller <= larger <= smaller + max(best, sum(sizes) // 100)

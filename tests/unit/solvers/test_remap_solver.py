@@ -25,14 +25,14 @@ def moves(held: list[int], node_size: int, **arguments: Any) -> list[list[int]]:
 
 
 def target(held: list[int], node_size: int, **arguments: Any) -> list[int]:
-    """Tokens of each rank afterwards."""
     after = np.array(held)
     for src, dst, tokens in moves(held, node_size, **arguments):
         after[[src, dst]] += [-tokens, tokens]
     return after.tolist()
 
 
-def test_extra_tokens_stay_with_the_ranks_that_hold_most_ties_to_the_lower():
+def test_tokens_stay_where_they_cost_most_and_extra_ones_with_ranks_that_hold_most():
+    # Extra tokens stay with the ranks that hold most ties to the lower.
     assert target([3, 9, 4, 9, 0, 1], 6) == [4, 5, 4, 5, 4, 4]
     assert target([9, 0, 9, 9], 4) == [7, 6, 7, 7]
     assert target([5, 5, 5, 6], 4) == [5, 5, 5, 6]
@@ -40,9 +40,7 @@ def test_extra_tokens_stay_with_the_ranks_that_hold_most_ties_to_the_lower():
     # Aligned targets are multiples, but for one rank with the rest.
     aligned = {1: [10, 10, 10, 9], 2: [10, 10, 10, 9], 4: [12, 11, 8, 8], 8: [15, 8, 8, 8]}
     assert {align: target([39, 0, 0, 0], 4, align=align) for align in aligned} == aligned
-
-
-def test_tokens_inside_the_node_go_to_the_rank_that_would_cost_most():
+    # Tokens inside the node go to the rank that would cost most.
     # Both surpluses are on node 0, which has room for 4 of 24 tokens: 18 - x and 6 - y are evened
     # out, so rank 0 gets all room.
     assert moves(HELD, 4) == [[0, 2, 4], [0, 4, 6], [0, 5, 6], [0, 6, 2], [1, 6, 4], [1, 7, 2]]
@@ -51,6 +49,13 @@ def test_tokens_inside_the_node_go_to_the_rank_that_would_cost_most():
     assert moves([2, 6, 16, 16, 10, 10], 3) == [[2, 0, 5], [2, 1, 1], [3, 0, 3], [3, 1, 3]]
     held = [0, 0, 16, 12, 12, 8]  # mean 8: ranks 0 and 1 lack 8 each, 8 tokens on their own node
     assert moves(held, 3) == [[2, 0, 4], [2, 1, 4], [3, 0, 4], [4, 1, 4]]
+    # Within one node ranks are paired in order and a last node may be smaller.
+    assert moves([10, 0, 6, 0], 4) == [[0, 1, 4], [0, 3, 2], [2, 3, 2]]
+    assert moves([0, 0, 0, 0, 10], 4) == [[4, 0, 2], [4, 1, 2], [4, 2, 2], [4, 3, 2]]
+    assert moves([4, 0, 4, 0, 7], 2) == [[0, 1, 1], [2, 3, 1], [4, 1, 2], [4, 3, 2]]
+    alone = [1_000_003, *[0] * 63]
+    assert remap(alone, 8)[:, :2].tolist() == [[0, rank] for rank in range(1, 64)]
+    assert target(alone, 8) == [15626, 15626, 15626, *[15625] * 61]
 
 
 @pytest.mark.parametrize("solver", ["exact", *milp.SOLVERS])
@@ -58,15 +63,6 @@ def test_nothing_moves_where_nothing_has_to(solver):
     for held, node_size in (([7, 7, 7, 7], 2), ([0, 0, 0, 0], 2), ([5], 1), ([5], 8), ([3, 3, 4, 3], 2)):
         found = remap(held, node_size, solver=solver)
         assert (found.shape, found.dtype) == ((0, 3), np.int64)
-
-
-def test_within_one_node_ranks_are_paired_in_order_and_a_last_node_may_be_smaller():
-    assert moves([10, 0, 6, 0], 4) == [[0, 1, 4], [0, 3, 2], [2, 3, 2]]
-    assert moves([0, 0, 0, 0, 10], 4) == [[4, 0, 2], [4, 1, 2], [4, 2, 2], [4, 3, 2]]
-    assert moves([4, 0, 4, 0, 7], 2) == [[0, 1, 1], [2, 3, 1], [4, 1, 2], [4, 3, 2]]
-    alone = [1_000_003, *[0] * 63]
-    assert remap(alone, 8)[:, :2].tolist() == [[0, rank] for rank in range(1, 64)]
-    assert target(alone, 8) == [15626, 15626, 15626, *[15625] * 61]
 
 
 def test_only_the_ratio_of_the_costs_matters():
