@@ -10,7 +10,7 @@ Largest differences over 20 steps: of the loss and of the gradient norm (relativ
 parameter's gradient at the first step (over its largest entry). 4 ranks on gloo.
 Models: `gpt`, `llama` (an unmodified Transformers model), `dit` (the diffusion transformer of
 scripts/examples, under planners of full attention and KnapFormer's interface on topologies). The
-suite runs pairs of these (tests/distributed/test_torch.py, test_knapformer.py).
+suite runs pairs of these (tests/distributed/test_torch.py).
 """
 
 from __future__ import annotations

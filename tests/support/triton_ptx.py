@@ -23,7 +23,7 @@ from tests.support.triton_twins import packed_of, space_of
 from tools.gpu_model import record, stand_ins
 
 SHAPE = {"q": (300, 32, 128), "kv": (300, 8, 128)}
-MERGED_DIMS = (16, 80, 128, 192, 256)
+MERGED_DIMS = (16, 32, 64, 80, 128, 192, 256)
 
 
 class Hopper:

@@ -123,7 +123,10 @@ def test_uneven_work_is_imbalance_and_the_remap_is_what_it_costs(limits_of):
     uneven = limits_of(asked)["packing"]
     assert uneven["parts_s"]["imbalance"] == pytest.approx(uneven["parts_s"]["attention"] * 0.9, rel=0.15)
     assert uneven["largest_loss"] == "imbalance"
-    remaps = [limits_of(f"{INPUTS} --planner zeppelin {remap}")["zeppelin"] for remap in ("--remap", "--no-remap")]
+    remaps = [
+        limits_of(f"{INPUTS} --planner zeppelin --baseline zeppelin {remap}")["zeppelin"]
+        for remap in ("--remap", "--no-remap")
+    ]
     assert remaps[0]["parts_s"]["remap"] > remaps[1]["parts_s"]["remap"] == 0
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # Of heads that are merged (`triton_ptx.MERGED_DIMS`).
-DIMS = ("16", "80", "128", "192", "256")
+DIMS = ("16", "32", "64", "80", "128", "192", "256")
 
 
 def in_child(code: str, *, interpreted: bool) -> list[Any]:
