@@ -313,6 +313,7 @@ class SequenceBalancer:
                 f"expected steps(loader), since documents were read ahead, by it or before a checkpoint; got {got}"
             )
 
+    @_collective
     def _most(self, number: int) -> int:
         """The largest number that any rank has, of those that make the same number of steps."""
         most = torch.tensor([number], device=self.device)

@@ -145,9 +145,8 @@ class DataIdentity:
         # Samples that the checkpoint has not trained may be others: another --train-iters orders
         # them anew.
         both = sorted(number for number in self.samples.keys() & here.samples.keys() if number < trained)
-        both = [
-            number for number in both if len(self.samples[number]) == len(here.samples[number])
-        ]  # one kind of digest
+        # Only digests of one kind: samples without tokens have longer ones than they had.
+        both = [number for number in both if len(self.samples[number]) == len(here.samples[number])]
         other = [number for number in both if self.samples[number] != here.samples[number]]
         if other and not found:
             found.append(
