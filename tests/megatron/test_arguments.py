@@ -129,7 +129,7 @@ WINDOWS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("words", "masks"), WINDOWS, ids=[" ".join(words) for words, _ in WINDOWS])
 def test_masks_of_a_model_of_four_layers(words: tuple[str, ...], masks: tuple[str, ...]) -> None:
-    """`--window-size L,0` is a window of L + 1 keys; plans are made for the causal layers, if any."""
+    # `--window-size L,0` is a window of L + 1 keys; plans are made for the causal layers, if any.
     assert tuple(mask.name for mask in masks_of(parse("--num-layers", "4", *words))) == masks
 
 
@@ -163,7 +163,7 @@ SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def test_a_flag_that_changes_no_number_is_switched_off_and_named(
     sentence: str, words: tuple[str, ...], values: dict[str, Any]
 ) -> None:
-    """In the arguments, and in what Megatron made of them before."""
+    # In the arguments, and in what Megatron made of them before.
     args, config = parse(*words), argparse.Namespace(**{name: object() for name in values}, other=1)
     check_arguments(args)
     (told,) = leave_out(args, [config])
@@ -182,7 +182,7 @@ def test_every_flag_that_is_switched_off_is_tested() -> None:
 
 
 def test_what_another_version_calls_it_is_left_out_there() -> None:
-    """Megatron's branch dev moves rows, and has a name of its own for padding to equal counts."""
+    # Megatron's branch dev moves rows, and has a name of its own for padding to equal counts.
     args = parse(*HYBRIDEP)
     args.cp_partition_mode, args.moe_hybridep_pad_variable_tokens = "contiguous", False
     told = leave_out(args, [])
@@ -192,8 +192,7 @@ def test_what_another_version_calls_it_is_left_out_there() -> None:
 
 
 def test_fp16_says_which_steps_are_skipped_and_sets_no_scale() -> None:
-    """A loss summed over tokens overflows at a scale that a mean could take."""
-
+    # A loss summed over tokens overflows at a scale that a mean could take.
     def says(*words: str) -> list[str]:
         return flags.sentences(parse("--hidden-dropout", "0", *words), "command_line")
 
@@ -211,7 +210,7 @@ def test_fp16_says_which_steps_are_skipped_and_sets_no_scale() -> None:
 def test_help_lists_our_flags_and_megatrons(
     script: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron's own texts alone end in an error: one has a bare percent sign."""
+    # Megatron's own texts alone end in an error: one has a bare percent sign.
     if script:
         with pytest.raises(SystemExit) as ended:
             parser().parse_args(["--help"])
@@ -243,7 +242,7 @@ def test_what_is_drawn_by_row_is_named(words: tuple[str, ...]) -> None:
 
 
 def flags_of_megatron() -> dict[str, str]:
-    """Megatron's own flags, without dashes, and the names of their values."""
+    # Megatron's own flags, without dashes, and the names of their values.
     ours = {"help", "h"}
     actions = parser()._option_string_actions.items()
     names = {flag.lstrip("-"): action.dest for flag, action in actions if not action.dest.startswith("balance_")}
@@ -251,7 +250,7 @@ def flags_of_megatron() -> dict[str, str]:
 
 
 def test_every_flag_of_megatron_was_looked_at() -> None:
-    """A new one gets a rule, or goes into a list, when it is known what a plan does to it."""
+    # A new one gets a rule, or goes into a list, when it is known what a plan does to it.
     record = flags.record()
     assert sorted(set(flags_of_megatron()) - record.reviewed) == []
     lists = (record.ruled, record.read.split(), record.elsewhere.split(), record.harmless.split())
@@ -304,7 +303,7 @@ def test_an_unknown_flag_that_may_change_the_model_is_refused_unless_accepted(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of Megatron's own parser, as a fork has it, and of a script's by which layers are built."""
+    # Of Megatron's own parser, as a fork has it, and of a script's by which layers are built.
     own = add_megatron_arguments
 
     def of_a_fork(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

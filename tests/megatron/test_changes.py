@@ -59,9 +59,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_run_that_changes_strategies_trains_like_one_rank_and_resumes_on_another_layout(
     train: Train, mixed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Tied embeddings. It goes on, optimizer included, on another base layout with other candidates.
-    Every parameter's gradient before weights differ by rounding.
-    """
+    # Tied embeddings. It goes on, optimizer included, on another base layout with other candidates.
+    # Every parameter's gradient before weights differ by rounding.
     folder = tmp_path_factory.mktemp("checkpoint")
     flags, one = loaded_run(train, folder, {**FLAGS, "data-path": mixed}, entry="gradients")
     ours = tmp_path_factory.mktemp("ours")
@@ -89,7 +88,7 @@ def test_a_run_that_changes_strategies_trains_like_one_rank_and_resumes_on_anoth
 def test_in_bf16_the_own_models_weights_give_their_memory_back_until_it_trains_or_is_evaluated(
     train: Train, mixed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Beside one rank in bf16, within its rounding. The traps of `role_traps` see the memory."""
+    # Beside one rank in bf16, within its rounding. The traps of `role_traps` see the memory.
     buckets = {"overlap-grad-reduce": True, "ddp-bucket-size": 20_000}
     bf16 = {"bf16": True, "split": "80,20,0", "eval-interval": HALF, "eval-iters": 1, "train-iters": HALF}
     flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": mixed, **bf16})
@@ -206,11 +205,10 @@ class Arguments(argparse.Namespace):
 
 
 def test_strategies_in_turn_have_one_ranks_gradients(trainer: Trainer, tmp_path: Path) -> None:
-    """TP 3 beside TP 1 on a base of TP 2; twice the same strategy has the same bits. The weights
-    are NaN before each pull; inside a role `parallel_state` is not asked, and no message goes over
-    the world's group. Every owner has the sum of all roles' gradients. Memory is that of the largest
-    role, which has the whole model here.
-    """
+    # TP 3 beside TP 1 on a base of TP 2; twice the same strategy has the same bits. The weights are
+    # NaN before each pull; inside a role `parallel_state` is not asked, and no message goes over
+    # the world's group. Every owner has the sum of all roles' gradients. Memory is that of the
+    # largest role, which has the whole model here.
     base = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
     for rank, mine in enumerate(trained(trainer, tmp_path, 4, STRATEGIES, base)):
         for step in mine:

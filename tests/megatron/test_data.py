@@ -35,9 +35,8 @@ SEQ_LENGTH = 16
 
 
 def documents() -> list[np.ndarray]:
-    """Token ids that say where they stand: document and position; the last one is the
-    end-of-document token.
-    """
+    # Token ids that say where they stand: document and position; the last one is the
+    # end-of-document token.
     return [np.array([100 * i + p for p in range(length - 1)] + [EOD]) for i, length in enumerate(LENGTHS)]
 
 
@@ -80,7 +79,7 @@ def arguments(prefix: str, **changed: object) -> Any:
 
 
 def built(args: Any, *num_samples: int) -> Any:
-    """Data sets of the splits, of as many samples; of those left out none are asked."""
+    # Data sets of the splits, of as many samples; of those left out none are asked.
     return data.build_datasets(args, (*num_samples, 0, 0)[:3], "split")
 
 
@@ -145,7 +144,7 @@ def test_a_sample_is_its_pieces_with_the_next_token_of_the_document_as_label(pre
 
 
 def test_an_epoch_trains_every_label_of_the_corpus_once_however_it_is_read(prefix: str) -> None:
-    """Lengths are known without reading tokens; loader workers get the same."""
+    # Lengths are known without reading tokens; loader workers get the same.
     samples, read = dataset(prefix), dataset(prefix, mmap=False)
     assert all_labels(samples) == sorted(token for document in documents() for token in document[1:].tolist())
     copy = pickle.loads(pickle.dumps(samples))
@@ -159,7 +158,7 @@ def test_an_epoch_trains_every_label_of_the_corpus_once_however_it_is_read(prefi
 def batches(
     samples: data.DocumentDataset, rank: int, num_ranks: int, consumed: int, micro_batch_size: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The batches that Megatron's sampler and torch's default collate hand a data-parallel rank."""
+    # The batches that Megatron's sampler and torch's default collate hand a data-parallel rank.
     sampler = MegatronPretrainingSampler(len(samples), consumed, micro_batch_size, rank, num_ranks)
     return iter(torch.utils.data.DataLoader(samples, batch_sampler=sampler))
 
@@ -214,7 +213,7 @@ def test_documents_are_split_as_megatron_splits_them(split: str, num_documents: 
 
 
 def test_the_provider_makes_three_sets_of_different_documents(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every rank; without documents or without evaluation there is none."""
+    # On every rank; without documents or without evaluation there is none.
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments(prefix, split="60,25,15", eval_iters=2))
     provider: Any = data.document_datasets_provider
     sets = provider((100, 20, 10))
@@ -301,7 +300,7 @@ def test_what_is_wrong_with_corpora_is_known_without_reading_them(
 
 
 def test_corpora_of_the_same_lengths_have_fingerprints_of_their_own(tmp_path: Path) -> None:
-    """The weight of a blend of one corpus changes nothing."""
+    # The weight of a blend of one corpus changes nothing.
     found: list[str] = []
     for name, first in (("one", 1), ("same", 1), ("other", 2)):
         with CorpusWriter(tmp_path / name, "uint16") as writer:
@@ -404,7 +403,7 @@ def test_a_large_corpus_is_sorted_once_and_read_as_a_small_one(
 
 
 def test_owned_shards_are_megatrons_ranges_of_the_flat_buffer() -> None:
-    """Two TP ranks, three shards: ranges that begin and end inside rows, columns and gated blocks."""
+    # Two TP ranks, three shards: ranges that begin and end inside rows, columns and gated blocks.
     scheme, replicas = Scheme(2), 3
     listed = (
         Parameter("norm", 7, 1, 0),

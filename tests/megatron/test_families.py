@@ -176,9 +176,8 @@ Alone = Callable[[str], tuple[dict[str, Any], Run, Path]]
 
 @pytest.fixture(scope="module")
 def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """By model: flags to start from the same weights, Megatron alone on one rank, and the folder of
-    its gradients.
-    """
+    # By model: flags to start from the same weights, Megatron alone on one rank, and the folder of
+    # its gradients.
     made: dict[str, tuple[dict[str, Any], Run, Path]] = {}
 
     def run(model: str) -> tuple[dict[str, Any], Run, Path]:
@@ -209,9 +208,8 @@ def self_check_difference(run: Run) -> float:
 
 
 def test_gpt_oss_trains_like_megatron_alone(train: Train, alone: Alone) -> None:
-    """Its flags, scaled down; sinks over two tensor-parallel ranks, core attention computed again, and
-    a self-check, which attends without a plan.
-    """
+    # Its flags, scaled down; sinks over two tensor-parallel ranks, core attention computed again,
+    # and a self-check, which attends without a plan.
     flags, plain, folder = alone("GPT-OSS")
     again = {"recompute-activations": True}
     config = {**two_nodes(2), "self_check": True}
@@ -236,10 +234,9 @@ FLAGS |= {"rope-type": "yarn", "rotary-scaling-factor": 4}
 
 @pytest.fixture(scope="module")
 def _extension() -> None:
-    """Build what Megatron compiles when it first recomputes a projection: a minute of a quiet core,
-    which is no part of a job's time. The lock of a build that was killed, for which torch waits for
-    ever, goes.
-    """
+    # Build what Megatron compiles when it first recomputes a projection: a minute of a quiet core,
+    # which is no part of a job's time. The lock of a build that was killed, for which torch waits
+    # for ever, goes.
     lock = Path(cpp_extension._get_build_directory("share_storage_ext", verbose=False)) / "lock"
     if lock.exists() and time.time() - lock.stat().st_mtime > 900:
         lock.unlink()
@@ -298,7 +295,7 @@ def test_where_latents_cannot_travel_keys_and_values_do_and_it_is_said(
 def test_projections_are_priced_by_the_parameters_of_megatrons_layer(
     query_rank: int | None, travels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A product of a token with a matrix takes two FLOPs for each of its elements."""
+    # A product of a token with a matrix takes two FLOPs for each of its elements.
     sizes: dict[str, Any] = {
         "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "q_lora_rank": query_rank,
         "kv_lora_rank": 8, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 6,
@@ -354,7 +351,7 @@ def test_rows_say_what_lies_ahead_as_megatron_rolls_packed_sequences() -> None:
 
 
 def test_several_tensors_are_rolled_at_once_and_masks_say_their_count() -> None:
-    """As Megatron's branch dev asks, which sums the masks itself."""
+    # As Megatron's branch dev asks, which sums the masks itself.
     count = torch.tensor(2.5)
     own, next_ = (torch.tensor([[at, at + 1, at + 2]]) for at in (10, 20))
     masks = torch.full((1, 3), 2.5 / 3), CountedMask.of(torch.tensor([[1.0, 0.5, 0.0]]), count)
@@ -409,7 +406,7 @@ def test_megatrons_own_router_is_refused_where_it_would_balance_the_rows_of_a_ra
 
 
 def test_sinkhorn_routes_as_one_rank_does(train: Train, tmp_path: Path) -> None:
-    """Replicas that share experts; plain Megatron's dispatcher is switched off."""
+    # Replicas that share experts; plain Megatron's dispatcher is switched off.
     given, one = loaded_run(train, tmp_path, SINKHORN)
     flags = {**given, "moe-token-dispatcher-type": "allgather", **EXPERTS}
     run = train(4, "zeppelin", flags, config=two_nodes(4))
@@ -429,7 +426,7 @@ BY_SAMPLE: dict[str, Any] = {
 def test_further_tokens_and_the_loss_of_a_sample_are_those_of_one_rank(
     train: Train, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Coefficients that show; samples of one microbatch on all ranks, and in stages."""
+    # Coefficients that show; samples of one microbatch on all ranks, and in stages.
     sizes = {"micro-batch-size": 2, "global-batch-size": 4}
     given = {**BY_SAMPLE, **MTP_FLAGS, **sizes}
     flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), given, whole=True, entry="gaps")
@@ -464,7 +461,7 @@ def test_halves_of_a_sample_have_its_loss(train: Train, tmp_path_factory: pytest
 def test_a_sample_alone_in_its_microbatch_has_megatrons_loss(
     train: Train, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Then the loss over a sample is that over the microbatch, which is Megatron's own code."""
+    # Then the loss over a sample is that over the microbatch, which is Megatron's own code.
     flags = {**BY_SAMPLE, "global-batch-size": 1, "micro-batch-size": 1, "moe-aux-loss-coeff": 0.2, "train-iters": 1}
     ours, megatrons = (
         train(1, "te_ring", {**flags, "moe-router-load-balancing-type": kind}) for kind in ("seq_aux_loss", "aux_loss")

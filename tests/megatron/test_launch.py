@@ -51,15 +51,14 @@ def printed_losses(result: Result, rank: int) -> list[float]:
 
 
 def as_printed(run: Run) -> Any:
-    """Megatron does not reset its sums after the first step: its second line is a mean of both."""
+    # Megatron does not reset its sums after the first step: its second line is a mean of both.
     losses = run.column("loss")
     return pytest.approx([losses[0], (losses[0] + losses[1]) / 2, *losses[2:]], rel=1e-5)
 
 
 def test_an_unmodified_script_trains_on_whole_documents(train: Train) -> None:
-    """The patches of the expert router, of the experts' splits and of the norm do their work under
-    the launcher too.
-    """
+    # The patches of the expert router, of the experts' splits and of the norm do their work under
+    # the launcher too.
     flags = {**STEPS, **EXPERTS, **PARALLEL, "expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
     launched = train(4, "zeppelin", flags, config=ONE_RANK_NODES, entry="launch", before=(SCRIPT,))
     ours = train(4, "zeppelin", flags, config=ONE_RANK_NODES)
@@ -77,9 +76,8 @@ def test_an_unmodified_script_trains_on_whole_documents(train: Train) -> None:
 
 
 def test_megatrons_own_data_trains_as_in_megatron_alone(train: Train) -> None:
-    """The script on one rank without us, attention and loss Megatron's own, against four ranks with
-    a plan.
-    """
+    # The script on one rank without us, attention and loss Megatron's own, against four ranks with
+    # a plan.
     data = {"data-path": None, "mock-data": True, "reset-position-ids": True, "reset-attention-mask": True}
     alone = train(1, "te_ring", {**STEPS, **ON_CPU, **data}, entry="plain", before=(SCRIPT,))
     flags = {**STEPS, **data, "context-parallel-size": 2}
@@ -90,9 +88,8 @@ def test_megatrons_own_data_trains_as_in_megatron_alone(train: Train) -> None:
 
 
 def test_hidden_dropout_is_megatrons_own(train: Train) -> None:
-    """One rank drops what Megatron alone drops. On several, each draws for the rows that it holds, so
-    that losses depend on the plan; evaluation drops nothing.
-    """
+    # One rank drops what Megatron alone drops. On several, each draws for the rows that it holds,
+    # so that losses depend on the plan; evaluation drops nothing.
     data = {"data-path": None, "mock-data": True, "hidden-dropout": 0.3, "train-iters": 2}
     evaluated = {"eval-iters": 1, "eval-interval": 1, "lr": 0.0, "min-lr": 0.0, "split": "90,10,0"}
     flags = {**data, **evaluated}
@@ -112,7 +109,7 @@ def test_hidden_dropout_is_megatrons_own(train: Train) -> None:
 def test_a_script_resumes_through_the_launcher_in_the_data_that_it_trained(
     train: Train, tmp_path: Path, corpus: str
 ) -> None:
-    """In its own data set, which may have moved: on other ranks too, of which some read nothing."""
+    # In its own data set, which may have moved: on other ranks too, of which some read nothing.
     moved, saved = tmp_path / "moved", tmp_path / "saved"
     for end in (".idx", ".bin"):
         shutil.copy(f"{corpus}{end}", f"{moved}{end}")
@@ -170,8 +167,7 @@ def test_every_layer_gets_the_rows_that_its_recipe_needs_also_where_sequence_par
 
 
 def test_without_alignment_a_layer_refuses(train: Train) -> None:
-    """The stand-in is worth something: a run that does not know of FP8 fails at its first layer."""
-
+    # The stand-in is worth something: a run that does not know of FP8 fails at its first layer.
     def refused(result: Result) -> None:
         failed = result.failed
         assert failed is not None
@@ -251,7 +247,7 @@ def batch_of(cu_seqlens: list[list[int]], counts: list[list[int]], **more: torch
 
 
 def test_sequences_open_where_cu_seqlens_says() -> None:
-    """Repeated ends fill a row; a sub-sequence without tokens opens nothing."""
+    # Repeated ends fill a row; a sub-sequence without tokens opens nothing.
     ends = [[0, 2, 2, 5, 6, 6, 6], [0, 6, 6, 6, 6, 6, 6]]
     batch = batch_of(ends, [[1] * 6] * 2)
     opened = [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
@@ -262,7 +258,7 @@ def test_sequences_open_where_cu_seqlens_says() -> None:
 
 
 def test_tokens_behind_the_last_that_counts_are_not_read() -> None:
-    """But for one of each sub-sequence, and none where experts count them too."""
+    # But for one of each sub-sequence, and none where experts count them too.
     batch = batch_of([[0, 4, 6, 8]], [[0, 1, 0, 0, 0, 0, 0, 1]])
     assert Reader().columns(batch)["position_ids"].tolist() == [[0, 1, PADDING, PADDING, 0, PADDING, 0, 1]]
     whole = Reader(leave_out_tails=False).columns(batch)
@@ -271,7 +267,7 @@ def test_tokens_behind_the_last_that_counts_are_not_read() -> None:
 
 @pytest.mark.parametrize("of_one_row", [False, True])
 def test_packed_samples_of_bridge_name_cu_seqlens_by_queries(of_one_row: bool) -> None:
-    """Its `position_ids` are 0 behind the last sequence, as if each token there were one."""
+    # Its `position_ids` are 0 behind the last sequence, as if each token there were one.
     batch = batch_of([[0, 3, 8]], [[1, 1, 1, 1, 0, 0, 0, 0]])
     ends = batch.pop("cu_seqlens")
     padded = torch.tensor([[0, 4, 8]], dtype=torch.int32)
@@ -285,7 +281,7 @@ def test_packed_samples_of_bridge_name_cu_seqlens_by_queries(of_one_row: bool) -
 @pytest.mark.parametrize("behind", [-1, 6, 3])
 @pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_padded", "cu_seqlens_q"])
 def test_entries_behind_argmin_are_not_read(name: str, behind: int) -> None:
-    """NeMo and Bridge fill rows with -1, and say where; without it, -1 says it."""
+    # NeMo and Bridge fill rows with -1, and say where; without it, -1 says it.
     batch = batch_of([], [[1] * 6] * 2)
     del batch["cu_seqlens"]
     ends = {name: torch.tensor([[0, 2, 6, behind, behind], [0, 1, 4, 6, behind]], dtype=torch.int32)}
@@ -365,7 +361,7 @@ DATA: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", DATA)
 def test_packed_samples_train_as_in_megatron_alone(train: Train, tmp_path: Path, kind: str) -> None:
-    """Losses, of evaluation too, and every gradient, where attention does not cross a sub-sequence."""
+    # Losses, of evaluation too, and every gradient, where attention does not cross a sub-sequence.
     flags = {**STEPS, **DATA[kind]}
     if kind in ("sft", "varlen"):
         lines = PACKED * 4 if kind == "sft" else tuple((length,) for line in PACKED for length in line) * 2
@@ -395,7 +391,7 @@ def test_packed_samples_train_as_in_megatron_alone(train: Train, tmp_path: Path,
 def trained(
     trainer: Trainer, folder: Path, num_ranks: int, yaml: str = "", library: str = "bridge"
 ) -> tuple[list[list[float]], str]:
-    """Loss, gradient norm and evaluated loss of every step, and rank 0's log."""
+    # Loss, gradient norm and evaluated loss of every step, and rank 0's log.
     folder.mkdir()
     (folder / "balance.yaml").write_text(yaml)
     with_plans = (str(folder / "balance.yaml"), str(folder / "log")) if yaml else ()
@@ -419,7 +415,7 @@ def plain(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> list[li
 
 
 def test_a_loop_of_its_own_trains_as_without_plans(trainer: Trainer, plain: list[list[float]], tmp_path: Path) -> None:
-    """With a self-check before it, a step that runs again, and a record of each."""
+    # With a self-check before it, a step that runs again, and a record of each.
     yaml = "planner: {name: zeppelin, slack: 2.0}\nself_check: true\nplan_ahead: false\nsample_filling: next_fit\n"
     ours, log = trained(trainer, tmp_path / "ours", 2, yaml)
     for got, wanted in zip(ours, plain, strict=True):
@@ -444,7 +440,7 @@ def test_a_loop_of_its_own_trains_as_without_plans(trainer: Trainer, plain: list
 def test_calls_of_other_libraries_train_alike(
     trainer: Trainer, plain: list[list[float]], tmp_path: Path, name: str, steps: list[int]
 ) -> None:
-    """`steps`: their numbers in the log; one loop resumes, and skips some."""
+    # `steps`: their numbers in the log; one loop resumes, and skips some.
     yaml = "planner: {name: zeppelin, slack: 2.0}\nplan_ahead: false\n"
     ours, _ = trained(trainer, tmp_path / "ours", 2, yaml, name)
     for got, wanted in zip(ours, plain, strict=True):

@@ -103,7 +103,7 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
     [pytest.param(4, None, marks=PRODUCT), (4, 2), pytest.param(8, 4, marks=PRODUCT)],
 )
 def test_waves_train_like_one_rank(train: Train, one_rank: Run, num_ranks: int, group_size: int | None) -> None:
-    """Uneven shares, heads exchanged in groups and keys in waves; remapped too."""
+    # Uneven shares, heads exchanged in groups and keys in waves; remapped too.
     steps = 4
     planner = {"name": "zeppelin", "slack": 2.0, "group_size": group_size, "num_waves": 2}
     planner = {key: value for key, value in planner.items() if value is not None}
@@ -135,7 +135,7 @@ EVEN = ("ulysses", "packing", "distca", "wlb_sharding")
 
 
 def each_rank(run: Run) -> dict[str, np.ndarray]:
-    """Counters [R], summed over the steps."""
+    # Counters [R], summed over the steps.
     return {name: np.sum([step["counters"][name] for step in run.steps], axis=0) for name in run.steps[0]["counters"]}
 
 
@@ -159,7 +159,7 @@ def assert_everything_ran(run: Run, planner: str, num_ranks: int) -> None:
 
 
 def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> None:
-    """Ranks remapped and routed as the plans say, and did some of both."""
+    # Ranks remapped and routed as the plans say, and did some of both.
     counted, layers, ranks = each_rank(run), MODEL["num-layers"], len(each_rank(run)["q_tokens_received"])
     remapped, routed = sum(run.column("remapped_tokens")), sum(run.column("routed_transfers"))
     assert counted["remap_tokens_received"].sum() == layers * remapped
@@ -205,7 +205,7 @@ def test_a_way_to_train_changes_no_number(
 
 
 def test_a_batch_that_grows_trains_like_one_rank(train: Train) -> None:
-    """`--step-batch-size-schedule`, as Megatron's release configurations have it; plans made ahead."""
+    # `--step-batch-size-schedule`, as Megatron's release configurations have it; plans made ahead.
     grown = {"global-batch-size": None, "step-batch-size-schedule": "0:2 2K:4"}  # at 2,000 tokens
     by_samples = {"train-iters": None, "train-samples": 12, "lr-decay-iters": None, "lr-decay-samples": 12}
     flags = {**grown, **by_samples}
@@ -236,9 +236,8 @@ def test_data_parallel_replicas_form_one_pool(train: Train, one_rank: Run, conte
     ids=["experts, learned positions", "no positions"],
 )
 def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path: Path, model: dict[str, Any]) -> None:
-    """Four replicas; one rank holds what they all read, more than one rank's share of full samples,
-    and all attend.
-    """
+    # Four replicas; one rank holds what they all read, more than one rank's share of full samples,
+    # and all attend.
     flags, one = loaded_run(train, tmp_path, {**model, "global-batch-size": 4, "train-iters": 2})
     distca = {"name": "distca", "servers": "pool", "pool_ranks": 3, "block": 16}
     run = train(4, distca, {**flags, "context-parallel-size": 1}, config=two_nodes(4))

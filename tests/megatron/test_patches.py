@@ -167,7 +167,7 @@ def test_a_digest_is_of_the_code_not_of_its_text() -> None:
 
 
 def test_the_report_shows_what_an_unreviewed_source_changes(tmp_path: Path) -> None:
-    """Through a name that the module imports from its neighbour, as Megatron's router does."""
+    # Through a name that the module imports from its neighbour, as Megatron's router does.
     before, here = tmp_path / "before", tmp_path / "here"
     for root, weight in ((before, 1), (here, 2)):
         package = root / "lib" / "moe"

@@ -23,9 +23,8 @@ def two_nodes(num_ranks: int) -> dict[str, Any]:
 
 
 def interleaves(run: Run, num_ranks: int, forwards: int = MODEL["num-layers"]) -> None:
-    """Every microbatch ran as two: each layer attended twice, forward (`forwards` in all of a
-    nano-batch) and backward.
-    """
+    # Every microbatch ran as two: each layer attended twice, forward (`forwards` in all of a
+    # nano-batch) and backward.
     for step in run.steps:
         nano_batches = 2 * step["num_microbatches"]
         assert step["counters"]["forward_calls"] == [forwards * nano_batches] * num_ranks
@@ -41,7 +40,7 @@ def one_rank(train: Train) -> Run:
 
 
 def test_replayed_and_recomputed_backwards_train_the_same(train: Train, one_rank: Run) -> None:
-    """Planned ahead, as two plans for each microbatch; of two layers one is computed again."""
+    # Planned ahead, as two plans for each microbatch; of two layers one is computed again.
     again = {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": 1}
     flags = {**EIGHT, **again, "train-iters": STEPS}
     run = train(4, "distca", flags, config={**two_nodes(4), "backward": "replay", "plan_ahead": True})
@@ -104,7 +103,7 @@ def logged(result: Result, name: str) -> list[float]:
 
 
 def ran_as_two(run: Run, layers: int) -> bool:
-    """Every microbatch ran as two: each layer attended twice, forward and backward."""
+    # Every microbatch ran as two: each layer attended twice, forward and backward.
     calls = [
         (step["counters"]["forward_calls"], step["counters"]["backward_calls"], 2 * step["num_microbatches"] * layers)
         for step in run.steps
@@ -115,9 +114,8 @@ def ran_as_two(run: Run, layers: int) -> bool:
 def test_the_losses_of_a_router_are_those_of_whole_microbatches(
     train: Train, loaded: tuple[dict[str, Any], Run]
 ) -> None:
-    """With one replica they are taken over the tokens of a microbatch, wherever these are: on
-    tensor-parallel ranks that cut their rows and share experts.
-    """
+    # With one replica they are taken over the tokens of a microbatch, wherever these are: on
+    # tensor-parallel ranks that cut their rows and share experts.
     flags, one = loaded
     again = {"recompute-granularity": "selective", "recompute-modules": "mlp"}
     run = train(4, "distca", {**flags, **SHARED, **IN_PARALLEL, **again}, config={"cluster": {"ranks_per_node": 1}})
@@ -129,9 +127,8 @@ def test_the_losses_of_a_router_are_those_of_whole_microbatches(
 
 
 def test_stages_that_attend_together_route_half_batches(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
-    """Tick by tick, with a stage's layers computed again in the backward, sequence-parallel rows
-    among them.
-    """
+    # Tick by tick, with a stage's layers computed again in the backward, sequence-parallel rows
+    # among them.
     flags, one = loaded
     parallel = {**IN_PARALLEL, "pipeline-model-parallel-size": 2}
     run = train(8, "distca", {**flags, **SHARED, **parallel, **RECOMPUTED}, config={"cluster": {"ranks_per_node": 2}})
@@ -145,7 +142,7 @@ def test_stages_that_attend_together_route_half_batches(train: Train, loaded: tu
 
 
 def test_a_stage_behind_the_first_knows_its_padding(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
-    """Microbatches in one piece under Megatron's own schedule, rows cut by sequence parallelism."""
+    # Microbatches in one piece under Megatron's own schedule, rows cut by sequence parallelism.
     flags, one = loaded
     parallel = {**IN_PARALLEL, "pipeline-model-parallel-size": 2, "context-parallel-size": 1}
     run = train(4, "te_ring", {**flags, **parallel, "expert-tensor-parallel-size": 1})
@@ -153,9 +150,8 @@ def test_a_stage_behind_the_first_knows_its_padding(train: Train, loaded: tuple[
 
 
 def test_replicas_share_experts(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
-    """Replicas take a load-balancing loss apart, over the tokens that a plan gave each: without it
-    nothing differs, with it little.
-    """
+    # Replicas take a load-balancing loss apart, over the tokens that a plan gave each: without it
+    # nothing differs, with it little.
     unbalanced = {**loaded[0], "moe-router-load-balancing-type": "none", "moe-aux-loss-coeff": 0}
     balanced = {**loaded[0], "moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 0.01}
     planner = {"name": "zeppelin", "slack": 2.0}

@@ -54,7 +54,7 @@ LAYOUTS = [
 def test_stages_that_attend_together_train_like_one_rank(
     train: Train, loaded: tuple[dict[str, Any], Run], ranks: int, stages: int, flags: dict[str, Any]
 ) -> None:
-    """Planned ahead, one nano-batch of all microbatches at a time."""
+    # Planned ahead, one nano-batch of all microbatches at a time.
     start, one = loaded
     parallel = {"pipeline-model-parallel-size": stages, "context-parallel-size": 1, **flags}
     pool = ranks // flags.get("tensor-model-parallel-size", 1)
@@ -79,7 +79,7 @@ def test_stages_that_attend_together_train_like_one_rank(
 
 
 def test_stages_that_attend_together_in_one_stream(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
-    """Without nano-batches, and with core attention alone computed again, which they do not do."""
+    # Without nano-batches, and with core attention alone computed again, which they do not do.
     start, one = loaded
     flags = {
         "pipeline-model-parallel-size": 2,
@@ -93,9 +93,8 @@ def test_stages_that_attend_together_in_one_stream(train: Train, loaded: tuple[d
 
 
 def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> None:
-    """Every rank attends in every layer (of each nano-batch) of every tick, also for others while
-    its own stage has nothing to do.
-    """
+    # Every rank attends in every layer (of each nano-batch) of every tick, also for others while
+    # its own stage has nothing to do.
     for step in run.steps:
         counted = step["counters"]
         assert step["num_ticks"] == num_ticks
@@ -109,9 +108,8 @@ def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> No
 
 
 def assert_counted_once(run: Run, layers: int) -> None:
-    """The plans' tokens received and across nodes in one layer, of both nano-batches, are those
-    that the ranks counted in so many.
-    """
+    # The plans' tokens received and across nodes in one layer, of both nano-batches, are those that
+    # the ranks counted in so many.
     for step in run.steps:
         counted = step["counters"]
         assert step["kv_tokens_received"] * len(counted["kv_tokens_received"]) * layers == pytest.approx(
@@ -196,9 +194,8 @@ def test_flags_that_keep_stages_apart_are_refused(sentence: str, words: tuple[st
     ],
 )
 def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[str, Any], calls: str) -> None:
-    """Passes through layers, f: forward, b: backward; each nano-batch attends once in each layer,
-    forward and evaluating too.
-    """
+    # Passes through layers, f: forward, b: backward; each nano-batch attends once in each layer,
+    # forward and evaluating too.
     recompute = recompute_of(
         SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options})
     )

@@ -44,8 +44,7 @@ SAMPLES = ((30, 20), (40,), (10, 10, 10), (50,), (25, 25), (5,), (60,), (33, 1))
 
 
 class Data:
-    """Sample lengths; `lies` about them if told to."""
-
+    # Sample lengths; `lies` about them if told to.
     fingerprint = "0123456789abcdef"
 
     def __init__(self, lies: bool = False) -> None:
@@ -231,7 +230,7 @@ def test_a_pool_shares_its_nics_with_tensor_parallel_peers() -> None:
 
 
 def test_evaluation_has_room_for_its_own_microbatches() -> None:
-    """16 samples of 64 tokens on one rank, where training has 2."""
+    # 16 samples of 64 tokens on one rank, where training has 2.
     sizes = {"micro_batch_size": 2, "eval_micro_batch_size": 16}
     specs = [planning.plan_spec(job(None, "te_ring", **sizes), joint=False, evaluation=each) for each in (False, True)]
     assert [spec.options["tokens_per_rank"] for spec in specs] == [2 * 64, 16 * 64]
@@ -242,7 +241,7 @@ def test_evaluation_has_room_for_its_own_microbatches() -> None:
 
 
 def changing(seq_length: int) -> Any:
-    """A job of four GPUs whose layout is TP 2 x DP 2."""
+    # A job of four GPUs whose layout is TP 2 x DP 2.
     made = job(None, "hydraulis", seq_length=seq_length, tensor_model_parallel_size=2, sequence_parallel=True)
     made.layout = Strategy.parse("2*tp2-pp1-cp1")
     made.candidates = tuple(map(Strategy.parse, ("tp2-pp1-cp1+tp1-pp2-cp1", "tp1-pp1-cp4")))
@@ -253,7 +252,7 @@ def changing(seq_length: int) -> Any:
 
 
 def test_candidates_are_planned_for_gpus_and_evaluation_for_the_layout() -> None:
-    """Microbatches of a pipeline are planned with one tensor-parallel rank's heads."""
+    # Microbatches of a pipeline are planned with one tensor-parallel rank's heads.
     trained, evaluated = (planning.plan_spec(changing(64), joint=False, evaluation=each) for each in (False, True))
     assert (trained.cluster.num_ranks, trained.model.num_heads, trained.layers.align) == (4, 8, 2)
     assert trained.options["tokens_per_rank"] * 2 == evaluated.options["tokens_per_rank"] == 128
@@ -276,7 +275,7 @@ def test_candidates_none_of_which_holds_a_sample_are_refused() -> None:
 
 @pytest.mark.parametrize(("joint", "asked"), [(False, "keep"), (True, "replay")])
 def test_planners_are_told_the_memory_of_the_layout(joint: bool, asked: str) -> None:
-    """Of 64 ranks in 4 stages, 16 share out the optimizer's state. Joint stages replay."""
+    # Of 64 ranks in 4 stages, 16 share out the optimizer's state. Joint stages replay.
     work = job(None, pipeline_model_parallel_size=4, data_parallel_size=16)
     work.config.backward, work.joint = "keep", joint
     work.pool = dataclasses.replace(work.pool, num_stages=4)
@@ -313,7 +312,7 @@ def test_checks_see_the_loss_of_a_token_however_many_a_rank_holds(monkeypatch: p
 
 
 def test_megatrons_throughput_counts_the_real_tokens_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the squares of its sequences; of no padding, and of no other replica's."""
+    # And the squares of its sequences; of no padding, and of no other replica's.
     for name, fresh in (("_seqlen_stats_in_iteration", None), ("_seqlen_stats_active", False)):
         monkeypatch.setattr(training, name, fresh)
     owners = (np.array([0, 0, 2]), np.array([2, 2]), np.array([0]))
@@ -375,9 +374,8 @@ def test_the_last_stage_holds_the_layers_of_further_tokens() -> None:
 
 
 def test_state_is_of_the_stages_and_of_a_ranks_own_experts() -> None:
-    """2 tensor-parallel ranks, 2 stages of 2 layers, 8 ranks beside them; each has 2 experts
-    of 8, whole. The sum on paper.
-    """
+    # 2 tensor-parallel ranks, 2 stages of 2 layers, 8 ranks beside them; each has 2 experts of 8,
+    # whole. The sum on paper.
     model = seen(2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
     stages = stages_of(job_args(num_layers=4), model, 2, 2)
     attention = 64 * 3 * 4 * 16 + 4 * 16 * 64  # `seen` gives a rank four heads
@@ -408,7 +406,7 @@ LENGTHS = (300, 140, 40, 20, 7, 1, 90, 90, 65)
 
 
 def batches(count: int) -> list[tuple[list[int], int, int]]:
-    """Lengths with a long tail, tokens of a rank, ranks; every sequence fits the ranks together."""
+    # Lengths with a long tail, tokens of a rank, ranks; every sequence fits the ranks together.
     rng = random.Random(3)
     made = []
     for _ in range(count):

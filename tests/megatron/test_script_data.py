@@ -28,8 +28,7 @@ ARGS = argparse.Namespace(
 
 
 class Numbers:
-    """A tokenizer of numbers, with characters for conversations."""
-
+    # A tokenizer of numbers, with characters for conversations.
     vocab_size, eod, pad = 100, 99, 98
     unique_identifiers: dict[str, str] = {}  # noqa: RUF012  as Megatron's has it
 
@@ -39,8 +38,7 @@ class Numbers:
 
 
 class Lines(SFTDataset):
-    """Megatron's own, but for who reads the file."""
-
+    # Megatron's own, but for who reads the file.
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> Any:  # noqa: ARG004
         lines = Path(dataset_path).read_text().splitlines()
@@ -56,7 +54,7 @@ def write(prefix: Path, lengths: list[int], seed: int = 1) -> str:
 
 
 def build(*blend: Any, kind: Any = GPTDataset, samples: int = SAMPLES, **settings: Any) -> Any:
-    """The training set of Megatron's builder. `blend`: prefixes, or weights and prefixes."""
+    # The training set of Megatron's builder. `blend`: prefixes, or weights and prefixes.
     weights = [each for each in blend if isinstance(each, float)] or None
     prefixes = [str(each) for each in blend if not isinstance(each, float)]
     usual = {"random_seed": 1, "sequence_length": 64, "split": "80,20,0", "tokenizer": Numbers()}
@@ -132,7 +130,7 @@ def test_other_data_are_told_by_name(corpora: tuple[str, str], name: str) -> Non
 
 
 def test_conversations_are_told_by_their_file_whatever_its_padding(tmp_path: Path) -> None:
-    """`--sft` pads a conversation to a multiple of twice the context-parallel ranks."""
+    # `--sft` pads a conversation to a multiple of twice the context-parallel ranks.
     lines = ["".join(chr(33 + (at * number) % 60) for at in range(9 + number)) for number in range(20)]
 
     def told(name: str, text: list[str], ranks: int = 1) -> DataIdentity:
@@ -146,7 +144,7 @@ def test_conversations_are_told_by_their_file_whatever_its_padding(tmp_path: Pat
 
 
 def test_what_a_data_set_gives_next_is_as_if_nobody_had_asked(corpora: tuple[str, str]) -> None:
-    """A GPTDataset keeps the mask of whatever sample is read first; a loader draws a seed."""
+    # A GPTDataset keeps the mask of whatever sample is read first; a loader draws a seed.
     dataset = blended(corpora)
     before = torch.get_rng_state()
     identity(dataset)
@@ -234,8 +232,7 @@ def test_what_the_command_line_names_is_told_where_a_data_set_does_not(tmp_path:
 
 
 def test_a_random_order_is_one_of_so_many_samples_and_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's sampler shuffles each replica's part for itself."""
-
+    # Megatron's sampler shuffles each replica's part for itself.
     def order(replicas: int, **args: Any) -> str:
         monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: replicas)
         return identity(Own([(0,)] * 8), dataloader_type="cyclic", **args).facts["order"]

@@ -69,11 +69,10 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
 def assert_an_account_was_saved_and_another_corpus_is_refused(
     checkpoint: Path, train: Train, saving: dict[str, Any]
 ) -> None:
-    """No document waits, and that went through the resumes on 4 and on 2 ranks; here one of another
-    corpus is put in.
-
-    Megatron prefers a `common.pt` to what the checkpoint says of the same.
-    """
+    # No document waits, and that went through the resumes on 4 and on 2 ranks; here one of another
+    # corpus is put in.
+    #
+    # Megatron prefers a `common.pt` to what the checkpoint says of the same.
     common = load_common_state_dict(checkpoint)
     ledger, _ = session._saved_ledger(common["args"])
     assert ledger.carry == EMPTY
@@ -119,7 +118,7 @@ def assert_steps_are_logged_and_a_report_reads_them(run: Run, out: Path) -> None
 
 
 def assert_the_trace_of_step_3_is_whole(run: Run, out: Path) -> None:
-    """Of 4 ranks on two nodes: two microbatches of two layers, with what the log counted of them."""
+    # Of 4 ranks on two nodes: two microbatches of two layers, with what the log counted of them.
     folder = run.result.logs / "log"
     assert sorted(path.name for path in (folder / "traces").iterdir()) == [f"step-3-rank-{r}.json" for r in range(4)]
     assert cli.main(["trace", str(folder), "--out", str(out)]) == 0
@@ -145,10 +144,8 @@ def assert_the_trace_of_step_3_is_whole(run: Run, out: Path) -> None:
 
 
 def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_path: Path) -> None:
-    """Megatron rejects a loss (here by injection), replays the step from the same raw microbatches
-    and compares: equal to the last bit.
-    """
-
+    # Megatron rejects a loss (here by injection), replays the step from the same raw microbatches
+    # and compares: equal to the last bit.
     def replayed(result: Result) -> None:
         assert set(result.codes) == {RESUME_TO_DISAMBIGUATE}, result.tail(result.failed or 0)
         assert "Need to rerun step to check reproducibility" in result.log(0)
@@ -164,8 +161,7 @@ def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_p
 
 
 def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> None:
-    """The others wait for it in a group of ours, whose timeout is Megatron's too."""
-
+    # The others wait for it in a group of ours, whose timeout is Megatron's too.
     def ended(result: Result) -> None:
         assert result.codes[0] > 0, f"rank 0 waited for the frozen one; its log ends:\n{result.tail(0)}"
         assert result.codes[1] == SIGKILL, "it was frozen to the end"
@@ -215,7 +211,7 @@ FOUR = {"global-batch-size": 4}
 
 
 def adds_up(run: Run, before: int = 0) -> None:
-    """Check the tokens of every step: those that waited and those drawn are trained or wait."""
+    # Check the tokens of every step: those that waited and those drawn are trained or wait.
     for step in run.steps:
         assert before + step["drawn_tokens"] == step["trained_tokens"] + step["waiting_tokens"], step["step"]
         assert step["trained_tokens"] == step["num_tokens"]

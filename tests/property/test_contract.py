@@ -31,12 +31,11 @@ each_planner = pytest.mark.parametrize("planner", ALL_PLANNERS)
 @examples(16)
 @given(case=cases(masks=NAMES), policy=policies)
 def test_a_plan_and_its_program_are_right(planner: str, policy: Policy, case: Case) -> None:
-    """Of one plan: the same input gives it again; it is read back from its JSON; every token has one
-    owner, in the order of the layout. Of its one program: every query meets every key that it may
-    see once, forward and backward, as it stands and as its ranks run it; it is read back from what
-    it prints; outputs and gradients equal dense attention. Layouts of all ranks at once are those of
-    each, and remote tokens those of the moves.
-    """
+    # Of one plan: the same input gives it again; it is read back from its JSON; every token has one
+    # owner, in the order of the layout. Of its one program: every query meets every key that it may
+    # see once, forward and backward, as it stands and as its ranks run it; it is read back from
+    # what it prints; outputs and gradients equal dense attention. Layouts of all ranks at once are
+    # those of each, and remote tokens those of the moves.
     planned = plan(planner, case)
     assert plan(planner, case) == planned
     read = from_json(to_json(planned))
@@ -66,16 +65,15 @@ def test_issue_order_is_one_and_no_rendezvous_hangs(
 @examples(30)
 @given(case=cases(num_ranks=(4, 6, 8), max_length=12, min_sequences=3), other=lengths(max_length=12), policy=policies)
 def test_issue_order_of_several_zones_is_one(policy: Policy, case: Case, other: tuple[int, ...]) -> None:
-    """Few tokens: ranks of a group then often have nothing to send or receive in its collectives."""
+    # Few tokens: ranks of a group then often have nothing to send or receive in its collectives.
     assert_one_issue_order("random_shares", policy, replace(case, remapped=False, routing=None), other)
 
 
 def assert_one_issue_order(
     planner: str, policy: Policy, case: Case, other: tuple[int, ...], *, passing: bool = True
 ) -> None:
-    """Of two nano-batches interleaved over two layers and, in that, of each of them, with nothing
-    connected before; under `communication: safe` too.
-    """
+    # Of two nano-batches interleaved over two layers and, in that, of each of them, with nothing
+    # connected before; under `communication: safe` too.
     case = replace(case, tokens_per_rank=None)
     plans = [plan(planner, each) for each in (case, replace(case, batch=Batch(other)))]
     compiled = [compile_ranks(each, policy, passing=passing) for each in plans]

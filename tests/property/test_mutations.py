@@ -33,7 +33,7 @@ def cuts(rng: random.Random, length: int, most: int) -> list[tuple[int, int]]:
 
 
 def random_tiles(rng: random.Random, seqs: list[int], lengths: tuple[int, ...], num_ranks: int) -> TaskTable:
-    """Any cut of the (query, key) triangle into rectangles, on any ranks."""
+    # Any cut of the (query, key) triangle into rectangles, on any ranks.
     fragments = sorted((rng.randrange(num_ranks), seq, a, b) for seq in seqs for a, b in cuts(rng, lengths[seq], 3))
     tasks = [
         (rng.randrange(num_ranks), seq, a, b, c, d)
@@ -45,9 +45,8 @@ def random_tiles(rng: random.Random, seqs: list[int], lengths: tuple[int, ...], 
 
 
 def random_plan(pattern: str, seed: int) -> MicrobatchPlan:
-    """Two zones on different ranks, the first with this comm pattern; sequences of one token and
-    more ranks than tokens occur.
-    """
+    # Two zones on different ranks, the first with this comm pattern; sequences of one token and
+    # more ranks than tokens occur.
     rng = random.Random(f"{pattern} {seed}")
     num_ranks = rng.randint(1, 6)
     lengths = tuple(rng.choice([1, 2, 3, rng.randint(1, 40), rng.randint(1, 300)]) for _ in range(rng.randint(1, 4)))
@@ -121,9 +120,8 @@ class Instance:
 
 @cache
 def instances() -> tuple[Instance, ...]:
-    """Skewed, even and mostly empty ranks; cost ratios of real clusters, of a shared slow link, and
-    equal costs.
-    """
+    # Skewed, even and mostly empty ranks; cost ratios of real clusters, of a shared slow link, and
+    # equal costs.
     rng = np.random.default_rng(20261203)
     drawn: list[Instance] = []
     for _ in range(NUM_INSTANCES):
@@ -151,9 +149,8 @@ def between_nodes(moves: Ints, instance: Instance) -> int:
 
 
 def equation_2(instance: Instance, over: Any, *, whole: bool, total: bool = False) -> float:
-    """The optimum of Eq. (2) for A - B = `over`: one variable per pair of ranks, one row of M per
-    rank and constraint, no more.
-    """
+    # The optimum of Eq. (2) for A - B = `over`: one variable per pair of ranks, one row of M per
+    # rank and constraint, no more.
     senders, receivers = np.flatnonzero(over > 0), np.flatnonzero(over < 0)
     if not len(senders):
         return 0.0
@@ -176,7 +173,7 @@ def equation_2(instance: Instance, over: Any, *, whole: bool, total: bool = Fals
 
 
 def moved(moves: Ints, num_ranks: int) -> Ints:
-    """Tokens that each rank gives, less those that it takes [d]."""
+    # Tokens that each rank gives, less those that it takes [d].
     given, taken = (np.bincount(moves[:, end], moves[:, 2], num_ranks) for end in (0, 1))
     return (given - taken).astype(np.int64)
 
@@ -265,7 +262,7 @@ def test_tokens_stay_inside_one_by_one_where_the_cost_is_largest(held, node_size
 
 
 def one_by_one(need: list[int], inside: int, inter: float) -> list[int]:
-    """`inside` tokens handed out singly, ties to the lower rank."""
+    # `inside` tokens handed out singly, ties to the lower rank.
     kept = [0] * len(need)
     # Equal costs decide nothing; then the solver serves the largest need first.
     costliest = [(-inter * tokens if inter > 1 else -tokens * 1e6, rank) for rank, tokens in enumerate(need) if tokens]

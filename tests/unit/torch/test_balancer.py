@@ -32,7 +32,7 @@ def balancer(planner: str = "zeppelin", **settings: Any) -> SequenceBalancer:
 
 
 def wrong(value: object) -> Any:
-    """A value of a type that an argument does not have."""
+    # A value of a type that an argument does not have.
     return value
 
 
@@ -306,9 +306,8 @@ def test_an_encoder_of_transformers_attends_fully() -> None:
 
 @pytest.mark.parametrize("family", ["Mistral", "GptOss"])
 def test_windows_and_sinks_of_transformers_equal_its_own(family: str) -> None:
-    """A window in all layers, for which plans are made; and in every other one, with sinks, under
-    plans made for the others.
-    """
+    # A window in all layers, for which plans are made; and in every other one, with sinks, under
+    # plans made for the others.
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 10, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 3, "tie_word_embeddings": False}
@@ -393,7 +392,7 @@ def test_a_configuration_of_transformers_is_read() -> None:
 
 
 def test_names_of_torchtitan_and_mappings_are_read_and_what_is_missing_is_named() -> None:
-    """Sizes may be integers of any library."""
+    # Sizes may be integers of any library.
     titan = SimpleNamespace(dim=128, n_heads=8, n_kv_heads=None, n_layers=4, vocab_size=100)
     assert model_of(titan).head_dim == 16
     assert model_of({"num_heads": 8, "num_kv_heads": 2, "head_dim": 16}).hidden_size == 128

@@ -116,7 +116,7 @@ def test_a_plan_is_bound_by_the_policies_that_the_decision_needs(ahead):
 
 
 def test_a_plan_of_both_policies_is_looked_up_once_where_they_agree(monkeypatch):
-    """The forward is projected, looked up and gets its tables once; all tables go over together."""
+    # The forward is projected, looked up and gets its tables once; all tables go over together.
     counts = Counter[str]()
 
     def counted(owner, name):
@@ -197,11 +197,9 @@ def tokens_of(piece: DocumentPiece) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """A training run without a model: `replicas` read, and one process plays all of them.
-
-    What a kill loses is all but `saved`, which a checkpoint has.
-    """
-
+    # A training run without a model: `replicas` read, and one process plays all of them.
+    #
+    # What a kill loses is all but `saved`, which a checkpoint has.
     planner: str = "wlb_llm"
     replicas: int = 2
     num_microbatches: int = 4
@@ -230,8 +228,8 @@ class Run:
             self.plans.restore(*Ledger.from_json(self.saved))
 
     def step(self, *, dies: bool = False) -> tuple[PlannedStep, list[torch.Tensor], list[DocumentPiece]]:
-        """Train a step: its plan, the documents trained as tokens, and the pieces drawn. A step that
-        `dies` counts for nothing."""
+        # Train a step: its plan, the documents trained as tokens, and the pieces drawn. A step that
+        # `dies` counts for nothing.
         draw = self.plans.draw(self.num_microbatches)
         first = self.consumed if draw.first is None else draw.first
         count = draw.num_microbatches * self.replicas
@@ -268,7 +266,7 @@ class Run:
         return planned, trained, [piece for sample in drawn for piece in sample]
 
     def killed(self, **changes: object) -> Run:
-        """A new process that resumes from the last checkpoint, perhaps otherwise."""
+        # A new process that resumes from the last checkpoint, perhaps otherwise.
         same = {
             name: getattr(self, name)
             for name in ("planner", "replicas", "num_microbatches", "seed", "steps", "options", "done", "consumed")

@@ -49,8 +49,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> StepPlanner:
 
 
 class Ahead:
-    """The planning process, in this one."""
-
+    # The planning process, in this one.
     def __init__(self, planner: StepPlanner) -> None:
         self.planner, self.carry = planner, EMPTY
         self.answers: dict[Hashable, Ready] = {}
@@ -77,8 +76,7 @@ class Ahead:
 
 
 class Job:
-    """One microbatch of one sample a step."""
-
+    # One microbatch of one sample a step.
     def __init__(self, planner: StepPlanner, *, ahead: bool = False, evaluation: bool = False) -> None:
         self.consumed = 0
         self.compared: list[str] = []
@@ -93,9 +91,8 @@ class Job:
         )
 
     def step(self, sample: int | None = None, others: str | None = None) -> Carry:
-        """Plan and end a step; `sample`: read in place of the one that comes; `others`: what rank 1
-        announces, in place of the same.
-        """
+        # Plan and end a step; `sample`: read in place of the one that comes; `others`: what rank 1
+        # announces, in place of the same.
         own = self.plans.draw(1).fingerprint
         lengths = (SAMPLES[self.consumed if sample is None else sample],)
         self.plans.plan(lengths, announced={0: own, 1: own if others is None else others})
@@ -238,7 +235,7 @@ def test_other_samples_than_the_checkpoints_are_refused_until_they_are_accepted_
 def test_a_refusal_says_what_of_a_scripts_data_changed(
     planner: StepPlanner, facts: dict[str, str], samples: dict[int, str], told: str | None
 ) -> None:
-    """Where it lies is told, and decides nothing; nor does a sample that nobody trained."""
+    # Where it lies is told, and decides nothing; nor does a sample that nobody trained.
     here = DataIdentity.of_script({**SCRIPTS.facts, **facts}, {"corpus 1": "there"}, {**SCRIPTS.samples, **samples})
     if told is None:
         resumed(planner, 3, here).restore(Ledger(), SCRIPTS)
@@ -250,7 +247,7 @@ def test_a_refusal_says_what_of_a_scripts_data_changed(
 def test_a_checkpoint_that_does_not_know_its_data_goes_on_in_a_scripts_and_says_so(
     planner: StepPlanner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever takes a plan into a run that plain Megatron began; nothing was trained at sample 0."""
+    # Whoever takes a plan into a run that plain Megatron began; nothing was trained at sample 0.
     for consumed, told in ((0, 0), (3, 1)):
         resumed(planner, consumed, SCRIPTS).restore(Ledger(), DataIdentity())
         assert caplog.text.count("they were not compared with the script's") == told
@@ -343,7 +340,7 @@ def test_keep_and_replay_are_taken_at_their_word_and_a_step_that_fits_in_no_way_
 
 
 def test_layers_of_a_strategy_are_its_pipelines_own():
-    """Two pipelines, one of two stages; the most state of any rank counts on each."""
+    # Two pipelines, one of two stages; the most state of any rank counts on each.
     strategy = Strategy.parse("tp1-pp1-cp4+tp1-pp2-cp4")
     plan = by_hand.pool("ring", [4000], 4, heads=(2, 2))
     planned = PlannedStep(StepPlan((((0,),), ((1,),)), (plan, plan), (), strategy, (1, 1)), 0.0, 0.0)

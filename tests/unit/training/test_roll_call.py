@@ -36,8 +36,7 @@ CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by pee
 
 
 class Job:
-    """Ranks of one process, which share a store."""
-
+    # Ranks of one process, which share a store.
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._patch = monkeypatch
@@ -118,8 +117,7 @@ def test_many_ranks_and_a_store_that_is_gone_make_one_sentence() -> None:
 
 
 class Frozen:
-    """A store whose process is frozen: no call of it returns."""
-
+    # A store whose process is frozen: no call of it returns.
     def __getattr__(self, name: str) -> Any:
         return lambda *_: threading.Event().wait()
 
@@ -152,9 +150,8 @@ RING = tuple((at, (at + 1) % RANKS) for at in range(RANKS))
 
 
 def judged(steps: Sequence[Sequence[RankTimes]], rates: Mapping[Link, float] | None = None) -> tuple[Stragglers, int]:
-    """The judgement after `steps`, and how often links were measured. Two ranks a node; job ranks are
-    10, 11, ...
-    """
+    # The judgement after `steps`, and how often links were measured. Two ranks a node; job ranks
+    # are 10, 11, ...
     measured: list[Sequence[Link]] = []
 
     def measure(links: Sequence[Link]) -> Mapping[Link, float]:

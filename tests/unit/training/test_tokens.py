@@ -63,8 +63,7 @@ LANE_S = 5.0
 
 
 class Slots:
-    """Stands for an exchange of four slots; each may be held back, or fail."""
-
+    # Stands for an exchange of four slots; each may be held back, or fail.
     def __init__(self, *, held: bool = False) -> None:
         self.pulls = self.pushes = (None,) * 4
         self.ran: list[str] = []
@@ -174,7 +173,7 @@ def test_ranks_of_a_pool_on_a_node() -> None:
     [(0, (0, 2), True), (3, (1, 3), True), (4, (4,), True), (5, (5,), False), (7, (0, 2), False)],
 )
 def test_tokens_go_to_the_ends_of_a_strategys_pipelines(rank: int, row: tuple[int, ...], has_tokens: bool) -> None:
-    """Rank 7 is left over, and rank 5 is a stage between others."""
+    # Rank 7 is left over, and rank 5 is a stage between others.
     strategy = Strategy.parse("tp2-pp1-cp2+tp1-pp3-cp1")
     ranks = StrategyRanks(Groups(rank, 8, tuple(range(8)), None), strategy, (0, 4))
     assert ranks.has_tokens == has_tokens

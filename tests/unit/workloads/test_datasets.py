@@ -143,7 +143,7 @@ def test_arrow_and_parquet_count_by_number_list_or_text(tmp_path: Path, caplog: 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Seven files: three documents, an empty one, a long one, another suffix, a hidden one."""
+    # Seven files: three documents, an empty one, a long one, another suffix, a hidden one.
     texts = {"b.py": "bb", "a.py": "a", "sub/c.py": "ccc", "sub/empty.py": "", "read.me": "no", ".hidden.py": "no"}
     texts["sub/long.py"] = "l" * 100
     for name, text in texts.items():
@@ -162,7 +162,7 @@ def test_documents_are_bytes_and_an_end_of_document_token(folder: Path, tmp_path
 
 
 def test_files_come_in_a_fixed_order_each_once(folder: Path) -> None:
-    """One that is named is taken whatever its suffix; of the standard library no installed package."""
+    # One that is named is taken whatever its suffix; of the standard library no installed package.
     found = idx.find_files([folder / "sub" / "c.py", folder, folder / "b.py"], ".py")
     assert [path.name for path in found] == ["c.py", "a.py", "b.py", "empty.py", "long.py"]
     named = [folder / "read.me", folder / ".hidden.py"]
@@ -263,7 +263,7 @@ def test_jsonl_is_written_in_the_tokens_of_a_tokenizer(tmp_path: Path, run: Comm
 
 
 def test_compressed_jsonl_is_read_as_it_is(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gzip` stands in for the modules of Zstandard, which have the same `open`."""
+    # `gzip` stands in for the modules of Zstandard, which have the same `open`.
     save_tokenizer(tmp_path)
     whole = gzip.compress(b'{"text": "a b a"}\n{"text": "b"}\n')
     monkeypatch.setattr("megatron_balance.files.ZSTD", ("gzip",))

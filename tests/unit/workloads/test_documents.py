@@ -22,7 +22,7 @@ def array(*values: int) -> np.ndarray:
 
 
 def test_best_fit_takes_the_fullest_sample_that_holds_a_piece() -> None:
-    """5 and 3 make the first full one, 4 and 4 the next; 1 joins 6."""
+    # 5 and 3 make the first full one, 4 and 4 the next; 1 joins 6.
     packed = documents.pack_best_fit(array(5, 4, 3, 6, 4, 1, 7), 8)
     samples = [packed.order[a:b].tolist() for a, b in pairwise(packed.bounds.tolist())]
     assert samples == [[0, 2], [1, 4], [3, 5], [6]]
@@ -159,8 +159,7 @@ def slow(folder: Path) -> np.ndarray:
 
 
 def test_of_several_that_ask_at_once_one_computes(tmp_path: Path) -> None:
-    """Threads stand for processes: each opens the lock for itself."""
-
+    # Threads stand for processes: each opens the lock for itself.
     def ask(folder: Path) -> list[int]:
         return documents.OrderCache(folder / "kept", "key").get("order", lambda: slow(folder)).tolist()
 

@@ -32,9 +32,8 @@ def test_the_draws_are_those_that_published_planners_were_measured_on() -> None:
 
 
 def documents_of(name: str, tokens: int = 1 << 24, batches: int = 4) -> np.ndarray:
-    """Documents that were cut to fill a batch are left out: a batch far larger than any document
-    has one.
-    """
+    # Documents that were cut to fill a batch are left out: a batch far larger than any document has
+    # one.
     return np.array([length for batch in draw(name, tokens, batches, seed=5) for length in batch[:-1]])
 
 
@@ -213,7 +212,7 @@ def test_files_that_are_not_what_they_were_compressed_as_are_refused(
 
 
 def test_zstandard_is_read_by_whatever_module_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gzip` stands in: all of these modules have the same `open`."""
+    # `gzip` stands in: all of these modules have the same `open`.
     monkeypatch.setattr("megatron_balance.files.ZSTD", ("no_such_module", "gzip"))
     (tmp_path / "lengths.zst").write_bytes(gzip.compress(b"4096\n7"))
     assert read_lengths(tmp_path / "lengths.zst") == [(4096, 7)]
