@@ -1,6 +1,4 @@
-"""Real Megatron-core on CPU and gloo: a small GPT, documents that fill all zones, and the server
-that forks training ranks.
-"""
+"""Real Megatron-core on CPU: a small GPT, documents for all zones, a server that forks ranks."""
 
 import itertools
 import json

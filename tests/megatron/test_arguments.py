@@ -102,7 +102,7 @@ def test_every_refusal_is_tested() -> None:
     assert untested == [rule.sentence for rule in every if any(word in rule.sentence for word in without_flag)]
 
 
-def test_what_remains_passes() -> None:
+def test_what_remains_passes_and_what_plans_need_is_the_default() -> None:
     for words in (
         (*EXPERTS, "--moe-router-load-balancing-type", "aux_loss"),
         ("--reset-position-ids", "--reset-attention-mask"),
@@ -114,6 +114,10 @@ def test_what_remains_passes() -> None:
     for window in ("-1,0", "-1,-1", "128,-1", "128", "128,0,0"):
         with pytest.raises(ConfigError, match="--window-size must be KEYS,0"):
             check_arguments(parse(f"--window-size={window}"))
+    args = parser().parse_args(["--balance-config", "x.yaml", *EXPERTS[:2]])
+    check_arguments(args)
+    assert args.calculate_per_token_loss
+    assert (args.attention_dropout, args.moe_token_dispatcher_type) == (0, "alltoall")
 
 
 WINDOWS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
@@ -148,10 +152,7 @@ SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "--no-rope-fusion": (("--multi-latent-attention",), {"apply_rope_fusion": False}),
     "--tp-comm-overlap": (("--tp-comm-overlap",), {"tp_comm_overlap": False}),
     "--ddp-average-in-collective": (("--ddp-average-in-collective",), {"ddp_average_in_collective": False}),
-    "HybridEP wants as many tokens": (
-        HYBRIDEP,
-        {"moe_hybridep_pad_uneven_dispatch_inputs": True},
-    ),
+    "HybridEP wants as many tokens": (HYBRIDEP, {"moe_hybridep_pad_uneven_dispatch_inputs": True}),
     "--overlap-moe-expert-parallel-comm": (
         ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
         {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
@@ -249,12 +250,14 @@ def flags_of_megatron() -> dict[str, str]:
     return {flag: name for flag, name in names.items() if flag not in ours}
 
 
-def test_every_flag_of_megatron_was_looked_at() -> None:
+def test_every_flag_of_megatron_was_looked_at_and_others_are_named_once() -> None:
     # A new one gets a rule, or goes into a list, when it is known what a plan does to it.
     record = flags.record()
     assert sorted(set(flags_of_megatron()) - record.reviewed) == []
     lists = (record.ruled, record.read.split(), record.elsewhere.split(), record.harmless.split())
     assert sum(map(len, lists)) == len(record.reviewed), "a flag is in two lists"
+    argv = ["--lr", "1", "--of-a-fork=3", "--of-a-fork", "--", "--balance-config", "x.yaml", "--no-rope-fusion", "-3"]
+    assert flags.unreviewed(argv) == ["--of-a-fork"]
 
 
 def test_what_is_said_to_be_read_is_named_in_the_code() -> None:
@@ -277,11 +280,6 @@ def test_rules_go_by_arguments_that_some_megatron_has() -> None:
     for rule in rules():
         assert set(rule.condition.co_names) <= known, rule.flags
         assert rule.when or not rule.condition.co_consts, rule.flags
-
-
-def test_flags_that_nobody_looked_at_are_named_once() -> None:
-    argv = ["--lr", "1", "--of-a-fork=3", "--of-a-fork", "--", "--balance-config", "x.yaml", "--no-rope-fusion", "-3"]
-    assert flags.unreviewed(argv) == ["--of-a-fork"]
 
 
 UNKNOWN: list[tuple[tuple[str, ...], str | None]] = [
@@ -352,13 +350,6 @@ def test_fields_of_a_built_models_config_are_known_or_named() -> None:
     assert found["attn_logit_softcapping"] == "set to 50.0, and nobody looked at what it does to plans"
 
 
-def test_what_plans_need_is_the_default() -> None:
-    args = parser().parse_args(["--balance-config", "x.yaml", *EXPERTS[:2]])
-    check_arguments(args)
-    assert args.calculate_per_token_loss
-    assert (args.attention_dropout, args.moe_token_dispatcher_type) == (0, "alltoall")
-
-
 # Arguments that no flag of this Megatron sets so: a YAML or a script may, and other versions have
 # flags for them (Megatron's own script adds those of distillation).
 SET: list[tuple[str, Any, str]] = [
@@ -403,16 +394,13 @@ def test_rows_are_padded_to_what_their_layers_need(words: tuple[str, ...], multi
     assert row_multiple(args, args.tensor_model_parallel_size) == multiple
 
 
-def test_all_reasons_come_at_once() -> None:
+def test_all_reasons_of_flags_data_ways_and_sources_come_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"--yaml-cfg.*; .*--qk-clip"):
         check_arguments(parse("--yaml-cfg", "x.yaml", "--qk-clip"))
     with pytest.raises(ConfigError, match=r"--qk-clip.*; --fim-data"):
         check_arguments(parse("--qk-clip"), ["--fim-data"])
-
-
-def test_what_flags_data_ways_and_sources_are_refused_for_comes_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     config = tmp_path / "balance.yaml"
     config.write_text("planner: te_ring\ndata: script\nlatent_kv: true\nself_check: true\n")
     args = parse("--balance-config", str(config), "--qk-clip", "--softmax-type", "learnable")
@@ -446,31 +434,20 @@ def test_the_device_is_read_before_megatron_is() -> None:
 H200 = "base: h200\nname: machine\nnum_ranks: 8\nranks_per_node: 8\nranks_per_nic: 1\nnic_bytes_per_s: 50e9\n"
 
 
-def test_the_machine_says_links_and_memory_and_the_configuration_sizes():
+def test_the_machine_says_links_and_memory_the_least_of_unlike_nodes_and_the_configuration_sizes(caplog, monkeypatch):
     found = cluster_of(ClusterChoice({"num_ranks": 16}), [Reading(H200)] * 16)
     assert found is not None
     built = found.build(num_ranks=16, ranks_per_node=8)
     assert (built.name, built.num_ranks, built.ranks_per_nic) == ("machine", 16, 1)
     assert built.flops_per_s == load_cluster("h200").build().flops_per_s
     assert found.ranks_per_node is None  # nobody set it: nodes are told apart by host name
-
-
-@pytest.fixture
-def warned(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("megatron_balance"), "propagate", True)
     caplog.set_level(logging.WARNING, "megatron_balance")
-    return caplog
-
-
-def test_of_nodes_that_are_not_alike_the_least_counts(warned):
     slower = H200.replace("50e9", "25e9").replace("ranks_per_nic: 1", "ranks_per_nic: 2")
     found = cluster_of(None, [Reading(H200), Reading(slower)])
     assert found is not None
     assert (found.given["nic_bytes_per_s"], found.given["ranks_per_nic"]) == (25e9, 2)
-    assert "nodes are not alike in nic_bytes_per_s, ranks_per_nic" in warned.text
-
-
-def test_a_rank_that_cannot_read_its_machine_is_told_and_all_go_on_alike(warned):
+    assert "nodes are not alike in nic_bytes_per_s, ranks_per_nic" in caplog.text
     given = ClusterChoice({"num_ranks": 2})
     assert cluster_of(given, [Reading(H200), Reading(failure="no nvidia-smi")]) is given
-    assert "rank 1 cannot read its machine: no nvidia-smi" in warned.text
+    assert "rank 1 cannot read its machine: no nvidia-smi" in caplog.text

@@ -1,5 +1,4 @@
-"""Planner hydraulis with candidates: one `pretrain` that changes between mixes of tensor, pipeline and
-context parallelism, and trains as one rank does."""
+"""Planner hydraulis with candidates: one `pretrain` that changes strategies and trains as one rank."""
 
 import argparse
 import itertools

@@ -1,7 +1,4 @@
-"""Models as their makers train them, scaled down: their real flags, against Megatron alone.
-
-Those of experts are held against one rank of ours, since alone Megatron takes a router's losses
-document by document. GPT-OSS's flags are further down."""
+"""Models as their makers train them, scaled down: their real flags, against Megatron alone."""
 
 import argparse
 import itertools
@@ -107,6 +104,7 @@ def test_its_flags_train_like_megatron_alone(
 EXPERTS = {"context-parallel-size": 2, "expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
 
 
+# Against one rank of ours: alone, Megatron takes a router's losses document by document.
 @pytest.mark.parametrize(
     ("family", "ranks", "parallel"),
     [(MIXTRAL, 4, {**PARALLEL, **SHARDED, **EXPERTS}), (DEEPSEEK_V3, 2, EXPERTS)],

@@ -1,6 +1,4 @@
-"""Training parity: any planner, any number of ranks, the losses and gradient norms of one rank that
-holds everything.
-"""
+"""Any planner, any number of ranks: losses and gradient norms of one rank that holds everything."""
 
 from pathlib import Path
 from typing import Any

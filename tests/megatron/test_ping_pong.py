@@ -1,5 +1,4 @@
-"""Training with microbatches as two nano-batches interleaved: the losses of one rank, and of the
-same planner without."""
+"""Microbatches as two nano-batches interleaved: losses of one rank, and of the planner without."""
 
 import re
 from types import SimpleNamespace

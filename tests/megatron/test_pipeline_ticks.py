@@ -1,6 +1,4 @@
-"""All pipeline stages attending together, tick by tick, two nano-batches interleaved: the losses of
-one rank, and idle stages that work.
-"""
+"""All pipeline stages attending together: the losses of one rank, and idle stages that work."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""No token is lost or trained twice in an epoch: across ranks, kills and resumes, and changes of
-the number of ranks."""
+"""No token is lost or trained twice in an epoch; a link brings every weight and every gradient."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -246,16 +245,6 @@ def test_both_ends_of_a_message_have_the_same_rows_and_an_owner_adds_by_rank(cas
         assert (elements(table) > 0).all()
 
 
-def test_a_piece_outside_of_a_ranks_shards_is_refused() -> None:
-    listed = (Parameter("a", 4, 2, 0, 0),)
-    base = Base(Scheme(), 2, buffers_of(listed, 1, Scheme(), 2, 1))
-    parameters = ParameterTable.of(listed, 1)
-    owned = base.owned(parameters)
-    table = link(base, owned, Strategy((Scheme(2),)), parameters, 0)
-    with pytest.raises(ConfigError, match="lies in 0 of this rank's shards"):
-        places(table.pull, owned[owned[:, Shard.RANK] == 1])
-
-
 @given(links())
 def test_the_bases_own_scheme_moves_what_all_gather_and_reduce_scatter_move(case: Links) -> None:
     # CP ranks of the base share an optimizer shard as replicas do, so pipelines lie as its replicas
@@ -296,7 +285,10 @@ def test_degrees_whose_common_multiple_does_not_divide_a_dimension_go_together()
     base = Base(Scheme(8), 8, buffers_of(listed, 1, Scheme(8), 8, 2))
     case = Links(listed, 1, base, Strategy((Scheme(16), *(Scheme(8),) * 6)))
     pulled = link(base, base.owned(case.parameters), case.strategy, case.parameters).pull
-    both = traffic(pulled, base.num_ranks)[:, 1] + _kept(pulled, base.num_ranks)
+    kept = pulled[pulled[:, WeightPiece.SRC] == pulled[:, WeightPiece.DST]]
+    sizes = (kept[:, WeightPiece.STOPS] - kept[:, WeightPiece.STARTS]).prod(axis=1)
+    kept_by_rank = np.bincount(kept[:, WeightPiece.DST], sizes, base.num_ranks).astype(np.int64)
+    both = traffic(pulled, base.num_ranks)[:, 1] + kept_by_rank
     assert both.tolist() == [2 * 3 * 416] * 16 + [2 * 3 * 832] * 48
 
 
@@ -321,7 +313,7 @@ def test_both_ends_of_a_tied_embedding_pull_from_their_own_end_and_push_to_both(
     assert ends == [pulled, pushed]
 
 
-def test_buffers_that_do_not_hold_the_model_are_refused() -> None:
+def test_buffers_that_do_not_hold_the_model_and_pieces_outside_of_a_ranks_shards_are_refused() -> None:
     parameters = ParameterTable.of((Parameter("a", 4, 2, 0, 0), Parameter("b", 2, 1, 0)), 1)
 
     def base(numbers: list[int], starts: list[int], end: int, tensor: int = 1) -> Base:
@@ -343,6 +335,10 @@ def test_buffers_that_do_not_hold_the_model_are_refused() -> None:
     for strategy, rank in (("3*tp1-pp1-cp1", 0), ("tp1-pp1-cp1", 2)):
         with pytest.raises(ConfigError, match="the base layout has 2"):
             link(right, right.owned(parameters), Strategy.parse(strategy), parameters, rank)
+    owned = right.owned(parameters)
+    table = link(right, owned, Strategy((Scheme(2),)), parameters, 0)
+    with pytest.raises(ConfigError, match="lies in 0 of this rank's shards"):
+        places(table.pull, owned[owned[:, Shard.RANK] == 1])
 
 
 @pytest.mark.parametrize(
@@ -418,9 +414,3 @@ def traffic(pieces: Ints, num_ranks: int) -> Ints:
 def _elements(shards: Ints, num_ranks: int) -> Ints:
     counts = (shards[:, Shard.STOPS] - shards[:, Shard.STARTS]).prod(axis=1)
     return np.bincount(shards[:, Shard.RANK], counts, num_ranks).astype(np.int64)
-
-
-def _kept(pieces: Ints, num_ranks: int) -> Ints:
-    kept = pieces[pieces[:, WeightPiece.SRC] == pieces[:, WeightPiece.DST]]
-    sizes = (kept[:, WeightPiece.STOPS] - kept[:, WeightPiece.STARTS]).prod(axis=1)
-    return np.bincount(kept[:, WeightPiece.DST], sizes, num_ranks).astype(np.int64)

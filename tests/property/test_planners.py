@@ -1,6 +1,4 @@
-"""Properties of every planner, every batch and every cluster; the executor's side of the contract
-is tested elsewhere.
-"""
+"""Properties of every planner, every batch and every cluster."""
 
 from dataclasses import replace
 from typing import Any

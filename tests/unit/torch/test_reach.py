@@ -314,7 +314,7 @@ def test_a_window_that_only_the_mask_has_is_applied() -> None:
             attend(batch, asked(create), sliding_window=2)
 
 
-def test_a_users_attention_mask_of_ones_changes_nothing_and_zeros_are_refused() -> None:
+def test_a_users_mask_of_ones_changes_nothing_and_zeros_or_documents_beside_the_batch_are_refused() -> None:
     model = made("Llama")
     batch = dealt(model)
     ones = torch.ones(1, 15, dtype=torch.int64)
@@ -325,18 +325,12 @@ def test_a_users_attention_mask_of_ones_changes_nothing_and_zeros_are_refused() 
         model(**hf.inputs(batch), attention_mask=ones)
     with pytest.raises(ConfigError, match=r"got a dict of them\. Leave out attention_mask"):
         model(**hf.inputs(batch), attention_mask={"full_attention": None})
-
-
-@pytest.mark.parametrize("right", [False, True])
-def test_documents_that_a_user_says_beside_the_batch_are_refused(right: bool) -> None:
-    # Those of collators without padding; they were passed over.
-    model = made("Llama")
-    batch = dealt(model)
-    ends = torch.tensor([0, 9, 14, 15] if right else [0, 15], dtype=torch.int32)
-    said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
-    for name, each in said.items():
-        with pytest.raises(ConfigError, match=f"LlamaAttention asks for {name}; .* Leave out what says where"):
-            model(**hf.inputs(batch), **{name: each})
+    # Of collators without padding, right or wrong; they were passed over.
+    for ends in (torch.tensor([0, 9, 14, 15], dtype=torch.int32), torch.tensor([0, 15], dtype=torch.int32)):
+        said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
+        for name, each in said.items():
+            with pytest.raises(ConfigError, match=f"LlamaAttention asks for {name}; .* Leave out what says where"):
+                model(**hf.inputs(batch), **{name: each})
 
 
 def test_every_refusal_has_its_own_hint() -> None:

@@ -80,15 +80,6 @@ def test_an_error_of_the_thread_is_raised_where_the_plan_is_used(ahead):
     assert raised.value.__notes__ == [told]
 
 
-def test_a_plan_whose_turn_has_not_come_is_bound_on_the_spot(ahead):
-    gate = Event()
-    ahead.submit(lambda: gate.wait(10) and None)
-    one = binder(ahead)
-    one.expect(PLAN, ("keep",))
-    assert one.bind(PLAN, ("keep",))[0].num_tokens == 32
-    gate.set()
-
-
 def test_plans_of_a_step_that_did_not_come_are_dropped(ahead):
     one = binder(ahead)
     one.expect(PLAN, ("keep",))
@@ -97,13 +88,18 @@ def test_plans_of_a_step_that_did_not_come_are_dropped(ahead):
     assert {key[0] for key in ahead._prepared} == {OTHER.fingerprint()}
 
 
-def test_a_job_that_fails_is_said_in_the_log_and_stops_nothing(ahead, caplog):
+def test_a_plan_whose_job_failed_or_whose_turn_has_not_come_is_bound_on_the_spot(ahead, caplog):
     ahead.submit(lambda: 1 // 0)
     one = binder(ahead)
     one.expect(PLAN, ("keep",))
     ahead._prepared[next(iter(ahead._prepared))].result()
     assert "could not be bound ahead" in caplog.text
     assert one.bind(PLAN, ("keep",))[0].num_tokens == 32
+    gate = Event()
+    ahead.submit(lambda: gate.wait(10) and None)
+    one.expect(PLAN, ("keep",))
+    assert one.bind(PLAN, ("keep",))[0].num_tokens == 32
+    gate.set()
 
 
 def test_a_plan_is_bound_by_the_policies_that_the_decision_needs(ahead):
@@ -332,7 +328,7 @@ def test_the_last_steps_draw_less_and_nothing_waits_behind_them() -> None:
     assert draw.first == run.consumed - ledger.behind, "a longer run goes on where drawing ended"
 
 
-def test_a_carry_of_another_corpus_or_seed_is_refused() -> None:
+def test_documents_wait_only_where_the_corpus_is_ours_and_is_read_in_its_order_and_seed() -> None:
     run = Run()
     while sum(each.length for each in run.plans.end_step().held) <= CONTEXT:
         run.step()
@@ -347,9 +343,6 @@ def test_a_carry_of_another_corpus_or_seed_is_refused() -> None:
         Ledger.from_json(damaged)
     with pytest.raises(ConfigError, match="not the account of a run's documents: OverflowError"):
         Ledger.from_json(run.saved.replace('"held": [[', '"held": [[1e999, ', 1))
-
-
-def test_documents_wait_only_where_the_corpus_is_ours_and_is_read_in_its_order() -> None:
     run = Run()
     run.plans.draw(4)
     other = tuple((CONTEXT,) * 2 for _ in range(4))

@@ -210,13 +210,10 @@ class Short:
 # Imbalance of a step, before and after planning.
 
 
-def test_imbalance_before_is_that_of_replicas_over_the_step() -> None:
+def test_imbalance_before_is_that_of_replicas_and_after_of_every_microbatchs_slowest_rank() -> None:
     pool = Pool(SimpleNamespace(rank=0, size=4), 4, (0, 0, 1, 1), (0, 2))  # pyright: ignore[reportArgumentType]
     shared = PoolLengths(((3, 1), (2,)), (np.array([0, 2]), np.array([2])))
     assert imbalance_before(shared, pool) == {"tokens": 1.0, "attention": pytest.approx(6 / 5)}
-
-
-def test_imbalance_after_counts_every_microbatch_by_its_slowest_rank() -> None:
     assert imbalance_after(np.array([[1.0, 3.0], [3.0, 1.0]])) == 1.5
     assert imbalance_after(np.zeros((1, 2))) == 1.0
     # pipelines each by their own microbatches, which meet once a step

@@ -1,5 +1,4 @@
-"""Steps of a training job: what is carried goes from step to step in order, through reruns,
-checkpoints and plans made ahead."""
+"""Steps of a training job: what they carry, through reruns, checkpoints and plans made ahead."""
 
 import logging
 from collections.abc import Hashable, Sequence
@@ -295,13 +294,18 @@ def keeping(
     return Keeping(agreed, layers, groups or single(), lambda: counted, agreement_every=100)
 
 
-def test_the_least_memory_and_the_most_state_of_a_stage_are_agreed_on_and_ranks_decide_alike():
+def test_ranks_decide_alike_by_the_least_memory_and_the_most_state_and_take_keep_and_replay_at_their_word():
     ranks = [(0, 80.0, 5.0), (0, 79.0, 6.0), (1, 81.0, 2.0)]
     assert AgreedMemory.of(ranks) == AgreedMemory(79.0, (6.0, 2.0))
     assert AgreedMemory.of([(0, None, 5.0)]).memory_bytes is None
     memory = predicted(4000, 2) / USABLE
     decisions = [keeping(memory, counted=counted).decide(step(4000)) for counted in (None, 1.0, 1e15)]
     assert {decision.keeping for decision in decisions} == {2}, "a rank's own count does not enter before that"
+    assert keeping(1.0, "keep").decide(step(4000)).keeping == 4
+    assert keeping(1e15, "replay").decide(step(4000)).keeping == 0
+    assert keeping(None).decide(step(4000)).keeping == 4
+    with pytest.raises(InfeasibleError, match=r"this step does not fit: rank \d needs .* What would fit"):
+        keeping(predicted(4000, 0) * 0.95).decide(step(4000))
 
 
 def test_shorter_batches_keep_in_more_layers_and_each_change_is_told_once(caplog, monkeypatch):
@@ -329,14 +333,6 @@ def test_what_devices_counted_beyond_the_prediction_leaves_less_for_keeping(own,
     found = [job.decide(step(4000 - i)).keeping for i in range(FIRST_AGREEMENT)]
     assert found[:-1] == [2] * (FIRST_AGREEMENT - 1)
     assert found[-1] < 2
-
-
-def test_keep_and_replay_are_taken_at_their_word_and_a_step_that_fits_in_no_way_is_refused():
-    assert keeping(1.0, "keep").decide(step(4000)).keeping == 4
-    assert keeping(1e15, "replay").decide(step(4000)).keeping == 0
-    assert keeping(None).decide(step(4000)).keeping == 4
-    with pytest.raises(InfeasibleError, match=r"this step does not fit: rank \d needs .* What would fit"):
-        keeping(predicted(4000, 0) * 0.95).decide(step(4000))
 
 
 def test_layers_of_a_strategy_are_its_pipelines_own():
