@@ -32,13 +32,8 @@ LONG = {"seq-length": 1024, "max-position-embeddings": 1024}
 CONFIG = {"cluster": {"ranks_per_node": 8, "num_sms": 0, **SLOW}}
 
 KILLED = 2
-FLAGS: dict[str, Any] = {
-    **LONG,
-    "num-layers": 2,
-    "global-batch-size": SAMPLES,
-    "train-iters": STEPS,
-    "untie-embeddings-and-output-weights": False,
-}
+FLAGS: dict[str, Any] = {**LONG, "num-layers": 2, "global-batch-size": SAMPLES, "train-iters": STEPS}
+FLAGS |= {"untie-embeddings-and-output-weights": False}
 # The second leaves a rank over.
 FIRST = ("tp1-pp1-cp4", "tp2-pp1-cp1+tp1-pp1-cp1")
 LAYOUT = "tp1-pp2-cp2"
@@ -160,19 +155,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": 3}, "tp1-pp2-cp1: PP 2 does not divide the 3 layers"),
     ({"num_layers": 3, "num_experts": 8}, "--num-experts.*; tp1-pp2-cp1: PP 2 does not divide"),
 ]
-GIVEN: dict[str, Any] = {
-    "use_distributed_optimizer": True,
-    "hidden_dropout": 0.0,
-    "world_size": 4,
-    "num_attention_heads": 12,
-    "num_query_groups": 6,
-    "group_query_attention": True,
-    "ffn_hidden_size": 96,
-    "vocab_size": 90,
-    "make_vocab_size_divisible_by": 16,
-    "tensor_model_parallel_size": 2,
-    "num_layers": 4,
-}
+GIVEN: dict[str, Any] = {"use_distributed_optimizer": True, "hidden_dropout": 0.0, "group_query_attention": True}
+GIVEN |= {"num_layers": 4, "num_attention_heads": 12, "num_query_groups": 6, "ffn_hidden_size": 96}
+GIVEN |= {"world_size": 4, "tensor_model_parallel_size": 2, "vocab_size": 90, "make_vocab_size_divisible_by": 16}
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)
@@ -220,13 +205,10 @@ def test_strategies_in_turn_have_one_ranks_gradients(trainer: Trainer, tmp_path:
             assert step["same_at_once"], f"rank {rank} has other bits without overlap under {step['strategy']}"
 
 
-def test_a_strategy_without_a_role_is_refused() -> None:
+def test_a_strategy_without_a_role_and_a_megatron_whose_shards_are_not_the_links_are_refused() -> None:
     made = SimpleNamespace(_roles={Strategy.parse("tp2-pp1-cp1"): None})
     with pytest.raises(ConfigError, match="tp1-pp1-cp1: no role was made for it, but for tp2-pp1-cp1"):
         Roles.__getitem__(cast("Any", made), Strategy((Scheme(),)))
-
-
-def test_a_megatron_whose_shards_are_not_the_links_is_refused() -> None:
     parameters = ParameterTable.of((Parameter("a", 4, 2, 0),), 1)
     base = Base(Scheme(), 2, (Buffer(0, np.array([0]), np.array([0]), np.array([0, 8])),))
     mine = base.owned(parameters)[:1]

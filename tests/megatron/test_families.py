@@ -59,12 +59,8 @@ NEMOTRON_4 |= {"num-attention-heads": 6, "kv-channels": 8, "num-query-groups": 2
 # the model beside what `conftest.MODEL` has, smaller, with one expert after the other and the
 # dispatcher that needs no GPU.
 BOTH: dict[str, Any] = {"num-layers": 4, "num-experts": 8, "moe-router-topk": 2}
-BOTH |= {
-    "moe-token-dispatcher-type": "alltoall",
-    "use-distributed-optimizer": True,
-    "clip-grad": 1.0,
-    "weight-decay": 0.1,
-}
+BOTH |= {"moe-token-dispatcher-type": "alltoall", "use-distributed-optimizer": True}
+BOTH |= {"clip-grad": 1.0, "weight-decay": 0.1}
 MIXTRAL: dict[str, Any] = {**BOTH, "rotary-percent": 0.5, "init-method-std": 0.01}
 MIXTRAL |= {"moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 0.01}
 MHA = {"group-query-attention": False, "num-query-groups": None}
@@ -125,39 +121,18 @@ def test_families_of_experts_train_like_one_rank(
 
 PLANNERS = ("te_ring", "zeppelin", "distca", "ulysses", "llama_all_gather")
 ONE_STEP = {"train-iters": 1}
+BOTH_MASKS = {"window-size": "23,0", "window-attn-skip-freq": 2, "softmax-type": "learnable", "num-query-groups": 1}
 SMALL: dict[str, dict[str, Any]] = {
     "window, MHA, off by one": {**MHA, "window-size": "23,0", "softmax-type": "off-by-one", **ONE_STEP},
-    "both masks, sinks, GQA 8:1": {
-        "num-query-groups": 1,
-        "window-size": "(23,0)",
-        "window-attn-skip-freq": 2,
-        "softmax-type": "learnable",
-        **ONE_STEP,
-    },
+    "both masks, sinks, GQA 8:1": {**BOTH_MASKS, "window-size": "(23,0)", **ONE_STEP},
 }
 # Of Megatron's examples/gptoss/02_train.sh, smaller, with the experts' losses of its 20B
 # configuration, which are zero: alone, Megatron takes them document by document.
-GPT_OSS: dict[str, Any] = {
-    "num-layers": 4,
-    "num-query-groups": 1,
-    "kv-channels": 8,
-    "attention-softmax-in-fp32": True,
-    "window-size": "23,0",
-    "window-attn-skip-freq": 2,
-    "softmax-type": "learnable",
-    "swiglu": None,
-    "quick-geglu": True,
-    "glu-linear-offset": 1.0,
-    "activation-func-clamp-value": 7.0,
-    "num-experts": 4,
-    "moe-router-topk": 2,
-    "moe-ffn-hidden-size": 32,
-    "moe-router-dtype": "fp32",
-    "moe-router-load-balancing-type": "aux_loss",
-    "moe-aux-loss-coeff": 0.0,
-    "moe-token-dispatcher-type": "alltoall",
-    "train-iters": 2,
-}
+GPT_OSS: dict[str, Any] = {**BOTH_MASKS, "num-layers": 4, "kv-channels": 8, "attention-softmax-in-fp32": True}
+GPT_OSS |= {"swiglu": None, "quick-geglu": True, "glu-linear-offset": 1.0, "activation-func-clamp-value": 7.0}
+GPT_OSS |= {"num-experts": 4, "moe-router-topk": 2, "moe-ffn-hidden-size": 32, "moe-router-dtype": "fp32"}
+GPT_OSS |= {"moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 0.0}
+GPT_OSS |= {"moe-token-dispatcher-type": "alltoall", "train-iters": 2}
 MODELS: dict[str, dict[str, Any]] = {**SMALL, "GPT-OSS": GPT_OSS}
 # Others have sinks in tests/distributed/test_executor.py, and windows are one comm pattern; GPT-OSS
 # has both masks and sinks under zeppelin.
@@ -371,13 +346,8 @@ def test_several_tensors_are_rolled_at_once_and_masks_say_their_count() -> None:
 # Routers that look at more than a token's own scores: the routes and losses of one rank.
 
 STEPS = 2
-SINKHORN: dict[str, Any] = {
-    **conftest.EXPERTS,
-    "moe-router-load-balancing-type": "sinkhorn",
-    "moe-aux-loss-coeff": 0,
-    "moe-router-topk": 1,
-    "train-iters": STEPS,
-}
+SINKHORN: dict[str, Any] = {**conftest.EXPERTS, "moe-router-topk": 1, "train-iters": STEPS}
+SINKHORN |= {"moe-router-load-balancing-type": "sinkhorn", "moe-aux-loss-coeff": 0}
 
 
 def test_sinkhorn_is_megatrons_and_rows_of_no_sequence_count_nowhere() -> None:
@@ -412,13 +382,8 @@ def test_sinkhorn_routes_as_one_rank_does(train: Train, tmp_path: Path) -> None:
     assert "allgather was set to alltoall" in run.result.log(0)
 
 
-BY_SAMPLE: dict[str, Any] = {
-    **conftest.EXPERTS,
-    "moe-router-load-balancing-type": ["aux_loss", "seq_aux_loss"],
-    "moe-aux-loss-coeff": [0.1, 0.2],
-    "moe-router-score-function": "sigmoid",
-    "train-iters": STEPS,
-}
+BY_SAMPLE: dict[str, Any] = {**conftest.EXPERTS, "moe-router-score-function": "sigmoid", "train-iters": STEPS}
+BY_SAMPLE |= {"moe-router-load-balancing-type": ["aux_loss", "seq_aux_loss"], "moe-aux-loss-coeff": [0.1, 0.2]}
 
 
 def test_further_tokens_and_the_loss_of_a_sample_are_those_of_one_rank(
@@ -450,15 +415,12 @@ def test_further_tokens_and_the_loss_of_a_sample_are_those_of_one_rank(
             assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6 * float(abs(wanted).max())), name
 
 
-def test_halves_of_a_sample_have_its_loss(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_halves_of_a_sample_have_its_loss_and_one_alone_in_its_microbatch_megatrons(
+    train: Train, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), {**BY_SAMPLE, "train-iters": 1})
     halves = {**flags, "micro-batch-size": 2, **AGAIN}
     assert_same_training(train(2, "distca", halves, config={"cluster": {"ranks_per_node": 2}}), one)
-
-
-def test_a_sample_alone_in_its_microbatch_has_megatrons_loss(
-    train: Train, tmp_path_factory: pytest.TempPathFactory
-) -> None:
     # Then the loss over a sample is that over the microbatch, which is Megatron's own code.
     flags = {**BY_SAMPLE, "global-batch-size": 1, "micro-batch-size": 1, "moe-aux-loss-coeff": 0.2, "train-iters": 1}
     ours, megatrons = (

@@ -17,14 +17,8 @@ RANKS_PER_NODE = {8: 4, 4: 2, 2: 1}
 
 # Ranks so slow that arithmetic is what a placement is judged by, as it is for real models; with
 # those of a GPU latency would be.
-SLOW = {
-    "flops_per_s": 1000000000.0,
-    "attention_efficiency": 1.0,
-    "intra_bytes_per_s": 100000000.0,
-    "nic_bytes_per_s": 5000000.0,
-    "intra_alpha_s": 1e-06,
-    "inter_alpha_s": 1e-05,
-}
+SLOW = {"flops_per_s": 1e9, "attention_efficiency": 1.0, "intra_alpha_s": 1e-6, "inter_alpha_s": 1e-5}
+SLOW |= {"intra_bytes_per_s": 1e8, "nic_bytes_per_s": 5e6}
 
 
 def two_nodes(num_ranks: int) -> dict[str, Any]:
@@ -91,9 +85,8 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
     run = train(num_ranks, options, {"train-iters": steps}, config=config)
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:steps]))
     assert_everything_ran(run, planner, num_ranks)
-    assert_layers_ran(
-        run, planner, routing="always" if num_ranks > 2 else "never", remap=True
-    )  # a node of one rank has one NIC
+    routing = "always" if num_ranks > 2 else "never"  # a node of one rank has one NIC
+    assert_layers_ran(run, planner, routing=routing, remap=True)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +139,8 @@ def assert_everything_ran(run: Run, planner: str, num_ranks: int) -> None:
     assert counted["kv_tokens_received"].sum() > 0
     assert counted["bytes_received_backward"].sum() > 0
     if planner == "zeppelin":
-        queues = (
-            ["inter_node", "intra_node", "local"] if num_ranks > 2 else ["inter_node", "local"]
-        )  # a node of one rank has no ring
+        # a node of one rank has no ring
+        queues = ["inter_node", "intra_node", "local"] if num_ranks > 2 else ["inter_node", "local"]
         for queue in queues:
             assert counted[f"kernel_calls_{queue}"].sum() > 0, f"queue {queue} never ran"
             assert any(step["zones"].get(queue, 0) for step in run.steps)
@@ -197,9 +189,8 @@ def test_a_way_to_train_changes_no_number(
     assert sum(run.column("remapped_tokens")) > 0
     assert sum(run.column("routed_transfers")) > 0
     twice = "recompute-granularity" in flags
-    assert run.steps[0]["counters"]["forward_calls"] == [
-        n * (1 + twice) for n in run.steps[0]["counters"]["backward_calls"]
-    ]
+    counted = run.steps[0]["counters"]
+    assert counted["forward_calls"] == [n * (1 + twice) for n in counted["backward_calls"]]
 
 
 def test_a_batch_that_grows_trains_like_one_rank(train: Train) -> None:

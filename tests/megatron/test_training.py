@@ -38,13 +38,8 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
     config = {**TWO_NODES, "routing": {"when": "always", "pieces": 2}, "remap": True}
     whole = train(4, planner, {"train-iters": steps}, config=config)
     assert min(sum(whole.column("remapped_tokens")), sum(whole.column("routed_transfers"))) > 0
-    saving = {
-        "train-iters": steps,
-        "ckpt-format": "torch_dist",
-        "save": tmp_path,
-        "load": tmp_path,
-        "save-interval": saved,
-    }
+    saving: dict[str, Any] = {"train-iters": steps, "ckpt-format": "torch_dist"}
+    saving |= {"save": tmp_path, "load": tmp_path, "save-interval": saved}
 
     def ended_by_kill(result: Result) -> None:
         assert set(result.codes) == {SIGKILL}, result.tail(result.failed or 0)
@@ -54,9 +49,8 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
     for name in ("loss", "grad_norm", "num_tokens", "fingerprint"):
         assert first.column(name) == whole.column(name)[: len(first.steps)], f"{name} before the kill"
     elsewhere = train(2, "distca", {**saving, "save": None}, config=TWO_NODES)
-    assert elsewhere.steps[0]["counters"]["forward_calls"] == [8, 8], (
-        "2 layers of 2 microbatches, each as two nano-batches"
-    )
+    # 2 layers of 2 microbatches, each as two nano-batches
+    assert elsewhere.steps[0]["counters"]["forward_calls"] == [8, 8]
     resumed = train(4, planner, saving, config=config)
     for run in (elsewhere, resumed):
         assert run.column("step") == list(range(saved + 1, steps + 1))
@@ -151,13 +145,9 @@ def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_p
         assert "Need to rerun step to check reproducibility" in result.log(0)
         assert "Saving a checkpoint and exiting now" in result.log(0)
 
-    flags = {
-        "error-injection-rate": 3,
-        "error-injection-type": "correct_result",
-        "save": tmp_path,
-        "save-interval": 1000,
-    }
-    train(2, "zeppelin", {**flags, "ckpt-format": "torch_dist"}, config=TWO_NODES, expect=replayed)
+    flags = {"error-injection-rate": 3, "error-injection-type": "correct_result"}
+    saving = {"save": tmp_path, "save-interval": 1000, "ckpt-format": "torch_dist"}
+    train(2, "zeppelin", {**flags, **saving}, config=TWO_NODES, expect=replayed)
 
 
 def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> None:
@@ -172,7 +162,7 @@ def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> Non
     train(2, "te_ring", flags, kill_after=3, freeze=1, expect=ended, deadline_s=90, grace_s=1.0)
 
 
-def test_a_refused_flag_ends_every_rank_with_one_sentence(train: Train) -> None:
+def test_a_refused_flag_or_an_unknown_key_ends_every_rank_with_one_sentence(train: Train) -> None:
     given = {"sft": True, "dataloader-type": "cyclic", "fim-data": True, "data-path": "/nowhere/a", "eval-iters": 1}
     refused = refusal(
         *("--sft reads conversations", "--dataloader-type cyclic", "--fim-data rearranges"),
@@ -180,9 +170,6 @@ def test_a_refused_flag_ends_every_rank_with_one_sentence(train: Train) -> None:
     )
     run = train(2, "wlb_llm", given, expect=refused, deadline_s=60)
     assert "building GPT model" not in run.result.log(0)
-
-
-def test_an_unknown_key_ends_every_rank_with_a_suggestion(train: Train) -> None:
     train(2, {"name": "te_ring", "token_per_rank": 12}, expect=refusal("did you mean 'tokens_per_rank'"), deadline_s=60)
 
 
@@ -197,9 +184,8 @@ def test_a_rank_that_cannot_read_its_samples_leaves_none_waiting(train: Train, t
     tokens = bytearray(path.read_bytes())
     tokens[-2 * 30 : -2 * 29] = b"\xff\x7f"  # one id that no embedding has, in the last document
     path.write_bytes(tokens)
-    train(
-        2, "te_ring", {"data-path": corpus, "context-parallel-size": 1, "train-iters": 7}, expect=refused, deadline_s=60
-    )
+    flags = {"data-path": corpus, "context-parallel-size": 1, "train-iters": 7}
+    train(2, "te_ring", flags, expect=refused, deadline_s=60)
 
 
 # Documents that wait, in Megatron's loop: their tokens come back after a resume, also on another
