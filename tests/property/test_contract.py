@@ -16,7 +16,6 @@ from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Held, Placed, RemoteHeld
 from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json
-from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
 from tests.support.dense import NAMES
@@ -42,7 +41,11 @@ def test_a_plan_and_its_program_are_right(planner: str, policy: Policy, case: Ca
     assert read == planned
     assert read.fingerprint() == planned.fingerprint()
     program = prove(planned, policy)
-    assert_tokens_have_one_owner(planned, case, program)
+    assert planned.lengths == case.batch.lengths
+    owned = [layout(planned, rank).tolist() for rank in range(planned.num_ranks)]
+    tokens = sorted((seq, token) for rows in owned for seq, start, stop in rows for token in range(start, stop))
+    assert tokens == [(seq, token) for seq, length in enumerate(planned.lengths) for token in range(length)]
+    assert owned == [as_array(owned).tolist() for owned in program.owned]
     assert_layouts_of_all_ranks_are_those_of_each(planned)
     assert parse(text(program)) == program
     assert dense.worst_of(program, value_dim=3) < 1e-9
@@ -81,14 +84,6 @@ def assert_one_issue_order(
     for batches in phases:
         verify_issue_order(batches)
     assert not hanging([group_calls([*ahead, *back]) for ahead, back in zip(*phases, strict=True)])
-
-
-def assert_tokens_have_one_owner(planned: MicrobatchPlan, case: Case, program: Program) -> None:
-    assert planned.lengths == case.batch.lengths
-    owned = [layout(planned, rank).tolist() for rank in range(planned.num_ranks)]
-    tokens = sorted((seq, token) for rows in owned for seq, start, stop in rows for token in range(start, stop))
-    assert tokens == [(seq, token) for seq, length in enumerate(planned.lengths) for token in range(length)]
-    assert owned == [as_array(owned).tolist() for owned in program.owned]
 
 
 def assert_layouts_of_all_ranks_are_those_of_each(planned: MicrobatchPlan) -> None:

@@ -362,7 +362,9 @@ def test_damage_is_found_at_opening(
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_and_the_index_of_another_corpus_are_refused(tmp_path: Path, corpus: str) -> None:
+def test_a_folder_the_index_of_another_corpus_and_a_corpus_without_tokens_are_refused(
+    tmp_path: Path, corpus: str
+) -> None:
     idx.idx_path(corpus).unlink()
     idx.idx_path(corpus).mkdir()
     with pytest.raises(DataError, match=r"corpus\.idx: not a file"):
@@ -372,15 +374,13 @@ def test_a_folder_and_the_index_of_another_corpus_are_refused(tmp_path: Path, co
     idx.idx_path(other).replace(idx.idx_path(corpus))
     with pytest.raises(DataError, match="do not belong together"):
         idx.read_index(corpus)
-
-
-@pytest.mark.parametrize(("sequences", "boundaries"), [(0, [0]), (0, []), (2, [0, 2])])
-def test_a_corpus_without_tokens_is_refused(tmp_path: Path, sequences: int, boundaries: list[int]) -> None:
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, len(boundaries))
-    idx.idx_path(f"{tmp_path}/c").write_bytes(head + bytes(12 * sequences) + np.array(boundaries, "<i8").tobytes())
     idx.bin_path(f"{tmp_path}/c").write_bytes(b"")
-    with pytest.raises(DataError, match=r"c\.idx: the corpus is empty"):
-        idx.read_index(f"{tmp_path}/c")
+    without_tokens: list[tuple[int, list[int]]] = [(0, [0]), (0, []), (2, [0, 2])]
+    for sequences, boundaries in without_tokens:
+        head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, len(boundaries))
+        idx.idx_path(f"{tmp_path}/c").write_bytes(head + bytes(12 * sequences) + np.array(boundaries, "<i8").tobytes())
+        with pytest.raises(DataError, match=r"c\.idx: the corpus is empty"):
+            idx.read_index(f"{tmp_path}/c")
 
 
 def test_an_error_inside_the_block_leaves_no_file_and_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
