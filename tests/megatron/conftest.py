@@ -31,38 +31,15 @@ VOCABULARY = 96
 DOCUMENT_LENGTHS = (300, 140, 40, 20, 7, 1)
 NUM_DOCUMENTS = 240
 
-MODEL: dict[str, Any] = {
-    **GPT,
-    "num-layers": 2,
-    "hidden-size": 32,
-    "ffn-hidden-size": 64,
-    "num-attention-heads": 8,
-    "group-query-attention": True,
-    "num-query-groups": 4,
-    "seq-length": SEQ_LENGTH,
-    "max-position-embeddings": SEQ_LENGTH,
-}
+MODEL: dict[str, Any] = {**GPT, "num-layers": 2, "hidden-size": 32, "ffn-hidden-size": 64, "num-attention-heads": 8}
+MODEL |= {"group-query-attention": True, "num-query-groups": 4}
+MODEL |= {"seq-length": SEQ_LENGTH, "max-position-embeddings": SEQ_LENGTH}
 # Added to MODEL: every layer a mixture of experts, with both losses of its router.
-EXPERTS: dict[str, Any] = {
-    "num-experts": 8,
-    "ffn-hidden-size": 32,
-    "moe-router-topk": 2,
-    "moe-token-dispatcher-type": "alltoall",
-    "moe-router-load-balancing-type": "aux_loss",
-    "moe-aux-loss-coeff": 0.01,
-    "moe-z-loss-coeff": 0.001,
-}
-RUN: dict[str, Any] = {
-    **LOOP,
-    "global-batch-size": 2,
-    "train-iters": 20,
-    "lr": 0.001,
-    "lr-decay-iters": 20,
-    "split": "100,0,0",
-    "seed": 11,
-    "balance-device": "cpu",
-    "vocab-size": VOCABULARY,
-}
+EXPERTS: dict[str, Any] = {"num-experts": 8, "ffn-hidden-size": 32, "moe-router-topk": 2}
+EXPERTS |= {"moe-token-dispatcher-type": "alltoall", "moe-router-load-balancing-type": "aux_loss"}
+EXPERTS |= {"moe-aux-loss-coeff": 0.01, "moe-z-loss-coeff": 0.001}
+RUN: dict[str, Any] = {**LOOP, "global-batch-size": 2, "train-iters": 20, "lr": 0.001, "lr-decay-iters": 20}
+RUN |= {"split": "100,0,0", "seed": 11, "balance-device": "cpu", "vocab-size": VOCABULARY}
 
 
 @dataclass(frozen=True)

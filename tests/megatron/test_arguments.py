@@ -174,15 +174,12 @@ def test_a_flag_that_changes_no_number_is_switched_off_and_named(
     assert leave_out(args, [config]) == []
 
 
-def test_every_flag_that_is_switched_off_is_tested() -> None:
+def test_every_flag_that_is_switched_off_is_tested_and_left_out_as_another_version_calls_it() -> None:
     tried = [argparse.Namespace(**vars(parse(*words))) for words, _ in SWITCHED.values()]
     untested = [rule for rule in flags.record().left_out if not any(rule.holds(args) for args in tried)]
     named = [rule.sentence.split()[0] for rule in untested]
     assert named == ["--sequence-packing-scheduler", "--cp-partition-mode"], "tested in test_launch.py, and below"
     assert leave_out(parse(), []) == []
-
-
-def test_what_another_version_calls_it_is_left_out_there() -> None:
     # Megatron's branch dev moves rows, and has a name of its own for padding to equal counts.
     args = parse(*HYBRIDEP)
     args.cp_partition_mode, args.moe_hybridep_pad_variable_tokens = "contiguous", False

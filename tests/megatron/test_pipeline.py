@@ -67,10 +67,7 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 # of a plan. Zeppelin trains in stages below.
 @pytest.mark.parametrize(
     "planner",
-    [
-        *(pytest.param(name, marks=pytest.mark.product) for name in ("te_ring", "llama_all_gather", "ulysses")),
-        "distca",
-    ],
+    [*(pytest.param(name, marks=pytest.mark.product) for name in ("te_ring", "llama_all_gather", "ulysses")), "distca"],
 )
 def test_a_planner_trains_on_two_stages_like_one_rank(
     train: Train, loaded: tuple[dict[str, Any], Run], planner: str
@@ -88,12 +85,8 @@ def test_a_planner_trains_on_two_stages_like_one_rank(
 
 
 INTERLEAVED = {"num-virtual-stages-per-pipeline-rank": 2}
-OVERLAPPED = {
-    "use-distributed-optimizer": True,
-    "overlap-grad-reduce": True,
-    "overlap-p2p-communication-warmup-flush": True,
-    "microbatch-group-size-per-virtual-pipeline-stage": 4,
-}
+OVERLAPPED: dict[str, Any] = {"use-distributed-optimizer": True, "overlap-grad-reduce": True}
+OVERLAPPED |= {"overlap-p2p-communication-warmup-flush": True, "microbatch-group-size-per-virtual-pipeline-stage": 4}
 RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 ZEPPELIN = {"name": "zeppelin"}
 # Room for every document, so that none waits for another step, which one rank would not do.

@@ -457,13 +457,8 @@ def names() -> dict[str, Any]:
     torch.manual_seed(0)
     model = Tiny()
     loader = [[torch.arange(n) % VOCABULARY for n in (7, 1, 12)]] * 8
-    return {
-        "config": CONFIG,
-        "mesh": {"dp_cp": None},
-        "loader": loader,
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), 0.5),
-    }
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    return {"config": CONFIG, "mesh": {"dp_cp": None}, "loader": loader, "model": model, "optimizer": optimizer}
 
 
 def test_the_training_loop_is_under_20_lines_and_trains() -> None:

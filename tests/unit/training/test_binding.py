@@ -263,11 +263,7 @@ class Run:
 
     def killed(self, **changes: object) -> Run:
         # A new process that resumes from the last checkpoint, perhaps otherwise.
-        same = {
-            name: getattr(self, name)
-            for name in ("planner", "replicas", "num_microbatches", "seed", "steps", "options", "done", "consumed")
-        }
-        return Run(**{**same, "saved": self.saved, **changes})  # pyright: ignore[reportArgumentType]
+        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def multiset(documents: list[torch.Tensor]) -> Counter[bytes]:
