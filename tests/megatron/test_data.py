@@ -496,7 +496,7 @@ def megatrons(*blend: Any, kind: Any = GPTDataset, samples: int = SAMPLES, **set
     resets = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False)
     blended = {"blend": (prefixes, weights) if prefixes else None}
     config = GPTDatasetConfig(**{**usual, **resets, "create_attention_mask": False, **blended, **settings})
-    return BlendedMegatronDatasetBuilder(kind, [samples, 0, 0], lambda: True, config).megatrons()[0]
+    return BlendedMegatronDatasetBuilder(kind, [samples, 0, 0], lambda: True, config).build()[0]
 
 
 def identity(dataset: Any, **args: Any) -> DataIdentity:
