@@ -1,6 +1,4 @@
-"""Real Megatron-core on CPU and gloo: a small GPT, documents that fill all zones, and the server
-that forks training ranks.
-"""
+"""Real Megatron-core on CPU: a small GPT, documents for all zones, a server that forks ranks."""
 
 import itertools
 import json
@@ -33,38 +31,15 @@ VOCABULARY = 96
 DOCUMENT_LENGTHS = (300, 140, 40, 20, 7, 1)
 NUM_DOCUMENTS = 240
 
-MODEL: dict[str, Any] = {
-    **GPT,
-    "num-layers": 2,
-    "hidden-size": 32,
-    "ffn-hidden-size": 64,
-    "num-attention-heads": 8,
-    "group-query-attention": True,
-    "num-query-groups": 4,
-    "seq-length": SEQ_LENGTH,
-    "max-position-embeddings": SEQ_LENGTH,
-}
+MODEL: dict[str, Any] = {**GPT, "num-layers": 2, "hidden-size": 32, "ffn-hidden-size": 64, "num-attention-heads": 8}
+MODEL |= {"group-query-attention": True, "num-query-groups": 4}
+MODEL |= {"seq-length": SEQ_LENGTH, "max-position-embeddings": SEQ_LENGTH}
 # Added to MODEL: every layer a mixture of experts, with both losses of its router.
-EXPERTS: dict[str, Any] = {
-    "num-experts": 8,
-    "ffn-hidden-size": 32,
-    "moe-router-topk": 2,
-    "moe-token-dispatcher-type": "alltoall",
-    "moe-router-load-balancing-type": "aux_loss",
-    "moe-aux-loss-coeff": 0.01,
-    "moe-z-loss-coeff": 0.001,
-}
-RUN: dict[str, Any] = {
-    **LOOP,
-    "global-batch-size": 2,
-    "train-iters": 20,
-    "lr": 0.001,
-    "lr-decay-iters": 20,
-    "split": "100,0,0",
-    "seed": 11,
-    "balance-device": "cpu",
-    "vocab-size": VOCABULARY,
-}
+EXPERTS: dict[str, Any] = {"num-experts": 8, "ffn-hidden-size": 32, "moe-router-topk": 2}
+EXPERTS |= {"moe-token-dispatcher-type": "alltoall", "moe-router-load-balancing-type": "aux_loss"}
+EXPERTS |= {"moe-aux-loss-coeff": 0.01, "moe-z-loss-coeff": 0.001}
+RUN: dict[str, Any] = {**LOOP, "global-batch-size": 2, "train-iters": 20, "lr": 0.001, "lr-decay-iters": 20}
+RUN |= {"split": "100,0,0", "seed": 11, "balance-device": "cpu", "vocab-size": VOCABULARY}
 
 
 @dataclass(frozen=True)
@@ -77,9 +52,8 @@ class Run:
 
 
 def write_corpus(prefix: Path, lengths: Sequence[int]) -> str:
-    """Documents of the given lengths whose tokens can be learned a little: a slow walk round the
-    vocabulary.
-    """
+    # Documents of the given lengths whose tokens can be learned a little: a slow walk round the
+    # vocabulary.
     generator = np.random.default_rng(5)
     with CorpusWriter(prefix, "uint16") as writer:
         for length in lengths:
@@ -110,10 +84,8 @@ def train(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathFactor
 
 
 def train_with(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """A run that must succeed: `train(num_ranks, planner, {"flag": value}, config={...})`; with
-    `expect`, one that must do as that says.
-    """
-
+    # A run that must succeed: `train(num_ranks, planner, {"flag": value}, config={...})`; with
+    # `expect`, one that must do as that says.
     def run(
         num_ranks: int,
         planner: str | dict[str, Any] = "te_ring",
@@ -150,19 +122,18 @@ def train_with(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathF
 
 
 def at_once(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags under which one rank takes a step's samples as one microbatch, which is faster and
-    changes no number; but where further tokens are predicted, whose losses are weighted by microbatch.
-    """
+    # Flags under which one rank takes a step's samples as one microbatch, which is faster and
+    # changes no number; but where further tokens are predicted, whose losses are weighted by
+    # microbatch.
     return {**flags, "micro-batch-size": flags.get("global-batch-size", RUN["global-batch-size"])}
 
 
 def started(train: Train, folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags under which any run starts from the weights of one rank's checkpoint.
-
-    What is initialised outside Megatron's own generators (tensor-parallel slices, experts' routers,
-    learned positions) depends on the number of ranks, so parity needs both sides to start from the
-    same weights.
-    """
+    # Flags under which any run starts from the weights of one rank's checkpoint.
+    #
+    # What is initialised outside Megatron's own generators (tensor-parallel slices, experts'
+    # routers, learned positions) depends on the number of ranks, so parity needs both sides to
+    # start from the same weights.
     checkpoint = {**flags, "ckpt-format": "torch_dist"}
     train(1, "te_ring", {**at_once(checkpoint), "save": folder, "save-interval": 1000, "train-iters": 1})
     return {**checkpoint, "load": folder, "finetune": True, "no-load-optim": True, "no-load-rng": True}
@@ -171,9 +142,8 @@ def started(train: Train, folder: Path, flags: dict[str, Any]) -> dict[str, Any]
 def loaded_run(
     train: Train, folder: Path, flags: dict[str, Any], *, whole: bool = False, entry: Entry = "pretrain_gpt"
 ) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights (`started`), and one rank's run from there. `whole`: with
-    the microbatches of the flags, not `at_once`.
-    """
+    # Flags to start from one rank's weights (`started`), and one rank's run from there. `whole`:
+    # with the microbatches of the flags, not `at_once`.
     given = started(train, folder, flags)
     return given, train(1, "te_ring", given if whole else at_once(given), entry=entry)
 
@@ -186,8 +156,7 @@ def one_line(result: Result, rank: int = 0) -> str:
 
 
 def refusal(*sentences: str, codes: tuple[int, ...] = (2, 2)) -> Callable[[Result], None]:
-    """For `expect`: all ranks end with exit code 2 and one line, which has all of `sentences`."""
-
+    # For `expect`: all ranks end with exit code 2 and one line, which has all of `sentences`.
     def refused(result: Result) -> None:
         assert result.codes == codes, result.tail(result.failed or 0)
         for sentence in sentences:
@@ -197,7 +166,7 @@ def refusal(*sentences: str, codes: tuple[int, ...] = (2, 2)) -> Callable[[Resul
 
 
 def assert_same_training(run: Run, reference: Run, tolerance: float = 1e-5) -> None:
-    """Check that two runs have equal steps, losses and gradient norms, relative to `tolerance`."""
+    # Check that two runs have equal steps, losses and gradient norms, relative to `tolerance`.
     assert run.column("step") == reference.column("step")
     assert run.steps, "no step was logged"
     for name in ("loss", "grad_norm"):
@@ -207,7 +176,7 @@ def assert_same_training(run: Run, reference: Run, tolerance: float = 1e-5) -> N
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Megatron's groups of one rank, in this process."""
+    # Megatron's groups of one rank, in this process.
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mpu.initialize_model_parallel()

@@ -102,7 +102,7 @@ def test_every_refusal_is_tested() -> None:
     assert untested == [rule.sentence for rule in every if any(word in rule.sentence for word in without_flag)]
 
 
-def test_what_remains_passes() -> None:
+def test_what_remains_passes_and_what_plans_need_is_the_default() -> None:
     for words in (
         (*EXPERTS, "--moe-router-load-balancing-type", "aux_loss"),
         ("--reset-position-ids", "--reset-attention-mask"),
@@ -114,6 +114,10 @@ def test_what_remains_passes() -> None:
     for window in ("-1,0", "-1,-1", "128,-1", "128", "128,0,0"):
         with pytest.raises(ConfigError, match="--window-size must be KEYS,0"):
             check_arguments(parse(f"--window-size={window}"))
+    args = parser().parse_args(["--balance-config", "x.yaml", *EXPERTS[:2]])
+    check_arguments(args)
+    assert args.calculate_per_token_loss
+    assert (args.attention_dropout, args.moe_token_dispatcher_type) == (0, "alltoall")
 
 
 WINDOWS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
@@ -129,7 +133,7 @@ WINDOWS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("words", "masks"), WINDOWS, ids=[" ".join(words) for words, _ in WINDOWS])
 def test_masks_of_a_model_of_four_layers(words: tuple[str, ...], masks: tuple[str, ...]) -> None:
-    """`--window-size L,0` is a window of L + 1 keys; plans are made for the causal layers, if any."""
+    # `--window-size L,0` is a window of L + 1 keys; plans are made for the causal layers, if any.
     assert tuple(mask.name for mask in masks_of(parse("--num-layers", "4", *words))) == masks
 
 
@@ -148,10 +152,7 @@ SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "--no-rope-fusion": (("--multi-latent-attention",), {"apply_rope_fusion": False}),
     "--tp-comm-overlap": (("--tp-comm-overlap",), {"tp_comm_overlap": False}),
     "--ddp-average-in-collective": (("--ddp-average-in-collective",), {"ddp_average_in_collective": False}),
-    "HybridEP wants as many tokens": (
-        HYBRIDEP,
-        {"moe_hybridep_pad_uneven_dispatch_inputs": True},
-    ),
+    "HybridEP wants as many tokens": (HYBRIDEP, {"moe_hybridep_pad_uneven_dispatch_inputs": True}),
     "--overlap-moe-expert-parallel-comm": (
         ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
         {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
@@ -163,7 +164,7 @@ SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def test_a_flag_that_changes_no_number_is_switched_off_and_named(
     sentence: str, words: tuple[str, ...], values: dict[str, Any]
 ) -> None:
-    """In the arguments, and in what Megatron made of them before."""
+    # In the arguments, and in what Megatron made of them before.
     args, config = parse(*words), argparse.Namespace(**{name: object() for name in values}, other=1)
     check_arguments(args)
     (told,) = leave_out(args, [config])
@@ -173,16 +174,13 @@ def test_a_flag_that_changes_no_number_is_switched_off_and_named(
     assert leave_out(args, [config]) == []
 
 
-def test_every_flag_that_is_switched_off_is_tested() -> None:
+def test_every_flag_that_is_switched_off_is_tested_and_left_out_as_another_version_calls_it() -> None:
     tried = [argparse.Namespace(**vars(parse(*words))) for words, _ in SWITCHED.values()]
     untested = [rule for rule in flags.record().left_out if not any(rule.holds(args) for args in tried)]
     named = [rule.sentence.split()[0] for rule in untested]
     assert named == ["--sequence-packing-scheduler", "--cp-partition-mode"], "tested in test_launch.py, and below"
     assert leave_out(parse(), []) == []
-
-
-def test_what_another_version_calls_it_is_left_out_there() -> None:
-    """Megatron's branch dev moves rows, and has a name of its own for padding to equal counts."""
+    # Megatron's branch dev moves rows, and has a name of its own for padding to equal counts.
     args = parse(*HYBRIDEP)
     args.cp_partition_mode, args.moe_hybridep_pad_variable_tokens = "contiguous", False
     told = leave_out(args, [])
@@ -192,8 +190,7 @@ def test_what_another_version_calls_it_is_left_out_there() -> None:
 
 
 def test_fp16_says_which_steps_are_skipped_and_sets_no_scale() -> None:
-    """A loss summed over tokens overflows at a scale that a mean could take."""
-
+    # A loss summed over tokens overflows at a scale that a mean could take.
     def says(*words: str) -> list[str]:
         return flags.sentences(parse("--hidden-dropout", "0", *words), "command_line")
 
@@ -211,7 +208,7 @@ def test_fp16_says_which_steps_are_skipped_and_sets_no_scale() -> None:
 def test_help_lists_our_flags_and_megatrons(
     script: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron's own texts alone end in an error: one has a bare percent sign."""
+    # Megatron's own texts alone end in an error: one has a bare percent sign.
     if script:
         with pytest.raises(SystemExit) as ended:
             parser().parse_args(["--help"])
@@ -243,19 +240,21 @@ def test_what_is_drawn_by_row_is_named(words: tuple[str, ...]) -> None:
 
 
 def flags_of_megatron() -> dict[str, str]:
-    """Megatron's own flags, without dashes, and the names of their values."""
+    # Megatron's own flags, without dashes, and the names of their values.
     ours = {"help", "h"}
     actions = parser()._option_string_actions.items()
     names = {flag.lstrip("-"): action.dest for flag, action in actions if not action.dest.startswith("balance_")}
     return {flag: name for flag, name in names.items() if flag not in ours}
 
 
-def test_every_flag_of_megatron_was_looked_at() -> None:
-    """A new one gets a rule, or goes into a list, when it is known what a plan does to it."""
+def test_every_flag_of_megatron_was_looked_at_and_others_are_named_once() -> None:
+    # A new one gets a rule, or goes into a list, when it is known what a plan does to it.
     record = flags.record()
     assert sorted(set(flags_of_megatron()) - record.reviewed) == []
     lists = (record.ruled, record.read.split(), record.elsewhere.split(), record.harmless.split())
     assert sum(map(len, lists)) == len(record.reviewed), "a flag is in two lists"
+    argv = ["--lr", "1", "--of-a-fork=3", "--of-a-fork", "--", "--balance-config", "x.yaml", "--no-rope-fusion", "-3"]
+    assert flags.unreviewed(argv) == ["--of-a-fork"]
 
 
 def test_what_is_said_to_be_read_is_named_in_the_code() -> None:
@@ -280,11 +279,6 @@ def test_rules_go_by_arguments_that_some_megatron_has() -> None:
         assert rule.when or not rule.condition.co_consts, rule.flags
 
 
-def test_flags_that_nobody_looked_at_are_named_once() -> None:
-    argv = ["--lr", "1", "--of-a-fork=3", "--of-a-fork", "--", "--balance-config", "x.yaml", "--no-rope-fusion", "-3"]
-    assert flags.unreviewed(argv) == ["--of-a-fork"]
-
-
 UNKNOWN: list[tuple[tuple[str, ...], str | None]] = [
     (("--soft-cap", "3"), "--soft-cap: a flag of this Megatron, of which nobody looked at what it does to plans"),
     (("--soft-cap", "0"), None),
@@ -304,7 +298,7 @@ def test_an_unknown_flag_that_may_change_the_model_is_refused_unless_accepted(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of Megatron's own parser, as a fork has it, and of a script's by which layers are built."""
+    # Of Megatron's own parser, as a fork has it, and of a script's by which layers are built.
     own = add_megatron_arguments
 
     def of_a_fork(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -353,13 +347,6 @@ def test_fields_of_a_built_models_config_are_known_or_named() -> None:
     assert found["attn_logit_softcapping"] == "set to 50.0, and nobody looked at what it does to plans"
 
 
-def test_what_plans_need_is_the_default() -> None:
-    args = parser().parse_args(["--balance-config", "x.yaml", *EXPERTS[:2]])
-    check_arguments(args)
-    assert args.calculate_per_token_loss
-    assert (args.attention_dropout, args.moe_token_dispatcher_type) == (0, "alltoall")
-
-
 # Arguments that no flag of this Megatron sets so: a YAML or a script may, and other versions have
 # flags for them (Megatron's own script adds those of distillation).
 SET: list[tuple[str, Any, str]] = [
@@ -404,16 +391,13 @@ def test_rows_are_padded_to_what_their_layers_need(words: tuple[str, ...], multi
     assert row_multiple(args, args.tensor_model_parallel_size) == multiple
 
 
-def test_all_reasons_come_at_once() -> None:
+def test_all_reasons_of_flags_data_ways_and_sources_come_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"--yaml-cfg.*; .*--qk-clip"):
         check_arguments(parse("--yaml-cfg", "x.yaml", "--qk-clip"))
     with pytest.raises(ConfigError, match=r"--qk-clip.*; --fim-data"):
         check_arguments(parse("--qk-clip"), ["--fim-data"])
-
-
-def test_what_flags_data_ways_and_sources_are_refused_for_comes_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     config = tmp_path / "balance.yaml"
     config.write_text("planner: te_ring\ndata: script\nlatent_kv: true\nself_check: true\n")
     args = parse("--balance-config", str(config), "--qk-clip", "--softmax-type", "learnable")
@@ -447,31 +431,20 @@ def test_the_device_is_read_before_megatron_is() -> None:
 H200 = "base: h200\nname: machine\nnum_ranks: 8\nranks_per_node: 8\nranks_per_nic: 1\nnic_bytes_per_s: 50e9\n"
 
 
-def test_the_machine_says_links_and_memory_and_the_configuration_sizes():
+def test_the_machine_says_links_and_memory_the_least_of_unlike_nodes_and_the_configuration_sizes(caplog, monkeypatch):
     found = cluster_of(ClusterChoice({"num_ranks": 16}), [Reading(H200)] * 16)
     assert found is not None
     built = found.build(num_ranks=16, ranks_per_node=8)
     assert (built.name, built.num_ranks, built.ranks_per_nic) == ("machine", 16, 1)
     assert built.flops_per_s == load_cluster("h200").build().flops_per_s
     assert found.ranks_per_node is None  # nobody set it: nodes are told apart by host name
-
-
-@pytest.fixture
-def warned(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("megatron_balance"), "propagate", True)
     caplog.set_level(logging.WARNING, "megatron_balance")
-    return caplog
-
-
-def test_of_nodes_that_are_not_alike_the_least_counts(warned):
     slower = H200.replace("50e9", "25e9").replace("ranks_per_nic: 1", "ranks_per_nic: 2")
     found = cluster_of(None, [Reading(H200), Reading(slower)])
     assert found is not None
     assert (found.given["nic_bytes_per_s"], found.given["ranks_per_nic"]) == (25e9, 2)
-    assert "nodes are not alike in nic_bytes_per_s, ranks_per_nic" in warned.text
-
-
-def test_a_rank_that_cannot_read_its_machine_is_told_and_all_go_on_alike(warned):
+    assert "nodes are not alike in nic_bytes_per_s, ranks_per_nic" in caplog.text
     given = ClusterChoice({"num_ranks": 2})
     assert cluster_of(given, [Reading(H200), Reading(failure="no nvidia-smi")]) is given
-    assert "rank 1 cannot read its machine: no nvidia-smi" in warned.text
+    assert "rank 1 cannot read its machine: no nvidia-smi" in caplog.text

@@ -1,5 +1,4 @@
-"""Planner hydraulis with candidates: one `pretrain` that changes between mixes of tensor, pipeline and
-context parallelism, and trains as one rank does."""
+"""Planner hydraulis with candidates: one `pretrain` that changes strategies and trains as one rank."""
 
 import argparse
 import itertools
@@ -33,13 +32,8 @@ LONG = {"seq-length": 1024, "max-position-embeddings": 1024}
 CONFIG = {"cluster": {"ranks_per_node": 8, "num_sms": 0, **SLOW}}
 
 KILLED = 2
-FLAGS: dict[str, Any] = {
-    **LONG,
-    "num-layers": 2,
-    "global-batch-size": SAMPLES,
-    "train-iters": STEPS,
-    "untie-embeddings-and-output-weights": False,
-}
+FLAGS: dict[str, Any] = {**LONG, "num-layers": 2, "global-batch-size": SAMPLES, "train-iters": STEPS}
+FLAGS |= {"untie-embeddings-and-output-weights": False}
 # The second leaves a rank over.
 FIRST = ("tp1-pp1-cp4", "tp2-pp1-cp1+tp1-pp1-cp1")
 LAYOUT = "tp1-pp2-cp2"
@@ -59,9 +53,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_run_that_changes_strategies_trains_like_one_rank_and_resumes_on_another_layout(
     train: Train, mixed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Tied embeddings. It goes on, optimizer included, on another base layout with other candidates.
-    Every parameter's gradient before weights differ by rounding.
-    """
+    # Tied embeddings. It goes on, optimizer included, on another base layout with other candidates.
+    # Every parameter's gradient before weights differ by rounding.
     folder = tmp_path_factory.mktemp("checkpoint")
     flags, one = loaded_run(train, folder, {**FLAGS, "data-path": mixed}, entry="gradients")
     ours = tmp_path_factory.mktemp("ours")
@@ -89,7 +82,7 @@ def test_a_run_that_changes_strategies_trains_like_one_rank_and_resumes_on_anoth
 def test_in_bf16_the_own_models_weights_give_their_memory_back_until_it_trains_or_is_evaluated(
     train: Train, mixed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Beside one rank in bf16, within its rounding. The traps of `role_traps` see the memory."""
+    # Beside one rank in bf16, within its rounding. The traps of `role_traps` see the memory.
     buckets = {"overlap-grad-reduce": True, "ddp-bucket-size": 20_000}
     bf16 = {"bf16": True, "split": "80,20,0", "eval-interval": HALF, "eval-iters": 1, "train-iters": HALF}
     flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": mixed, **bf16})
@@ -162,19 +155,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": 3}, "tp1-pp2-cp1: PP 2 does not divide the 3 layers"),
     ({"num_layers": 3, "num_experts": 8}, "--num-experts.*; tp1-pp2-cp1: PP 2 does not divide"),
 ]
-GIVEN: dict[str, Any] = {
-    "use_distributed_optimizer": True,
-    "hidden_dropout": 0.0,
-    "world_size": 4,
-    "num_attention_heads": 12,
-    "num_query_groups": 6,
-    "group_query_attention": True,
-    "ffn_hidden_size": 96,
-    "vocab_size": 90,
-    "make_vocab_size_divisible_by": 16,
-    "tensor_model_parallel_size": 2,
-    "num_layers": 4,
-}
+GIVEN: dict[str, Any] = {"use_distributed_optimizer": True, "hidden_dropout": 0.0, "group_query_attention": True}
+GIVEN |= {"num_layers": 4, "num_attention_heads": 12, "num_query_groups": 6, "ffn_hidden_size": 96}
+GIVEN |= {"world_size": 4, "tensor_model_parallel_size": 2, "vocab_size": 90, "make_vocab_size_divisible_by": 16}
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)
@@ -206,11 +189,10 @@ class Arguments(argparse.Namespace):
 
 
 def test_strategies_in_turn_have_one_ranks_gradients(trainer: Trainer, tmp_path: Path) -> None:
-    """TP 3 beside TP 1 on a base of TP 2; twice the same strategy has the same bits. The weights
-    are NaN before each pull; inside a role `parallel_state` is not asked, and no message goes over
-    the world's group. Every owner has the sum of all roles' gradients. Memory is that of the largest
-    role, which has the whole model here.
-    """
+    # TP 3 beside TP 1 on a base of TP 2; twice the same strategy has the same bits. The weights are
+    # NaN before each pull; inside a role `parallel_state` is not asked, and no message goes over
+    # the world's group. Every owner has the sum of all roles' gradients. Memory is that of the
+    # largest role, which has the whole model here.
     base = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
     for rank, mine in enumerate(trained(trainer, tmp_path, 4, STRATEGIES, base)):
         for step in mine:
@@ -223,13 +205,10 @@ def test_strategies_in_turn_have_one_ranks_gradients(trainer: Trainer, tmp_path:
             assert step["same_at_once"], f"rank {rank} has other bits without overlap under {step['strategy']}"
 
 
-def test_a_strategy_without_a_role_is_refused() -> None:
+def test_a_strategy_without_a_role_and_a_megatron_whose_shards_are_not_the_links_are_refused() -> None:
     made = SimpleNamespace(_roles={Strategy.parse("tp2-pp1-cp1"): None})
     with pytest.raises(ConfigError, match="tp1-pp1-cp1: no role was made for it, but for tp2-pp1-cp1"):
         Roles.__getitem__(cast("Any", made), Strategy((Scheme(),)))
-
-
-def test_a_megatron_whose_shards_are_not_the_links_is_refused() -> None:
     parameters = ParameterTable.of((Parameter("a", 4, 2, 0),), 1)
     base = Base(Scheme(), 2, (Buffer(0, np.array([0]), np.array([0]), np.array([0, 8])),))
     mine = base.owned(parameters)[:1]

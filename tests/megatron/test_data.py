@@ -1,8 +1,10 @@
-"""The document data set on Megatron's own reader, builder, samplers and splits."""
+"""The document data set on Megatron's own classes, and the identity of a script's own data set."""
 
+import argparse
 import pickle
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,23 +12,29 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import global_vars
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+from megatron.training.datasets.sft_dataset import SFTDataset
 
 from megatron_balance.analysis.shards import Base, Parameter, ParameterTable, Shard
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.strategy import Scheme
-from megatron_balance.megatron import data, session
+from megatron_balance.megatron import data, script_data, session
+from megatron_balance.training.ledger import DataIdentity
 from megatron_balance.training.tokens import from_bits
 from megatron_balance.workloads.documents import Corpus, CutPolicy, DocumentStream, split_documents
 from megatron_balance.workloads.idx import CODES, CorpusWriter, bin_path, idx_path, read_index
+from tests.megatron.conftest import one_process
 from tests.support.links import buffers_of, cut
 
 EOD = 999
@@ -35,9 +43,8 @@ SEQ_LENGTH = 16
 
 
 def documents() -> list[np.ndarray]:
-    """Token ids that say where they stand: document and position; the last one is the
-    end-of-document token.
-    """
+    # Token ids that say where they stand: document and position; the last one is the
+    # end-of-document token.
     return [np.array([100 * i + p for p in range(length - 1)] + [EOD]) for i, length in enumerate(LENGTHS)]
 
 
@@ -61,26 +68,15 @@ def dataset(
 
 
 def arguments(prefix: str, **changed: object) -> Any:
-    usual: dict[str, object] = {
-        "data_path": [prefix],
-        "data_args_path": None,
-        "train_data_path": None,
-        "valid_data_path": None,
-        "test_data_path": None,
-        "per_split_data_args_path": None,
-        "split": "100,0,0",
-        "seed": 7,
-        "dataloader_type": "single",
-        "eval_iters": 0,
-        "padded_vocab_size": 2000,
-        "mmap_bin_files": True,
-        "seq_length": SEQ_LENGTH,
-    }
+    paths = dict.fromkeys((*(f"{kind}_data_path" for kind in ("train", "valid", "test")), "per_split_data_args_path"))
+    usual: dict[str, object] = {**paths, "data_path": [prefix], "data_args_path": None, "split": "100,0,0", "seed": 7}
+    usual |= {"dataloader_type": "single", "eval_iters": 0, "padded_vocab_size": 2000, "mmap_bin_files": True}
+    usual["seq_length"] = SEQ_LENGTH
     return SimpleNamespace(**(usual | changed))
 
 
 def built(args: Any, *num_samples: int) -> Any:
-    """Data sets of the splits, of as many samples; of those left out none are asked."""
+    # Data sets of the splits, of as many samples; of those left out none are asked.
     return data.build_datasets(args, (*num_samples, 0, 0)[:3], "split")
 
 
@@ -145,7 +141,7 @@ def test_a_sample_is_its_pieces_with_the_next_token_of_the_document_as_label(pre
 
 
 def test_an_epoch_trains_every_label_of_the_corpus_once_however_it_is_read(prefix: str) -> None:
-    """Lengths are known without reading tokens; loader workers get the same."""
+    # Lengths are known without reading tokens; loader workers get the same.
     samples, read = dataset(prefix), dataset(prefix, mmap=False)
     assert all_labels(samples) == sorted(token for document in documents() for token in document[1:].tolist())
     copy = pickle.loads(pickle.dumps(samples))
@@ -159,7 +155,7 @@ def test_an_epoch_trains_every_label_of_the_corpus_once_however_it_is_read(prefi
 def batches(
     samples: data.DocumentDataset, rank: int, num_ranks: int, consumed: int, micro_batch_size: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The batches that Megatron's sampler and torch's default collate hand a data-parallel rank."""
+    # The batches that Megatron's sampler and torch's default collate hand a data-parallel rank.
     sampler = MegatronPretrainingSampler(len(samples), consumed, micro_batch_size, rank, num_ranks)
     return iter(torch.utils.data.DataLoader(samples, batch_sampler=sampler))
 
@@ -182,7 +178,7 @@ def test_ranks_together_read_every_token_once_and_go_on_after_a_resume(prefix: s
         assert sorted(token for index in range(start, end) for token in read[index]) == corpus
 
 
-def test_unpacking_a_collated_batch_gives_its_sequences_in_order(prefix: str) -> None:
+def test_unpacking_a_collated_batch_gives_its_sequences_in_order_and_refuses_other_batches(prefix: str) -> None:
     samples = dataset(prefix, num_samples=30)
     batch = next(batches(samples, 1, 2, 6, 3))
     held = data.unpack(batch)
@@ -194,9 +190,6 @@ def test_unpacking_a_collated_batch_gives_its_sequences_in_order(prefix: str) ->
     real = batch["position_ids"] != data.PADDING
     assert held.rows[:, data.LABEL].equal(batch["labels"][real])
     assert from_bits(held.rows[:, data.LOSS_MASK]).equal(batch["loss_mask"][real])
-
-
-def test_a_batch_of_another_data_set_is_refused() -> None:
     batch = {name: torch.ones(2, 4, dtype=torch.int64) for name in ("tokens", "labels", "loss_mask", "position_ids")}
     with pytest.raises(DataError, match="does not open with position 0"):
         data.unpack(batch)
@@ -214,7 +207,7 @@ def test_documents_are_split_as_megatron_splits_them(split: str, num_documents: 
 
 
 def test_the_provider_makes_three_sets_of_different_documents(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every rank; without documents or without evaluation there is none."""
+    # On every rank; without documents or without evaluation there is none.
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments(prefix, split="60,25,15", eval_iters=2))
     provider: Any = data.document_datasets_provider
     sets = provider((100, 20, 10))
@@ -301,7 +294,7 @@ def test_what_is_wrong_with_corpora_is_known_without_reading_them(
 
 
 def test_corpora_of_the_same_lengths_have_fingerprints_of_their_own(tmp_path: Path) -> None:
-    """The weight of a blend of one corpus changes nothing."""
+    # The weight of a blend of one corpus changes nothing.
     found: list[str] = []
     for name, first in (("one", 1), ("same", 1), ("other", 2)):
         with CorpusWriter(tmp_path / name, "uint16") as writer:
@@ -404,7 +397,7 @@ def test_a_large_corpus_is_sorted_once_and_read_as_a_small_one(
 
 
 def test_owned_shards_are_megatrons_ranges_of_the_flat_buffer() -> None:
-    """Two TP ranks, three shards: ranges that begin and end inside rows, columns and gated blocks."""
+    # Two TP ranks, three shards: ranges that begin and end inside rows, columns and gated blocks.
     scheme, replicas = Scheme(2), 3
     listed = (
         Parameter("norm", 7, 1, 0),
@@ -459,3 +452,223 @@ def test_scalars_go_to_megatrons_own_writers_where_there_are_any(monkeypatch: py
     assert scalars == [("balance/num_tokens", 90, 8), (("balance/num_tokens", 90), 8)]
     monkeypatch.setattr(session, "get_wandb_writer", lambda: None)
     assert len(writers(8)) == 1
+
+
+# Identity of a script's own data set: of Megatron's own classes, and of others.
+
+SAMPLES = 12  # that a run of the usual length asks for
+ARGS = argparse.Namespace(
+    seq_length=64, seed=1, dataloader_type="single", micro_batch_size=1, data_path=None, mock_data=False
+)
+
+
+class Numbers:
+    # A tokenizer of numbers, with characters for conversations.
+    vocab_size, eod, pad = 100, 99, 98
+    unique_identifiers: dict[str, str] = {}  # noqa: RUF012  as Megatron's has it
+
+    def tokenize_conversation(self, conversation: list[dict[str, str]], *_: Any, **__: Any) -> tuple[Any, Any]:
+        tokens = np.array([ord(each) - 32 for turn in conversation for each in turn["content"]])
+        return tokens, tokens
+
+
+class Lines(SFTDataset):
+    # Megatron's own, but for who reads the file.
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: Any) -> Any:  # noqa: ARG004
+        lines = Path(dataset_path).read_text().splitlines()
+        return [[{"role": "system", "content": part} for part in (line[:7], line[7:])] for line in lines]
+
+
+def write(prefix: Path, lengths: list[int], seed: int = 1) -> str:
+    generator = np.random.default_rng(seed)
+    with CorpusWriter(prefix, "uint16") as writer:
+        for length in lengths:
+            writer.add_document(generator.integers(0, 90, length).astype(np.uint16))
+    return str(prefix)
+
+
+def megatrons(*blend: Any, kind: Any = GPTDataset, samples: int = SAMPLES, **settings: Any) -> Any:
+    # The training set of Megatron's builder. `blend`: prefixes, or weights and prefixes.
+    weights = [each for each in blend if isinstance(each, float)] or None
+    prefixes = [str(each) for each in blend if not isinstance(each, float)]
+    usual = {"random_seed": 1, "sequence_length": 64, "split": "80,20,0", "tokenizer": Numbers()}
+    resets = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False)
+    blended = {"blend": (prefixes, weights) if prefixes else None}
+    config = GPTDatasetConfig(**{**usual, **resets, "create_attention_mask": False, **blended, **settings})
+    return BlendedMegatronDatasetBuilder(kind, [samples, 0, 0], lambda: True, config).build()[0]
+
+
+def identity(dataset: Any, **args: Any) -> DataIdentity:
+    return script_data._identify(dataset, argparse.Namespace(**{**vars(ARGS), **args}))
+
+
+CORPUS = [40, 7, 90, 33, 64, 12, 51, 20] * 6
+
+
+@pytest.fixture
+def corpora(tmp_path: Path) -> tuple[str, str]:
+    return write(tmp_path / "a", CORPUS), write(tmp_path / "b", CORPUS[::-1], 2)
+
+
+def blended(corpora: tuple[str, str], **settings: Any) -> Any:
+    return megatrons(0.7, corpora[0], 0.3, corpora[1], **settings)
+
+
+def test_the_same_data_elsewhere_on_other_ranks_and_for_a_longer_run_are_the_same(
+    corpora: tuple[str, str], tmp_path: Path
+) -> None:
+    one = identity(blended(corpora))
+    assert sorted(one.samples) == [0, 1, 2, 4, 8]
+    assert len(set(one.samples.values())) == 5
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for prefix in corpora:
+        for end in (".idx", ".bin"):
+            shutil.copy(prefix + end, moved)
+    elsewhere = identity(blended((str(moved / "a"), str(moved / "b"))))
+    assert elsewhere.places != one.places
+    assert (elsewhere.fingerprint, one.changes(elsewhere, SAMPLES)) == (one.fingerprint, [])
+    # A run that asks for more samples asks for those that it had first: one epoch has them all.
+    assert one.changes(identity(blended(corpora, samples=SAMPLES + 2)), SAMPLES) == []
+
+
+def other_tokens(corpora: tuple[str, str]) -> Any:
+    tokens = np.fromfile(bin_path(corpora[1]), np.uint16)
+    bin_path(corpora[1]).write_bytes(((tokens + 1) % 90).astype(np.uint16).tobytes())
+    return blended(corpora)
+
+
+# By name: another data set, and what is told of it.
+OTHERS: dict[str, tuple[Callable[[tuple[str, str]], Any], str]] = {
+    "weights": (lambda both: megatrons(0.6, both[0], 0.4, both[1]), r"blend was 0\.7, 0\.3 and is 0\.6, 0\.4"),
+    "no weights": (lambda both: megatrons(*both), r"blend was 0\.7, 0\.3 and is 0\.\d+, 0\.\d+"),
+    "seed": (lambda both: blended(both, random_seed=2), "--seed was 1 and is 2"),
+    "context": (lambda both: blended(both, sequence_length=32), "--seq-length was 64 and is 32"),
+    "split": (lambda both: blended(both, split="90,10,0"), r"corpus 1 was 48 sequences, 38 from 0 .* is 48 .*43"),
+    "one corpus": (lambda both: megatrons(both[0]), r"corpus 2 was 48 sequences.* and is nothing"),
+    "order of corpora": (lambda both: megatrons(0.7, both[1], 0.3, both[0]), r"corpus 1 was .*/a\) and is .*/b\)"),
+    "tokens": (other_tokens, r"corpus 2 was 48 sequences"),
+    "length": (lambda both: blended((both[0], write(Path(both[1]), CORPUS[1:]))), r"and is 47 sequences"),
+    "mock": (lambda _: megatrons(kind=MockGPTDataset), "data set was GPTDataset and is MockGPTDataset"),
+    "epochs": (lambda both: blended(both, samples=9 * SAMPLES), r"sample \d has other tokens"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_data_are_told_by_name(corpora: tuple[str, str], name: str) -> None:
+    before = identity(blended(corpora))
+    other, told = OTHERS[name]
+    changes = "; ".join(before.changes(identity(other(corpora)), SAMPLES))
+    assert changes
+    assert re.search(told, changes), changes
+
+
+def test_conversations_are_told_by_their_file_whatever_its_padding(tmp_path: Path) -> None:
+    # `--sft` pads a conversation to a multiple of twice the context-parallel ranks.
+    lines = ["".join(chr(33 + (at * number) % 60) for at in range(9 + number)) for number in range(20)]
+
+    def told(name: str, text: list[str], ranks: int = 1) -> DataIdentity:
+        (tmp_path / name).write_text("\n".join(text))
+        return identity(megatrons(tmp_path / name, kind=Lines, context_parallel_size=ranks))
+
+    one = told("one.jsonl", lines)
+    assert one.changes(told("moved.jsonl", lines, ranks=4), SAMPLES) == []
+    assert len(one.samples) == 5
+    assert one.changes(told("other.jsonl", [*lines[1:], lines[0]]), SAMPLES)
+
+
+def test_what_a_data_set_gives_next_is_as_if_nobody_had_asked(corpora: tuple[str, str]) -> None:
+    # A GPTDataset keeps the mask of whatever sample is read first; a loader draws a seed.
+    dataset = blended(corpora)
+    before = torch.get_rng_state()
+    identity(dataset)
+    assert torch.get_rng_state().equal(before)
+    assert not any(part.masks_and_position_ids_are_cached for part in dataset.datasets)
+
+
+class Own:
+    def __init__(self, samples: list[Any], broken: int = -1, *, draws: bool = False) -> None:
+        self.samples, self.broken, self.draws = samples, broken, draws
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.broken:
+            raise OSError("lost")
+        drawn = self.generator.integers(0, 90, 4)
+        return {"tokens": drawn} if self.draws else self.samples[index]
+
+
+def test_of_another_data_set_its_samples_are_known(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"tokens": torch.tensor([row, 1])} for row in range(5)]
+    one = identity(Own(rows))
+    assert one.facts["data set"] == "Own"
+    assert one.changes(identity(Own(rows[:4])), 4) == []
+    assert "sample 0 has other tokens (3 of 3" in one.changes(identity(Own(rows[1:])), 3)[0]
+    assert identity(Own([(1, 2), (3, 4)])).samples != identity(Own([(1, 2), (3, 5)])).samples
+    long = torch.arange(5000)
+    changed = long.clone()
+    changed[2500] = 0
+    assert identity(Own([{"input_ids": long}])).samples != identity(Own([{"input_ids": changed}])).samples
+    old = DataIdentity.of_script(one.facts, {}, {0: "0" * 8})
+    assert old.changes(DataIdentity.of_script(one.facts, {}, {0: "0" * 12}), 1) == [], "two kinds of digest"
+    assert not caplog.records
+    for dataset, args, reason in (
+        (Own(rows, draws=True), {}, "it gives other tokens each time"),
+        (Own(rows, broken=2), {}, "cannot be read: OSError"),
+        (iter(rows), {"dataloader_type": "external"}, "it is no list of samples"),
+        (Own(rows), {"fim_data": True}, "--fim-data draws at random"),
+    ):
+        caplog.clear()
+        found = identity(dataset, **args)
+        assert found.fingerprint
+        assert not found.samples
+        assert reason in caplog.text
+
+
+class Broken(Own):
+    @property
+    def datasets(self) -> Any:
+        raise RuntimeError("not open")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "told"),
+    [(None, "no rank has a training set"), (Broken([(0,)]), "does not say what it is (RuntimeError: not open)")],
+    ids=["none", "broken"],
+)
+def test_samples_that_nobody_can_tell_are_unknown_on_all_ranks(
+    dataset: Any, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(script_data, "job_device", lambda: torch.device("cpu"))
+    with one_process():
+        assert script_data.agreed(dataset, ARGS) == DataIdentity()
+        assert told in caplog.text
+        own = Own([(0,)])
+        assert script_data.agreed(own, ARGS) == identity(own)
+
+
+def test_what_the_command_line_names_is_told_where_a_data_set_does_not(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_text("0.5 a 0.5 b")
+    second.write_text("0.5 a 0.5 b")
+    rows = [(0,)]
+    one = identity(Own(rows), data_args_path=str(first))
+    assert one.changes(identity(Own(rows), data_args_path=str(second)), 1) == []
+    second.write_text("0.4 a 0.6 b")
+    (change,) = one.changes(identity(Own(rows), data_args_path=str(second)), 1)
+    assert change.startswith("--data-args-path was 11 bytes")
+
+
+def test_a_random_order_is_one_of_so_many_samples_and_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Megatron's sampler shuffles each replica's part for itself.
+    def order(replicas: int, **args: Any) -> str:
+        monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: replicas)
+        return identity(Own([(0,)] * 8), dataloader_type="cyclic", **args).facts["order"]
+
+    assert order(2) == "cyclic, 8 samples, in 2 parts of 1 each"
+    assert order(2) != order(4)
+    assert order(2, data_sharding=False) == order(4, data_sharding=False)

@@ -1,7 +1,4 @@
-"""Models as their makers train them, scaled down: their real flags, against Megatron alone.
-
-Those of experts are held against one rank of ours, since alone Megatron takes a router's losses
-document by document. GPT-OSS's flags are further down."""
+"""Models as their makers train them, scaled down: their real flags, against Megatron alone."""
 
 import argparse
 import itertools
@@ -62,12 +59,8 @@ NEMOTRON_4 |= {"num-attention-heads": 6, "kv-channels": 8, "num-query-groups": 2
 # the model beside what `conftest.MODEL` has, smaller, with one expert after the other and the
 # dispatcher that needs no GPU.
 BOTH: dict[str, Any] = {"num-layers": 4, "num-experts": 8, "moe-router-topk": 2}
-BOTH |= {
-    "moe-token-dispatcher-type": "alltoall",
-    "use-distributed-optimizer": True,
-    "clip-grad": 1.0,
-    "weight-decay": 0.1,
-}
+BOTH |= {"moe-token-dispatcher-type": "alltoall", "use-distributed-optimizer": True}
+BOTH |= {"clip-grad": 1.0, "weight-decay": 0.1}
 MIXTRAL: dict[str, Any] = {**BOTH, "rotary-percent": 0.5, "init-method-std": 0.01}
 MIXTRAL |= {"moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 0.01}
 MHA = {"group-query-attention": False, "num-query-groups": None}
@@ -107,6 +100,7 @@ def test_its_flags_train_like_megatron_alone(
 EXPERTS = {"context-parallel-size": 2, "expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
 
 
+# Against one rank of ours: alone, Megatron takes a router's losses document by document.
 @pytest.mark.parametrize(
     ("family", "ranks", "parallel"),
     [(MIXTRAL, 4, {**PARALLEL, **SHARDED, **EXPERTS}), (DEEPSEEK_V3, 2, EXPERTS)],
@@ -127,39 +121,18 @@ def test_families_of_experts_train_like_one_rank(
 
 PLANNERS = ("te_ring", "zeppelin", "distca", "ulysses", "llama_all_gather")
 ONE_STEP = {"train-iters": 1}
+BOTH_MASKS = {"window-size": "23,0", "window-attn-skip-freq": 2, "softmax-type": "learnable", "num-query-groups": 1}
 SMALL: dict[str, dict[str, Any]] = {
     "window, MHA, off by one": {**MHA, "window-size": "23,0", "softmax-type": "off-by-one", **ONE_STEP},
-    "both masks, sinks, GQA 8:1": {
-        "num-query-groups": 1,
-        "window-size": "(23,0)",
-        "window-attn-skip-freq": 2,
-        "softmax-type": "learnable",
-        **ONE_STEP,
-    },
+    "both masks, sinks, GQA 8:1": {**BOTH_MASKS, "window-size": "(23,0)", **ONE_STEP},
 }
 # Of Megatron's examples/gptoss/02_train.sh, smaller, with the experts' losses of its 20B
 # configuration, which are zero: alone, Megatron takes them document by document.
-GPT_OSS: dict[str, Any] = {
-    "num-layers": 4,
-    "num-query-groups": 1,
-    "kv-channels": 8,
-    "attention-softmax-in-fp32": True,
-    "window-size": "23,0",
-    "window-attn-skip-freq": 2,
-    "softmax-type": "learnable",
-    "swiglu": None,
-    "quick-geglu": True,
-    "glu-linear-offset": 1.0,
-    "activation-func-clamp-value": 7.0,
-    "num-experts": 4,
-    "moe-router-topk": 2,
-    "moe-ffn-hidden-size": 32,
-    "moe-router-dtype": "fp32",
-    "moe-router-load-balancing-type": "aux_loss",
-    "moe-aux-loss-coeff": 0.0,
-    "moe-token-dispatcher-type": "alltoall",
-    "train-iters": 2,
-}
+GPT_OSS: dict[str, Any] = {**BOTH_MASKS, "num-layers": 4, "kv-channels": 8, "attention-softmax-in-fp32": True}
+GPT_OSS |= {"swiglu": None, "quick-geglu": True, "glu-linear-offset": 1.0, "activation-func-clamp-value": 7.0}
+GPT_OSS |= {"num-experts": 4, "moe-router-topk": 2, "moe-ffn-hidden-size": 32, "moe-router-dtype": "fp32"}
+GPT_OSS |= {"moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 0.0}
+GPT_OSS |= {"moe-token-dispatcher-type": "alltoall", "train-iters": 2}
 MODELS: dict[str, dict[str, Any]] = {**SMALL, "GPT-OSS": GPT_OSS}
 # Others have sinks in tests/distributed/test_executor.py, and windows are one comm pattern; GPT-OSS
 # has both masks and sinks under zeppelin.
@@ -176,9 +149,8 @@ Alone = Callable[[str], tuple[dict[str, Any], Run, Path]]
 
 @pytest.fixture(scope="module")
 def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """By model: flags to start from the same weights, Megatron alone on one rank, and the folder of
-    its gradients.
-    """
+    # By model: flags to start from the same weights, Megatron alone on one rank, and the folder of
+    # its gradients.
     made: dict[str, tuple[dict[str, Any], Run, Path]] = {}
 
     def run(model: str) -> tuple[dict[str, Any], Run, Path]:
@@ -209,9 +181,8 @@ def self_check_difference(run: Run) -> float:
 
 
 def test_gpt_oss_trains_like_megatron_alone(train: Train, alone: Alone) -> None:
-    """Its flags, scaled down; sinks over two tensor-parallel ranks, core attention computed again, and
-    a self-check, which attends without a plan.
-    """
+    # Its flags, scaled down; sinks over two tensor-parallel ranks, core attention computed again,
+    # and a self-check, which attends without a plan.
     flags, plain, folder = alone("GPT-OSS")
     again = {"recompute-activations": True}
     config = {**two_nodes(2), "self_check": True}
@@ -236,10 +207,9 @@ FLAGS |= {"rope-type": "yarn", "rotary-scaling-factor": 4}
 
 @pytest.fixture(scope="module")
 def _extension() -> None:
-    """Build what Megatron compiles when it first recomputes a projection: a minute of a quiet core,
-    which is no part of a job's time. The lock of a build that was killed, for which torch waits for
-    ever, goes.
-    """
+    # Build what Megatron compiles when it first recomputes a projection: a minute of a quiet core,
+    # which is no part of a job's time. The lock of a build that was killed, for which torch waits
+    # for ever, goes.
     lock = Path(cpp_extension._get_build_directory("share_storage_ext", verbose=False)) / "lock"
     if lock.exists() and time.time() - lock.stat().st_mtime > 900:
         lock.unlink()
@@ -298,7 +268,7 @@ def test_where_latents_cannot_travel_keys_and_values_do_and_it_is_said(
 def test_projections_are_priced_by_the_parameters_of_megatrons_layer(
     query_rank: int | None, travels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A product of a token with a matrix takes two FLOPs for each of its elements."""
+    # A product of a token with a matrix takes two FLOPs for each of its elements.
     sizes: dict[str, Any] = {
         "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "q_lora_rank": query_rank,
         "kv_lora_rank": 8, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 6,
@@ -354,7 +324,7 @@ def test_rows_say_what_lies_ahead_as_megatron_rolls_packed_sequences() -> None:
 
 
 def test_several_tensors_are_rolled_at_once_and_masks_say_their_count() -> None:
-    """As Megatron's branch dev asks, which sums the masks itself."""
+    # As Megatron's branch dev asks, which sums the masks itself.
     count = torch.tensor(2.5)
     own, next_ = (torch.tensor([[at, at + 1, at + 2]]) for at in (10, 20))
     masks = torch.full((1, 3), 2.5 / 3), CountedMask.of(torch.tensor([[1.0, 0.5, 0.0]]), count)
@@ -376,13 +346,8 @@ def test_several_tensors_are_rolled_at_once_and_masks_say_their_count() -> None:
 # Routers that look at more than a token's own scores: the routes and losses of one rank.
 
 STEPS = 2
-SINKHORN: dict[str, Any] = {
-    **conftest.EXPERTS,
-    "moe-router-load-balancing-type": "sinkhorn",
-    "moe-aux-loss-coeff": 0,
-    "moe-router-topk": 1,
-    "train-iters": STEPS,
-}
+SINKHORN: dict[str, Any] = {**conftest.EXPERTS, "moe-router-topk": 1, "train-iters": STEPS}
+SINKHORN |= {"moe-router-load-balancing-type": "sinkhorn", "moe-aux-loss-coeff": 0}
 
 
 def test_sinkhorn_is_megatrons_and_rows_of_no_sequence_count_nowhere() -> None:
@@ -409,7 +374,7 @@ def test_megatrons_own_router_is_refused_where_it_would_balance_the_rows_of_a_ra
 
 
 def test_sinkhorn_routes_as_one_rank_does(train: Train, tmp_path: Path) -> None:
-    """Replicas that share experts; plain Megatron's dispatcher is switched off."""
+    # Replicas that share experts; plain Megatron's dispatcher is switched off.
     given, one = loaded_run(train, tmp_path, SINKHORN)
     flags = {**given, "moe-token-dispatcher-type": "allgather", **EXPERTS}
     run = train(4, "zeppelin", flags, config=two_nodes(4))
@@ -417,19 +382,14 @@ def test_sinkhorn_routes_as_one_rank_does(train: Train, tmp_path: Path) -> None:
     assert "allgather was set to alltoall" in run.result.log(0)
 
 
-BY_SAMPLE: dict[str, Any] = {
-    **conftest.EXPERTS,
-    "moe-router-load-balancing-type": ["aux_loss", "seq_aux_loss"],
-    "moe-aux-loss-coeff": [0.1, 0.2],
-    "moe-router-score-function": "sigmoid",
-    "train-iters": STEPS,
-}
+BY_SAMPLE: dict[str, Any] = {**conftest.EXPERTS, "moe-router-score-function": "sigmoid", "train-iters": STEPS}
+BY_SAMPLE |= {"moe-router-load-balancing-type": ["aux_loss", "seq_aux_loss"], "moe-aux-loss-coeff": [0.1, 0.2]}
 
 
 def test_further_tokens_and_the_loss_of_a_sample_are_those_of_one_rank(
     train: Train, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Coefficients that show; samples of one microbatch on all ranks, and in stages."""
+    # Coefficients that show; samples of one microbatch on all ranks, and in stages.
     sizes = {"micro-batch-size": 2, "global-batch-size": 4}
     given = {**BY_SAMPLE, **MTP_FLAGS, **sizes}
     flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), given, whole=True, entry="gaps")
@@ -455,16 +415,13 @@ def test_further_tokens_and_the_loss_of_a_sample_are_those_of_one_rank(
             assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6 * float(abs(wanted).max())), name
 
 
-def test_halves_of_a_sample_have_its_loss(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_halves_of_a_sample_have_its_loss_and_one_alone_in_its_microbatch_megatrons(
+    train: Train, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), {**BY_SAMPLE, "train-iters": 1})
     halves = {**flags, "micro-batch-size": 2, **AGAIN}
     assert_same_training(train(2, "distca", halves, config={"cluster": {"ranks_per_node": 2}}), one)
-
-
-def test_a_sample_alone_in_its_microbatch_has_megatrons_loss(
-    train: Train, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Then the loss over a sample is that over the microbatch, which is Megatron's own code."""
+    # Then the loss over a sample is that over the microbatch, which is Megatron's own code.
     flags = {**BY_SAMPLE, "global-batch-size": 1, "micro-batch-size": 1, "moe-aux-loss-coeff": 0.2, "train-iters": 1}
     ours, megatrons = (
         train(1, "te_ring", {**flags, "moe-router-load-balancing-type": kind}) for kind in ("seq_aux_loss", "aux_loss")

@@ -17,18 +17,13 @@ from tests.support.pipeline_runs import gradients, worst_gradient
 
 STEPS = 3
 FLAGS: dict[str, Any] = {**LONG, "num-layers": 2, "global-batch-size": 8, "train-iters": STEPS}
-# Documents whose seconds are far from even: a replica of a long one has fewer tokens.
 
 
 @pytest.fixture(scope="module")
-def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_corpus(
-        tmp_path_factory.mktemp("uneven") / "documents", list(itertools.islice(itertools.cycle(LENGTHS), 200))
-    )
-
-
-@pytest.fixture(scope="module")
-def loaded(train: Train, uneven: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
+def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
+    # Documents whose seconds are far from even: a replica of a long one has fewer tokens.
+    lengths = list(itertools.islice(itertools.cycle(LENGTHS), 200))
+    uneven = write_corpus(tmp_path_factory.mktemp("uneven") / "documents", lengths)
     return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": uneven}, entry="gaps")
 
 
@@ -76,15 +71,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": 8, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn balances over all replicas"),
     ({"mtp_num_layers": 1}, "--mtp-num-layers weights its loss by counts over all replicas"),
 ]
-GIVEN: dict[str, Any] = {
-    "virtual_pipeline_model_parallel_size": None,
-    "num_experts": None,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "tensor_model_parallel_size": 1,
-    "context_parallel_size": 2,
-    "moe_router_load_balancing_type": "aux_loss",
-}
+GIVEN: dict[str, Any] = {"tensor_model_parallel_size": 1, "context_parallel_size": 2, "num_experts": None}
+GIVEN |= {"virtual_pipeline_model_parallel_size": None, "moe_router_load_balancing_type": "aux_loss"}
+GIVEN |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)

@@ -37,7 +37,8 @@ from tests.support.megatron_run import Job, Result, Trainer
 from tests.support.pipeline_runs import worst_gradient
 from tools.megatron_flags import LOCAL_LAYERS
 
-SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_pretrain_gpt.py")
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SCRIPT = str(SUPPORT / "stand_in_pretrain_gpt.py")
 STEPS = {"train-iters": 3}
 TWO_NODES = {"cluster": {"ranks_per_node": 2}}
 ONE_RANK_NODES = {"cluster": {"ranks_per_node": 1}}
@@ -51,15 +52,14 @@ def printed_losses(result: Result, rank: int) -> list[float]:
 
 
 def as_printed(run: Run) -> Any:
-    """Megatron does not reset its sums after the first step: its second line is a mean of both."""
+    # Megatron does not reset its sums after the first step: its second line is a mean of both.
     losses = run.column("loss")
     return pytest.approx([losses[0], (losses[0] + losses[1]) / 2, *losses[2:]], rel=1e-5)
 
 
 def test_an_unmodified_script_trains_on_whole_documents(train: Train) -> None:
-    """The patches of the expert router, of the experts' splits and of the norm do their work under
-    the launcher too.
-    """
+    # The patches of the expert router, of the experts' splits and of the norm do their work under
+    # the launcher too.
     flags = {**STEPS, **EXPERTS, **PARALLEL, "expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
     launched = train(4, "zeppelin", flags, config=ONE_RANK_NODES, entry="launch", before=(SCRIPT,))
     ours = train(4, "zeppelin", flags, config=ONE_RANK_NODES)
@@ -77,9 +77,8 @@ def test_an_unmodified_script_trains_on_whole_documents(train: Train) -> None:
 
 
 def test_megatrons_own_data_trains_as_in_megatron_alone(train: Train) -> None:
-    """The script on one rank without us, attention and loss Megatron's own, against four ranks with
-    a plan.
-    """
+    # The script on one rank without us, attention and loss Megatron's own, against four ranks with
+    # a plan.
     data = {"data-path": None, "mock-data": True, "reset-position-ids": True, "reset-attention-mask": True}
     alone = train(1, "te_ring", {**STEPS, **ON_CPU, **data}, entry="plain", before=(SCRIPT,))
     flags = {**STEPS, **data, "context-parallel-size": 2}
@@ -90,9 +89,8 @@ def test_megatrons_own_data_trains_as_in_megatron_alone(train: Train) -> None:
 
 
 def test_hidden_dropout_is_megatrons_own(train: Train) -> None:
-    """One rank drops what Megatron alone drops. On several, each draws for the rows that it holds, so
-    that losses depend on the plan; evaluation drops nothing.
-    """
+    # One rank drops what Megatron alone drops. On several, each draws for the rows that it holds,
+    # so that losses depend on the plan; evaluation drops nothing.
     data = {"data-path": None, "mock-data": True, "hidden-dropout": 0.3, "train-iters": 2}
     evaluated = {"eval-iters": 1, "eval-interval": 1, "lr": 0.0, "min-lr": 0.0, "split": "90,10,0"}
     flags = {**data, **evaluated}
@@ -112,7 +110,7 @@ def test_hidden_dropout_is_megatrons_own(train: Train) -> None:
 def test_a_script_resumes_through_the_launcher_in_the_data_that_it_trained(
     train: Train, tmp_path: Path, corpus: str
 ) -> None:
-    """In its own data set, which may have moved: on other ranks too, of which some read nothing."""
+    # In its own data set, which may have moved: on other ranks too, of which some read nothing.
     moved, saved = tmp_path / "moved", tmp_path / "saved"
     for end in (".idx", ".bin"):
         shutil.copy(f"{corpus}{end}", f"{moved}{end}")
@@ -140,11 +138,8 @@ def test_a_script_resumes_through_the_launcher_in_the_data_that_it_trained(
     assert resumed.column("loss") == pytest.approx(whole.column("loss")[2:], rel=1e-5)
 
 
-def test_the_launcher_needs_a_script(train: Train) -> None:
+def test_the_launcher_needs_a_script_and_passes_our_refusals_on(train: Train) -> None:
     train(1, entry="launch", before=("nowhere.py",), expect=refusal("no such training script", codes=(2,)))
-
-
-def test_the_launcher_passes_our_refusals_on(train: Train) -> None:
     refused = refusal("error: --iterations-to-skip", codes=(2,))
     train(1, "te_ring", {"iterations-to-skip": 3}, entry="launch", before=(SCRIPT,), expect=refused)
 
@@ -152,7 +147,7 @@ def test_the_launcher_passes_our_refusals_on(train: Train) -> None:
 # Rows of FP8 linear layers under the launcher: every layer of every rank gets the multiple that its
 # recipe needs, and the loss stays.
 
-FP8_SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_fp8_pretrain.py")
+FP8_SCRIPT = str(SUPPORT / "stand_in_fp8_pretrain.py")
 FP8_STEPS = {"train-iters": 2, **PARALLEL}
 
 
@@ -170,8 +165,7 @@ def test_every_layer_gets_the_rows_that_its_recipe_needs_also_where_sequence_par
 
 
 def test_without_alignment_a_layer_refuses(train: Train) -> None:
-    """The stand-in is worth something: a run that does not know of FP8 fails at its first layer."""
-
+    # The stand-in is worth something: a run that does not know of FP8 fails at its first layer.
     def refused(result: Result) -> None:
         failed = result.failed
         assert failed is not None
@@ -183,7 +177,6 @@ def test_without_alignment_a_layer_refuses(train: Train) -> None:
 # Transformer Engine's attention under the launcher, in a script that builds its model itself;
 # Transformer Engine is a stand-in.
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TE_SCRIPT = str(SUPPORT / "stand_in_te_pretrain.py")
 # Megatron's wrapper knows no grouped queries at the stand-in's version.
 FLAGS = {"train-iters": 3, "group-query-attention": False, "num-query-groups": None, "optimizer": "adam"}
@@ -238,7 +231,7 @@ def test_an_attention_that_knows_no_plan_is_refused() -> None:
 
 # Packed samples of a script's own data set, planned by their sub-sequences: Megatron's numbers.
 
-PACKED_SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_packed_pretrain.py")
+PACKED_SCRIPT = str(SUPPORT / "stand_in_packed_pretrain.py")
 # Tokens of the conversations of each line: one is cut at --seq-length, some are mostly padding.
 PACKED = ((300, 140, 40), (200, 7, 100, 60), (600,), (30,), (9, 480), (50, 50, 50, 50))
 
@@ -250,8 +243,8 @@ def batch_of(cu_seqlens: list[list[int]], counts: list[list[int]], **more: torch
     return {**found, "cu_seqlens": torch.tensor(cu_seqlens, dtype=torch.int32), **more}
 
 
-def test_sequences_open_where_cu_seqlens_says() -> None:
-    """Repeated ends fill a row; a sub-sequence without tokens opens nothing."""
+def test_sequences_open_where_cu_seqlens_says_and_tokens_behind_the_last_that_counts_are_not_read() -> None:
+    # Repeated ends fill a row; a sub-sequence without tokens opens nothing.
     ends = [[0, 2, 2, 5, 6, 6, 6], [0, 6, 6, 6, 6, 6, 6]]
     batch = batch_of(ends, [[1] * 6] * 2)
     opened = [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
@@ -259,10 +252,7 @@ def test_sequences_open_where_cu_seqlens_says() -> None:
     padded = torch.tensor([[0, 3, 6], [0, 6, 6]])
     both = Reader().columns({**batch, "cu_seqlens_padded": padded})
     assert both["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]], "Megatron attends by the padded"
-
-
-def test_tokens_behind_the_last_that_counts_are_not_read() -> None:
-    """But for one of each sub-sequence, and none where experts count them too."""
+    # Behind the last that counts one token of each sub-sequence is read, and all where experts count.
     batch = batch_of([[0, 4, 6, 8]], [[0, 1, 0, 0, 0, 0, 0, 1]])
     assert Reader().columns(batch)["position_ids"].tolist() == [[0, 1, PADDING, PADDING, 0, PADDING, 0, 1]]
     whole = Reader(leave_out_tails=False).columns(batch)
@@ -271,7 +261,7 @@ def test_tokens_behind_the_last_that_counts_are_not_read() -> None:
 
 @pytest.mark.parametrize("of_one_row", [False, True])
 def test_packed_samples_of_bridge_name_cu_seqlens_by_queries(of_one_row: bool) -> None:
-    """Its `position_ids` are 0 behind the last sequence, as if each token there were one."""
+    # Its `position_ids` are 0 behind the last sequence, as if each token there were one.
     batch = batch_of([[0, 3, 8]], [[1, 1, 1, 1, 0, 0, 0, 0]])
     ends = batch.pop("cu_seqlens")
     padded = torch.tensor([[0, 4, 8]], dtype=torch.int32)
@@ -285,7 +275,7 @@ def test_packed_samples_of_bridge_name_cu_seqlens_by_queries(of_one_row: bool) -
 @pytest.mark.parametrize("behind", [-1, 6, 3])
 @pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_padded", "cu_seqlens_q"])
 def test_entries_behind_argmin_are_not_read(name: str, behind: int) -> None:
-    """NeMo and Bridge fill rows with -1, and say where; without it, -1 says it."""
+    # NeMo and Bridge fill rows with -1, and say where; without it, -1 says it.
     batch = batch_of([], [[1] * 6] * 2)
     del batch["cu_seqlens"]
     ends = {name: torch.tensor([[0, 2, 6, behind, behind], [0, 1, 4, 6, behind]], dtype=torch.int32)}
@@ -300,20 +290,15 @@ def test_entries_behind_argmin_are_not_read(name: str, behind: int) -> None:
     ("ends", "argmin"),
     [
         *[([[0, 4, -1]], None), ([[0, 4, -1]], [2]), ([[0, 6, 6]], [1]), ([[0, 6, -1]], [4]), ([[0, 6, -1]], [2, 2])],
-        *[([[0, -1, 6]], None), ([[0, 6, -1]], [3]), ([[-1, -1]], [0]), ([[0, -2, 6]], None)],
+        *[([[0, -1, 6]], None), ([[0, 6, -1]], [3]), ([[-1, -1]], [0]), ([[0, -2, 6]], None), ([[0, 5]], None)],
+        *((ends, None) for ends in ([[1, 6]], [[0, 4, 2, 6]], [[0, 7]], [[6]], [0, 7], [6], [[0, 6], [0, 6]])),
     ],
 )
-def test_a_filled_row_that_does_not_end_with_the_sample_is_refused(
-    ends: list[list[int]], argmin: list[int] | None
+def test_cu_seqlens_that_do_not_rise_to_the_end_of_the_sample_are_refused(
+    ends: list[Any], argmin: list[int] | None
 ) -> None:
     with pytest.raises(DataError, match=r"cu_seqlens of shape .* rising from 0 to 6, and filled with 6 or -1"):
         _positions_of(torch.tensor(ends), torch.Size((1, 6)), None if argmin is None else torch.tensor(argmin))
-
-
-@pytest.mark.parametrize("ends", [[[0, 5]], [[1, 6]], [[0, 4, 2, 6]], [[0, 7]], [[6]], [0, 7], [6], [[0, 6], [0, 6]]])
-def test_cu_seqlens_that_are_not_the_samples_are_refused(ends: list[Any]) -> None:
-    with pytest.raises(DataError, match=r"cu_seqlens of shape .* rising from 0 to 6"):
-        _positions_of(torch.tensor(ends), torch.Size((1, 6)))
 
 
 def test_learned_positions_must_open_where_cu_seqlens_does() -> None:
@@ -365,7 +350,7 @@ DATA: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", DATA)
 def test_packed_samples_train_as_in_megatron_alone(train: Train, tmp_path: Path, kind: str) -> None:
-    """Losses, of evaluation too, and every gradient, where attention does not cross a sub-sequence."""
+    # Losses, of evaluation too, and every gradient, where attention does not cross a sub-sequence.
     flags = {**STEPS, **DATA[kind]}
     if kind in ("sft", "varlen"):
         lines = PACKED * 4 if kind == "sft" else tuple((length,) for line in PACKED for length in line) * 2
@@ -395,7 +380,7 @@ def test_packed_samples_train_as_in_megatron_alone(train: Train, tmp_path: Path,
 def trained(
     trainer: Trainer, folder: Path, num_ranks: int, yaml: str = "", library: str = "bridge"
 ) -> tuple[list[list[float]], str]:
-    """Loss, gradient norm and evaluated loss of every step, and rank 0's log."""
+    # Loss, gradient norm and evaluated loss of every step, and rank 0's log.
     folder.mkdir()
     (folder / "balance.yaml").write_text(yaml)
     with_plans = (str(folder / "balance.yaml"), str(folder / "log")) if yaml else ()
@@ -419,7 +404,7 @@ def plain(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> list[li
 
 
 def test_a_loop_of_its_own_trains_as_without_plans(trainer: Trainer, plain: list[list[float]], tmp_path: Path) -> None:
-    """With a self-check before it, a step that runs again, and a record of each."""
+    # With a self-check before it, a step that runs again, and a record of each.
     yaml = "planner: {name: zeppelin, slack: 2.0}\nself_check: true\nplan_ahead: false\nsample_filling: next_fit\n"
     ours, log = trained(trainer, tmp_path / "ours", 2, yaml)
     for got, wanted in zip(ours, plain, strict=True):
@@ -444,7 +429,7 @@ def test_a_loop_of_its_own_trains_as_without_plans(trainer: Trainer, plain: list
 def test_calls_of_other_libraries_train_alike(
     trainer: Trainer, plain: list[list[float]], tmp_path: Path, name: str, steps: list[int]
 ) -> None:
-    """`steps`: their numbers in the log; one loop resumes, and skips some."""
+    # `steps`: their numbers in the log; one loop resumes, and skips some.
     yaml = "planner: {name: zeppelin, slack: 2.0}\nplan_ahead: false\n"
     ours, _ = trained(trainer, tmp_path / "ours", 2, yaml, name)
     for got, wanted in zip(ours, plain, strict=True):
@@ -461,10 +446,8 @@ def test_a_planner_of_microbatches_is_refused(trainer: Trainer, tmp_path: Path) 
 BUILT = {
     "num_moe_experts": 4,
     "cuda_graph_impl": "local",
-    "tp_comm_overlap": True,
-    "delay_wgrad_compute": True,
     "attention_dropout": 0.1,
-    "use_inference_optimized_layers": True,
+    **dict.fromkeys(("tp_comm_overlap", "delay_wgrad_compute", "use_inference_optimized_layers"), True),
 }
 
 
@@ -506,11 +489,7 @@ BATCH = {name: torch.zeros(2, 8, dtype=torch.int64) for name in ("tokens", "labe
         ((BATCH, 0, 0), False, "the iterator gave a tuple; expected a mapping .* let batch_of make one of it"),
         ({"input_ids": BATCH["tokens"]}, False, "a batch of input_ids has no tokens, labels, loss_mask, position_ids"),
         ({name: each.repeat(2, 1) for name, each in BATCH.items()}, False, "4 samples of 8 tokens, .* at most 2"),
-        (
-            {name: each.repeat(1, 2) for name, each in BATCH.items()},
-            False,
-            "2 samples of 16 tokens, .* at most 2 .* of 8",
-        ),
+        ({name: each.repeat(1, 2) for name, each in BATCH.items()}, False, "2 samples of 16 tok.* at most 2 .* of 8"),
         ({name: each[:1] for name, each in BATCH.items()}, True, "1 samples, and seq_aux_loss is a mean over 2"),
         ({**BATCH, "cu_seqlens": torch.tensor([[0, 8], [0, 8]])}, True, "seq_aux_loss takes the packed samples"),
         ({name: each[:1] for name, each in BATCH.items()}, False, None),

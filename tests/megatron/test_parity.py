@@ -1,6 +1,4 @@
-"""Training parity: any planner, any number of ranks, the losses and gradient norms of one rank that
-holds everything.
-"""
+"""Any planner, any number of ranks: losses and gradient norms of one rank that holds everything."""
 
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,8 @@ RANKS_PER_NODE = {8: 4, 4: 2, 2: 1}
 
 # Ranks so slow that arithmetic is what a placement is judged by, as it is for real models; with
 # those of a GPU latency would be.
-SLOW = {
-    "flops_per_s": 1000000000.0,
-    "attention_efficiency": 1.0,
-    "intra_bytes_per_s": 100000000.0,
-    "nic_bytes_per_s": 5000000.0,
-    "intra_alpha_s": 1e-06,
-    "inter_alpha_s": 1e-05,
-}
+SLOW = {"flops_per_s": 1e9, "attention_efficiency": 1.0, "intra_alpha_s": 1e-6, "inter_alpha_s": 1e-5}
+SLOW |= {"intra_bytes_per_s": 1e8, "nic_bytes_per_s": 5e6}
 
 
 def two_nodes(num_ranks: int) -> dict[str, Any]:
@@ -93,9 +85,8 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
     run = train(num_ranks, options, {"train-iters": steps}, config=config)
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:steps]))
     assert_everything_ran(run, planner, num_ranks)
-    assert_layers_ran(
-        run, planner, routing="always" if num_ranks > 2 else "never", remap=True
-    )  # a node of one rank has one NIC
+    routing = "always" if num_ranks > 2 else "never"  # a node of one rank has one NIC
+    assert_layers_ran(run, planner, routing=routing, remap=True)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +94,7 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
     [pytest.param(4, None, marks=PRODUCT), (4, 2), pytest.param(8, 4, marks=PRODUCT)],
 )
 def test_waves_train_like_one_rank(train: Train, one_rank: Run, num_ranks: int, group_size: int | None) -> None:
-    """Uneven shares, heads exchanged in groups and keys in waves; remapped too."""
+    # Uneven shares, heads exchanged in groups and keys in waves; remapped too.
     steps = 4
     planner = {"name": "zeppelin", "slack": 2.0, "group_size": group_size, "num_waves": 2}
     planner = {key: value for key, value in planner.items() if value is not None}
@@ -135,7 +126,7 @@ EVEN = ("ulysses", "packing", "distca", "wlb_sharding")
 
 
 def each_rank(run: Run) -> dict[str, np.ndarray]:
-    """Counters [R], summed over the steps."""
+    # Counters [R], summed over the steps.
     return {name: np.sum([step["counters"][name] for step in run.steps], axis=0) for name in run.steps[0]["counters"]}
 
 
@@ -148,9 +139,8 @@ def assert_everything_ran(run: Run, planner: str, num_ranks: int) -> None:
     assert counted["kv_tokens_received"].sum() > 0
     assert counted["bytes_received_backward"].sum() > 0
     if planner == "zeppelin":
-        queues = (
-            ["inter_node", "intra_node", "local"] if num_ranks > 2 else ["inter_node", "local"]
-        )  # a node of one rank has no ring
+        # a node of one rank has no ring
+        queues = ["inter_node", "intra_node", "local"] if num_ranks > 2 else ["inter_node", "local"]
         for queue in queues:
             assert counted[f"kernel_calls_{queue}"].sum() > 0, f"queue {queue} never ran"
             assert any(step["zones"].get(queue, 0) for step in run.steps)
@@ -159,7 +149,7 @@ def assert_everything_ran(run: Run, planner: str, num_ranks: int) -> None:
 
 
 def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> None:
-    """Ranks remapped and routed as the plans say, and did some of both."""
+    # Ranks remapped and routed as the plans say, and did some of both.
     counted, layers, ranks = each_rank(run), MODEL["num-layers"], len(each_rank(run)["q_tokens_received"])
     remapped, routed = sum(run.column("remapped_tokens")), sum(run.column("routed_transfers"))
     assert counted["remap_tokens_received"].sum() == layers * remapped
@@ -199,13 +189,12 @@ def test_a_way_to_train_changes_no_number(
     assert sum(run.column("remapped_tokens")) > 0
     assert sum(run.column("routed_transfers")) > 0
     twice = "recompute-granularity" in flags
-    assert run.steps[0]["counters"]["forward_calls"] == [
-        n * (1 + twice) for n in run.steps[0]["counters"]["backward_calls"]
-    ]
+    counted = run.steps[0]["counters"]
+    assert counted["forward_calls"] == [n * (1 + twice) for n in counted["backward_calls"]]
 
 
 def test_a_batch_that_grows_trains_like_one_rank(train: Train) -> None:
-    """`--step-batch-size-schedule`, as Megatron's release configurations have it; plans made ahead."""
+    # `--step-batch-size-schedule`, as Megatron's release configurations have it; plans made ahead.
     grown = {"global-batch-size": None, "step-batch-size-schedule": "0:2 2K:4"}  # at 2,000 tokens
     by_samples = {"train-iters": None, "train-samples": 12, "lr-decay-iters": None, "lr-decay-samples": 12}
     flags = {**grown, **by_samples}
@@ -236,9 +225,8 @@ def test_data_parallel_replicas_form_one_pool(train: Train, one_rank: Run, conte
     ids=["experts, learned positions", "no positions"],
 )
 def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path: Path, model: dict[str, Any]) -> None:
-    """Four replicas; one rank holds what they all read, more than one rank's share of full samples,
-    and all attend.
-    """
+    # Four replicas; one rank holds what they all read, more than one rank's share of full samples,
+    # and all attend.
     flags, one = loaded_run(train, tmp_path, {**model, "global-batch-size": 4, "train-iters": 2})
     distca = {"name": "distca", "servers": "pool", "pool_ranks": 3, "block": 16}
     run = train(4, distca, {**flags, "context-parallel-size": 1}, config=two_nodes(4))

@@ -52,15 +52,13 @@ def patch_of(function: object, qualname: str, digest: str | None = None, role: R
     )
 
 
-def test_every_module_of_the_folder_is_in_the_selection() -> None:
+def test_every_module_of_the_folder_is_in_the_selection_and_a_job_needs_only_what_it_uses() -> None:
     listed = {patch.target for patch in every()}
     for path in FOLDER.glob("*.py"):
         if path.stem not in NO_PATCHES:
             module = importlib.import_module(f"megatron_balance.patches.{path.stem}")
             assert {patch.target for patch in module.PATCHES} <= listed, path.stem
 
-
-def test_a_job_needs_only_what_it_uses() -> None:
     def targets(*, joint: bool = False, ping_pong: bool = False, **args: object) -> str:
         chosen = for_job(SimpleNamespace(**{**DENSE, **args}), joint=joint, nano_batches=ping_pong)
         return " ".join(patch.target for patch in chosen if patch.role == "numbers")
@@ -120,7 +118,9 @@ def test_all_sources_that_are_not_reviewed_are_refused_at_once_and_nothing_is_pa
         pytest.fail("the block must not run")
 
 
-def test_an_accepted_source_is_patched_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_accepted_or_observed_source_is_patched_and_told_and_an_observed_one_left_out_where_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     stale = patch_of(other_victim, "other_victim", digest="0123456789ab")
     accepted = {stale.target: source_digest(inspect.getsource(other_victim))}
     with caplog.at_level("WARNING"), applied([stale, patch_of(victim, "victim")], accepted, "run.yaml") as unreviewed:
@@ -129,9 +129,7 @@ def test_an_accepted_source_is_patched_and_told(caplog: pytest.LogCaptureFixture
     assert "run.yaml accepts it" in caplog.text
     with pytest.raises(PatchError), applied([stale], {stale.target: "0" * 12}):
         pytest.fail("another digest than the accepted one")
-
-
-def test_an_observed_source_is_a_warning_and_left_out_where_missing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
     stale = patch_of(other_victim, "other_victim", digest="0123456789ab", role="observed")
     gone = Patch(target=f"{__name__}:Owner.gone", wrap=lambda original: original, role="observed", why="a test")
     with caplog.at_level("WARNING"), applied([stale, gone]) as unreviewed:
@@ -167,7 +165,7 @@ def test_a_digest_is_of_the_code_not_of_its_text() -> None:
 
 
 def test_the_report_shows_what_an_unreviewed_source_changes(tmp_path: Path) -> None:
-    """Through a name that the module imports from its neighbour, as Megatron's router does."""
+    # Through a name that the module imports from its neighbour, as Megatron's router does.
     before, here = tmp_path / "before", tmp_path / "here"
     for root, weight in ((before, 1), (here, 2)):
         package = root / "lib" / "moe"

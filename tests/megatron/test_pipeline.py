@@ -57,16 +57,9 @@ UNEVEN = (500, 300, 400, 90, 130, 33, 450, 60, 200, 512, 7, 410, 280, 1)
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
     folder = tmp_path_factory.mktemp("uneven")
-    deep: dict[str, Any] = {
-        "num-layers": LAYERS,
-        "global-batch-size": BATCH,
-        "train-iters": STEPS,
-        "data-path": write_corpus(folder / "documents", UNEVEN * 9),
-        # The first and the last stage share a weight.
-        "untie-embeddings-and-output-weights": False,
-        **EVALUATION,
-        "eval-interval": STEPS,
-    }
+    deep: dict[str, Any] = {**EVALUATION, "data-path": write_corpus(folder / "documents", UNEVEN * 9)}
+    deep |= {"num-layers": LAYERS, "global-batch-size": BATCH, "train-iters": STEPS, "eval-interval": STEPS}
+    deep["untie-embeddings-and-output-weights"] = False  # the first and the last stage share a weight
     return loaded_run(train, folder / "checkpoint", deep)
 
 
@@ -74,10 +67,7 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 # of a plan. Zeppelin trains in stages below.
 @pytest.mark.parametrize(
     "planner",
-    [
-        *(pytest.param(name, marks=pytest.mark.product) for name in ("te_ring", "llama_all_gather", "ulysses")),
-        "distca",
-    ],
+    [*(pytest.param(name, marks=pytest.mark.product) for name in ("te_ring", "llama_all_gather", "ulysses")), "distca"],
 )
 def test_a_planner_trains_on_two_stages_like_one_rank(
     train: Train, loaded: tuple[dict[str, Any], Run], planner: str
@@ -95,12 +85,8 @@ def test_a_planner_trains_on_two_stages_like_one_rank(
 
 
 INTERLEAVED = {"num-virtual-stages-per-pipeline-rank": 2}
-OVERLAPPED = {
-    "use-distributed-optimizer": True,
-    "overlap-grad-reduce": True,
-    "overlap-p2p-communication-warmup-flush": True,
-    "microbatch-group-size-per-virtual-pipeline-stage": 4,
-}
+OVERLAPPED: dict[str, Any] = {"use-distributed-optimizer": True, "overlap-grad-reduce": True}
+OVERLAPPED |= {"overlap-p2p-communication-warmup-flush": True, "microbatch-group-size-per-virtual-pipeline-stage": 4}
 RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 ZEPPELIN = {"name": "zeppelin"}
 # Room for every document, so that none waits for another step, which one rank would not do.
@@ -168,22 +154,16 @@ def test_rows_are_padded_nano_batch_by_nano_batch_and_shared_by_tensor_parallel_
     assert StageShapes.of_step([[5, 3]], 4, config).rows == (12,)
 
 
-def test_a_stage_that_changes_the_rows_is_told() -> None:
+def test_other_rows_another_number_of_microbatches_and_a_communicator_of_another_kind_are_refused() -> None:
     transfers = object.__new__(PlannedTransfers)
     shapes, crossings = StageShapes((6, 4), 32), Crossings(with_previous=(0, 1), with_next=(0, 1))
     transfers.expect(shapes, crossings)
     assert transfers._communicate_shapes(torch.empty(6, 1, 32), None, True, False) == ((6, 1, 32), ())
     with pytest.raises(ConfigError, match=r"microbatch 1 leaves this pipeline stage as \[5, 1, 32\].*\[4, 1, 32\]"):
         transfers._communicate_shapes(torch.empty(5, 1, 32), None, True, False)
-
-
-def test_a_plan_of_another_number_of_microbatches_is_refused() -> None:
     _check_number(4, 4)
     with pytest.raises(ConfigError, match=r"made 3 microbatches of a step in which every rank runs 4"):
         _check_number(3, 4)
-
-
-def test_a_communicator_of_another_kind_is_refused() -> None:
     assert given_group(None) is None
     with pytest.raises(ConfigError, match=r"p2p_communicator of type SimpleNamespace.*leave it out"):
         given_group(SimpleNamespace(pp_group=None))

@@ -1,6 +1,4 @@
-"""All pipeline stages attending together, tick by tick, two nano-batches interleaved: the losses of
-one rank, and idle stages that work.
-"""
+"""All pipeline stages attending together: the losses of one rank, and idle stages that work."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +22,7 @@ from tests.megatron.conftest import (
     write_corpus,
 )
 from tests.megatron.test_arguments import parse
-from tests.megatron.test_pipeline import EVALUATION
+from tests.megatron.test_pipeline import EVALUATION, TWO_STAGES
 
 LAYERS, BATCH = 4, 8
 # Blocks so small that these documents are cut, and a balance so strict that they must be.
@@ -54,7 +52,7 @@ LAYOUTS = [
 def test_stages_that_attend_together_train_like_one_rank(
     train: Train, loaded: tuple[dict[str, Any], Run], ranks: int, stages: int, flags: dict[str, Any]
 ) -> None:
-    """Planned ahead, one nano-batch of all microbatches at a time."""
+    # Planned ahead, one nano-batch of all microbatches at a time.
     start, one = loaded
     parallel = {"pipeline-model-parallel-size": stages, "context-parallel-size": 1, **flags}
     pool = ranks // flags.get("tensor-model-parallel-size", 1)
@@ -79,23 +77,17 @@ def test_stages_that_attend_together_train_like_one_rank(
 
 
 def test_stages_that_attend_together_in_one_stream(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
-    """Without nano-batches, and with core attention alone computed again, which they do not do."""
+    # Without nano-batches, and with core attention alone computed again, which they do not do.
     start, one = loaded
-    flags = {
-        "pipeline-model-parallel-size": 2,
-        "context-parallel-size": 1,
-        "recompute-granularity": "selective",
-        "train-iters": 1,
-    }
+    flags = {**TWO_STAGES, "recompute-granularity": "selective", "train-iters": 1}
     run = train(4, DISTCA, {**start, **flags}, config={"cluster": {"ranks_per_node": 2}, "ping_pong": False})
     assert_same_training(run, Run(one.result, one.steps[:1]))
     assert_ticks_ran(run, 2 * (BATCH // 2 + 1), LAYERS // 2, 2)
 
 
 def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> None:
-    """Every rank attends in every layer (of each nano-batch) of every tick, also for others while
-    its own stage has nothing to do.
-    """
+    # Every rank attends in every layer (of each nano-batch) of every tick, also for others while
+    # its own stage has nothing to do.
     for step in run.steps:
         counted = step["counters"]
         assert step["num_ticks"] == num_ticks
@@ -109,9 +101,8 @@ def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> No
 
 
 def assert_counted_once(run: Run, layers: int) -> None:
-    """The plans' tokens received and across nodes in one layer, of both nano-batches, are those
-    that the ranks counted in so many.
-    """
+    # The plans' tokens received and across nodes in one layer, of both nano-batches, are those that
+    # the ranks counted in so many.
     for step in run.steps:
         counted = step["counters"]
         assert step["kv_tokens_received"] * len(counted["kv_tokens_received"]) * layers == pytest.approx(
@@ -132,17 +123,11 @@ ODD = (SEQ_LENGTH, 301, 210, SEQ_LENGTH, SEQ_LENGTH, 509, 1)
 def test_microbatches_of_one_document_and_a_resumed_run(
     train: Train, loaded: tuple[dict[str, Any], Run], tmp_path: Path
 ) -> None:
-    flags = {
-        **loaded[0],
-        **EVALUATION,
-        "global-batch-size": 4,
-        "train-iters": 4,
-        "data-path": write_corpus(tmp_path / "odd", ODD * 8),
-    }
+    flags = {**loaded[0], **EVALUATION, "global-batch-size": 4, "train-iters": 4}
+    flags["data-path"] = write_corpus(tmp_path / "odd", ODD * 8)
     one = train(1, "te_ring", at_once(flags))
     saved = tmp_path / "saved"
-    stages = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1}
-    whole = train(2, DISTCA, {**flags, **stages, "save": saved, "save-interval": 2})
+    whole = train(2, DISTCA, {**flags, **TWO_STAGES, "save": saved, "save-interval": 2})
     assert_same_training(whole, one)
     sequences, microbatches = whole.column("num_sequences"), whole.column("num_microbatches")
     alone = [n == m for n, m in zip(sequences, microbatches, strict=True)]
@@ -156,7 +141,7 @@ def test_microbatches_of_one_document_and_a_resumed_run(
 
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
     as_it_was = {"load": saved, "finetune": False, "no-load-optim": False, "no-load-rng": False}
-    resumed = train(2, DISTCA, {**flags, **stages, **as_it_was})
+    resumed = train(2, DISTCA, {**flags, **TWO_STAGES, **as_it_was})
     assert resumed.column("step") == [3, 4]
     for name in ("loss", "grad_norm", "fingerprint"):
         assert resumed.column(name) == whole.column(name)[2:]
@@ -181,24 +166,23 @@ def test_flags_that_keep_stages_apart_are_refused(sentence: str, words: tuple[st
         attends_jointly(args, chosen)
 
 
+FULL = {"recompute_granularity": "full"}
+
+
 @pytest.mark.parametrize(
     ("options", "calls"),
     [
         ({}, "b3"),
         ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "b3"),
         ({"recompute_granularity": "selective"}, "f1 b1 f1 b1 f1 b1"),
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, "f1 b1 f2 b2"),
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}, "b1 f1 b1 f1 b1"),
-        (
-            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
-            "f1 b1 f1 b1 f1 b1",
-        ),
+        ({**FULL, "recompute_method": "uniform", "recompute_num_layers": 2}, "f1 b1 f2 b2"),
+        ({**FULL, "recompute_method": "block", "recompute_num_layers": 2}, "b1 f1 b1 f1 b1"),
+        ({**FULL, "recompute_method": "block", "recompute_num_layers": 9}, "f1 b1 f1 b1 f1 b1"),
     ],
 )
 def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[str, Any], calls: str) -> None:
-    """Passes through layers, f: forward, b: backward; each nano-batch attends once in each layer,
-    forward and evaluating too.
-    """
+    # Passes through layers, f: forward, b: backward; each nano-batch attends once in each layer,
+    # forward and evaluating too.
     recompute = recompute_of(
         SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options})
     )

@@ -1,11 +1,10 @@
-"""Steps planned ahead and on the spot, and the small sums around them; no training, no process
-group."""
+"""Steps planned ahead and on the spot, and the small sums around them; no training."""
 
 import argparse
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Layers
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import forward_backward, forward_step, planning
@@ -44,8 +42,7 @@ SAMPLES = ((30, 20), (40,), (10, 10, 10), (50,), (25, 25), (5,), (60,), (33, 1))
 
 
 class Data:
-    """Sample lengths; `lies` about them if told to."""
-
+    # Sample lengths; `lies` about them if told to.
     fingerprint = "0123456789abcdef"
 
     def __init__(self, lies: bool = False) -> None:
@@ -61,24 +58,12 @@ class Data:
 def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
     config = SimpleNamespace(planner=choose_planner(planner, {}), plan_costs=None, prove_every=1, backward="auto")
     usual = {
-        "rank": 0,
-        "seq_length": 64,
-        "micro_batch_size": 2,
-        "context_parallel_size": 1,
-        "consumed_train_samples": 0,
-        "tensor_model_parallel_size": 1,
-        "sequence_parallel": False,
-        "pipeline_model_parallel_size": 1,
-        "data_parallel_size": 64,
-        "num_layers": 32,
-        "mtp_num_layers": None,
-        "virtual_pipeline_model_parallel_size": None,
-        "use_distributed_optimizer": True,
-        "grad_reduce_in_bf16": False,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": None,
-        "recompute_granularity": None,
-    }
+        "rank": 0, "seq_length": 64, "micro_batch_size": 2, "consumed_train_samples": 0, "data_parallel_size": 64,
+        "num_layers": 32, "mtp_num_layers": None, "context_parallel_size": 1, "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
+        "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None, "recompute_granularity": None,
+        "use_distributed_optimizer": True, "grad_reduce_in_bf16": False,
+    }  # fmt: skip
     return SimpleNamespace(
         config=config,
         row_multiple=1,
@@ -190,7 +175,7 @@ def test_figures_of_ticks_count_each_half_once() -> None:
     assert len(both["attention"]) == 2 * both["num_ticks"]
 
 
-def test_the_capacity_of_a_rank_is_its_share_of_full_samples() -> None:
+def test_the_capacity_of_a_rank_is_its_share_of_full_samples_of_its_own_microbatches_in_evaluation() -> None:
     assert planning.tokens_per_rank(64, 2, 4) == 32
     with pytest.raises(ConfigError, match="not divisible"):
         planning.tokens_per_rank(63, 1, 2)
@@ -198,6 +183,14 @@ def test_the_capacity_of_a_rank_is_its_share_of_full_samples() -> None:
     assert planner.plan(((24, 24),)).plans[0].num_tokens == 48  # zeppelin's slack of 1.5 over 16 x 2 tokens
     with pytest.raises(InfeasibleError, match="49 tokens"):
         planner.plan(((24, 25),))
+    # 16 samples of 64 tokens on one rank, where training has 2.
+    sizes = {"micro_batch_size": 2, "eval_micro_batch_size": 16}
+    specs = [planning.plan_spec(job(None, "te_ring", **sizes), joint=False, evaluation=each) for each in (False, True)]
+    assert [spec.options["tokens_per_rank"] for spec in specs] == [2 * 64, 16 * 64]
+    work = job(None, "te_ring", **sizes)
+    work.config.planner = choose_planner("zeppelin", {"tokens_per_rank": 100})
+    assert planning.plan_spec(work, joint=False, evaluation=True).options["tokens_per_rank"] == 800
+    planning.step_plans(work, ahead=False, evaluation=True).plan(((64,) * 12,))
 
 
 @pytest.mark.parametrize(("pool_ranks", "held"), [(3, 512), (1, 171)])
@@ -230,19 +223,8 @@ def test_a_pool_shares_its_nics_with_tensor_parallel_peers() -> None:
     assert {size: cluster.nic_bytes_per_s for size, cluster in seen.items()} == {1: 40e9, 2: 20e9, 4: 10e9, 8: 10e9}
 
 
-def test_evaluation_has_room_for_its_own_microbatches() -> None:
-    """16 samples of 64 tokens on one rank, where training has 2."""
-    sizes = {"micro_batch_size": 2, "eval_micro_batch_size": 16}
-    specs = [planning.plan_spec(job(None, "te_ring", **sizes), joint=False, evaluation=each) for each in (False, True)]
-    assert [spec.options["tokens_per_rank"] for spec in specs] == [2 * 64, 16 * 64]
-    work = job(None, "te_ring", **sizes)
-    work.config.planner = choose_planner("zeppelin", {"tokens_per_rank": 100})
-    assert planning.plan_spec(work, joint=False, evaluation=True).options["tokens_per_rank"] == 800
-    planning.step_plans(work, ahead=False, evaluation=True).plan(((64,) * 12,))
-
-
 def changing(seq_length: int) -> Any:
-    """A job of four GPUs whose layout is TP 2 x DP 2."""
+    # A job of four GPUs whose layout is TP 2 x DP 2.
     made = job(None, "hydraulis", seq_length=seq_length, tensor_model_parallel_size=2, sequence_parallel=True)
     made.layout = Strategy.parse("2*tp2-pp1-cp1")
     made.candidates = tuple(map(Strategy.parse, ("tp2-pp1-cp1+tp1-pp2-cp1", "tp1-pp1-cp4")))
@@ -252,8 +234,8 @@ def changing(seq_length: int) -> Any:
     return made
 
 
-def test_candidates_are_planned_for_gpus_and_evaluation_for_the_layout() -> None:
-    """Microbatches of a pipeline are planned with one tensor-parallel rank's heads."""
+def test_candidates_are_planned_for_gpus_evaluation_for_the_layout_and_none_that_holds_a_sample_refused() -> None:
+    # Microbatches of a pipeline are planned with one tensor-parallel rank's heads.
     trained, evaluated = (planning.plan_spec(changing(64), joint=False, evaluation=each) for each in (False, True))
     assert (trained.cluster.num_ranks, trained.model.num_heads, trained.layers.align) == (4, 8, 2)
     assert trained.options["tokens_per_rank"] * 2 == evaluated.options["tokens_per_rank"] == 128
@@ -265,9 +247,6 @@ def test_candidates_are_planned_for_gpus_and_evaluation_for_the_layout() -> None
     assert planning.plan_spec(small, joint=False).options["tokens_per_rank"] == 16
     held = planning.plan_spec(small, joint=False, evaluation=True).options["tokens_per_rank"]
     assert held == 128, "the layout is evaluated on whole samples"
-
-
-def test_candidates_none_of_which_holds_a_sample_are_refused() -> None:
     spec = planning.plan_spec(changing(64), joint=False)
     planning.check_holds(spec, 256)
     with pytest.raises(ConfigError, match=r"holds --seq-length 257: tp1-pp1-cp4, .* holds 256 tokens; raise"):
@@ -276,7 +255,7 @@ def test_candidates_none_of_which_holds_a_sample_are_refused() -> None:
 
 @pytest.mark.parametrize(("joint", "asked"), [(False, "keep"), (True, "replay")])
 def test_planners_are_told_the_memory_of_the_layout(joint: bool, asked: str) -> None:
-    """Of 64 ranks in 4 stages, 16 share out the optimizer's state. Joint stages replay."""
+    # Of 64 ranks in 4 stages, 16 share out the optimizer's state. Joint stages replay.
     work = job(None, pipeline_model_parallel_size=4, data_parallel_size=16)
     work.config.backward, work.joint = "keep", joint
     work.pool = dataclasses.replace(work.pool, num_stages=4)
@@ -313,7 +292,7 @@ def test_checks_see_the_loss_of_a_token_however_many_a_rank_holds(monkeypatch: p
 
 
 def test_megatrons_throughput_counts_the_real_tokens_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the squares of its sequences; of no padding, and of no other replica's."""
+    # And the squares of its sequences; of no padding, and of no other replica's.
     for name, fresh in (("_seqlen_stats_in_iteration", None), ("_seqlen_stats_active", False)):
         monkeypatch.setattr(training, name, fresh)
     owners = (np.array([0, 0, 2]), np.array([2, 2]), np.array([0]))
@@ -367,17 +346,9 @@ def job_args(**more: Any) -> argparse.Namespace:
     )  # fmt: skip
 
 
-def test_the_last_stage_holds_the_layers_of_further_tokens() -> None:
-    args, model = job_args(mtp_num_layers=1), seen()
-    assert [stage.num_layers for stage in stages_of(args, model, 1, 4)] == [2, 2, 2, 3]
-    args.mtp_num_layers = None
-    assert [stage.num_layers for stage in stages_of(args, model, 1, 1)] == [8]
-
-
-def test_state_is_of_the_stages_and_of_a_ranks_own_experts() -> None:
-    """2 tensor-parallel ranks, 2 stages of 2 layers, 8 ranks beside them; each has 2 experts
-    of 8, whole. The sum on paper.
-    """
+def test_layers_and_state_are_of_the_stages_and_of_a_ranks_own_experts() -> None:
+    # 2 tensor-parallel ranks, 2 stages of 2 layers, 8 ranks beside them; each has 2 experts of 8,
+    # whole. The sum on paper.
     model = seen(2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
     stages = stages_of(job_args(num_layers=4), model, 2, 2)
     attention = 64 * 3 * 4 * 16 + 4 * 16 * 64  # `seen` gives a rank four heads
@@ -395,6 +366,10 @@ def test_state_is_of_the_stages_and_of_a_ranks_own_experts() -> None:
     assert apart[0].state_bytes == pytest.approx(6 * (others + experts / 2) + 12 * (others / 8 + experts / 2 / 2))
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     assert stages_of(job_args(**full), seen(), 1, 1)[0].recompute == Recomputed("uniform")
+    args, model = job_args(mtp_num_layers=1), seen()  # the last stage holds those of further tokens
+    assert [stage.num_layers for stage in stages_of(args, model, 1, 4)] == [2, 2, 2, 3]
+    args.mtp_num_layers = None
+    assert [stage.num_layers for stage in stages_of(args, model, 1, 1)] == [8]
 
 
 # Our rules `hybrid` against the scheduler of the installed megatron-core, group by group.
@@ -407,25 +382,19 @@ SPEC = PlanSpec(
 LENGTHS = (300, 140, 40, 20, 7, 1, 90, 90, 65)
 
 
-def batches(count: int) -> list[tuple[list[int], int, int]]:
-    """Lengths with a long tail, tokens of a rank, ranks; every sequence fits the ranks together."""
+def test_hybrid_alone_makes_the_groups_that_megatron_makes() -> None:
+    scheduler = planning._own_scheduler()
+    assert scheduler is not None
     rng = random.Random(3)
-    made = []
-    for _ in range(count):
+    for _ in range(300):  # a long tail; every sequence fits the ranks together
         num_ranks, tokens = 2 ** rng.randrange(6), rng.choice([64, 1000, 4096])
         lengths = [
             max(1, min(num_ranks * tokens, int(rng.lognormvariate(5, 1.5) * tokens / 150)))
             for _ in range(rng.randint(1, 60))
         ]
-        made.append((lengths, tokens, num_ranks))
-    return made
-
-
-def test_hybrid_makes_the_groups_that_megatron_makes() -> None:
-    scheduler = planning._own_scheduler()
-    assert scheduler is not None
-    for lengths, tokens, num_ranks in batches(300):
         assert megatron.RULES["hybrid"](lengths, tokens, num_ranks) == scheduler(lengths, tokens, num_ranks)
+    for other in ({"options": {**SPEC.options, "rules": "dynamic"}}, {"name": "te_ring", "options": {}}):
+        assert planning._by_own_scheduler(dataclasses.replace(SPEC, **other).choice()) is None, "not Megatron's"
     ours = make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, rules="hybrid")(LENGTHS)
     assert plan_with(scheduler, Batch(LENGTHS), SPEC.cluster, SPEC.model, MegatronDynamicOptions()) == ours
 
@@ -440,17 +409,6 @@ def test_a_scheduler_that_fails_is_left_alone_and_said_so(
     with caplog.at_level(logging.WARNING):
         assert planning._own_scheduler() is None
     assert "has no scheduler of context-parallel groups that works (AssertionError: no group); use our" in caplog.text
-
-
-def planner(spec: PlanSpec) -> Callable[[Batch], MicrobatchPlan]:
-    choice = planning._by_own_scheduler(spec.choice())
-    assert choice is not None
-    cost = planning_cost(spec.cluster, spec.model, None)
-    return lambda batch: choice.plan(batch, spec.cluster, spec.model, cost)
-
-
-def by_our_rules() -> MicrobatchPlan:
-    return make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options)(LENGTHS)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -468,16 +426,13 @@ def test_training_plans_by_megatrons_own_code_and_by_our_rules_where_that_fails(
 
     monkeypatch.setattr(planning, "_schedule", noted)
     with caplog.at_level(logging.INFO):
-        plan = planner(SPEC)
+        choice = planning._by_own_scheduler(SPEC.choice())
+        assert choice is not None
+        given = Batch(LENGTHS), SPEC.cluster, SPEC.model, planning_cost(SPEC.cluster, SPEC.model, None)
         assert "context-parallel groups by BalancedCPScheduler of megatron-core" in caplog.text
         asked.clear()
-        assert plan(Batch(LENGTHS)) == plan(Batch(LENGTHS)) == by_our_rules()
+        ours = make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options)(LENGTHS)
+        assert choice.plan(*given) == choice.plan(*given) == ours
     assert LENGTHS in asked
     told = "Megatron's scheduler fails for 9 sequences on 8 ranks of 200 tokens (IndexError: list index"
     assert caplog.text.count(told) == fails
-
-
-def test_other_planners_and_rules_are_not_megatrons() -> None:
-    others = ({"options": {**SPEC.options, "rules": "dynamic"}}, {"name": "te_ring", "options": {}})
-    for other in others:
-        assert planning._by_own_scheduler(dataclasses.replace(SPEC, **other).choice()) is None

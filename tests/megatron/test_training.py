@@ -38,13 +38,8 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
     config = {**TWO_NODES, "routing": {"when": "always", "pieces": 2}, "remap": True}
     whole = train(4, planner, {"train-iters": steps}, config=config)
     assert min(sum(whole.column("remapped_tokens")), sum(whole.column("routed_transfers"))) > 0
-    saving = {
-        "train-iters": steps,
-        "ckpt-format": "torch_dist",
-        "save": tmp_path,
-        "load": tmp_path,
-        "save-interval": saved,
-    }
+    saving: dict[str, Any] = {"train-iters": steps, "ckpt-format": "torch_dist"}
+    saving |= {"save": tmp_path, "load": tmp_path, "save-interval": saved}
 
     def ended_by_kill(result: Result) -> None:
         assert set(result.codes) == {SIGKILL}, result.tail(result.failed or 0)
@@ -54,9 +49,8 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
     for name in ("loss", "grad_norm", "num_tokens", "fingerprint"):
         assert first.column(name) == whole.column(name)[: len(first.steps)], f"{name} before the kill"
     elsewhere = train(2, "distca", {**saving, "save": None}, config=TWO_NODES)
-    assert elsewhere.steps[0]["counters"]["forward_calls"] == [8, 8], (
-        "2 layers of 2 microbatches, each as two nano-batches"
-    )
+    # 2 layers of 2 microbatches, each as two nano-batches
+    assert elsewhere.steps[0]["counters"]["forward_calls"] == [8, 8]
     resumed = train(4, planner, saving, config=config)
     for run in (elsewhere, resumed):
         assert run.column("step") == list(range(saved + 1, steps + 1))
@@ -69,11 +63,10 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
 def assert_an_account_was_saved_and_another_corpus_is_refused(
     checkpoint: Path, train: Train, saving: dict[str, Any]
 ) -> None:
-    """No document waits, and that went through the resumes on 4 and on 2 ranks; here one of another
-    corpus is put in.
-
-    Megatron prefers a `common.pt` to what the checkpoint says of the same.
-    """
+    # No document waits, and that went through the resumes on 4 and on 2 ranks; here one of another
+    # corpus is put in.
+    #
+    # Megatron prefers a `common.pt` to what the checkpoint says of the same.
     common = load_common_state_dict(checkpoint)
     ledger, _ = session._saved_ledger(common["args"])
     assert ledger.carry == EMPTY
@@ -119,7 +112,7 @@ def assert_steps_are_logged_and_a_report_reads_them(run: Run, out: Path) -> None
 
 
 def assert_the_trace_of_step_3_is_whole(run: Run, out: Path) -> None:
-    """Of 4 ranks on two nodes: two microbatches of two layers, with what the log counted of them."""
+    # Of 4 ranks on two nodes: two microbatches of two layers, with what the log counted of them.
     folder = run.result.logs / "log"
     assert sorted(path.name for path in (folder / "traces").iterdir()) == [f"step-3-rank-{r}.json" for r in range(4)]
     assert cli.main(["trace", str(folder), "--out", str(out)]) == 0
@@ -145,27 +138,20 @@ def assert_the_trace_of_step_3_is_whole(run: Run, out: Path) -> None:
 
 
 def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_path: Path) -> None:
-    """Megatron rejects a loss (here by injection), replays the step from the same raw microbatches
-    and compares: equal to the last bit.
-    """
-
+    # Megatron rejects a loss (here by injection), replays the step from the same raw microbatches
+    # and compares: equal to the last bit.
     def replayed(result: Result) -> None:
         assert set(result.codes) == {RESUME_TO_DISAMBIGUATE}, result.tail(result.failed or 0)
         assert "Need to rerun step to check reproducibility" in result.log(0)
         assert "Saving a checkpoint and exiting now" in result.log(0)
 
-    flags = {
-        "error-injection-rate": 3,
-        "error-injection-type": "correct_result",
-        "save": tmp_path,
-        "save-interval": 1000,
-    }
-    train(2, "zeppelin", {**flags, "ckpt-format": "torch_dist"}, config=TWO_NODES, expect=replayed)
+    flags = {"error-injection-rate": 3, "error-injection-type": "correct_result"}
+    saving = {"save": tmp_path, "save-interval": 1000, "ckpt-format": "torch_dist"}
+    train(2, "zeppelin", {**flags, **saving}, config=TWO_NODES, expect=replayed)
 
 
 def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> None:
-    """The others wait for it in a group of ours, whose timeout is Megatron's too."""
-
+    # The others wait for it in a group of ours, whose timeout is Megatron's too.
     def ended(result: Result) -> None:
         assert result.codes[0] > 0, f"rank 0 waited for the frozen one; its log ends:\n{result.tail(0)}"
         assert result.codes[1] == SIGKILL, "it was frozen to the end"
@@ -176,7 +162,7 @@ def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> Non
     train(2, "te_ring", flags, kill_after=3, freeze=1, expect=ended, deadline_s=90, grace_s=1.0)
 
 
-def test_a_refused_flag_ends_every_rank_with_one_sentence(train: Train) -> None:
+def test_a_refused_flag_or_an_unknown_key_ends_every_rank_with_one_sentence(train: Train) -> None:
     given = {"sft": True, "dataloader-type": "cyclic", "fim-data": True, "data-path": "/nowhere/a", "eval-iters": 1}
     refused = refusal(
         *("--sft reads conversations", "--dataloader-type cyclic", "--fim-data rearranges"),
@@ -184,9 +170,6 @@ def test_a_refused_flag_ends_every_rank_with_one_sentence(train: Train) -> None:
     )
     run = train(2, "wlb_llm", given, expect=refused, deadline_s=60)
     assert "building GPT model" not in run.result.log(0)
-
-
-def test_an_unknown_key_ends_every_rank_with_a_suggestion(train: Train) -> None:
     train(2, {"name": "te_ring", "token_per_rank": 12}, expect=refusal("did you mean 'tokens_per_rank'"), deadline_s=60)
 
 
@@ -201,9 +184,8 @@ def test_a_rank_that_cannot_read_its_samples_leaves_none_waiting(train: Train, t
     tokens = bytearray(path.read_bytes())
     tokens[-2 * 30 : -2 * 29] = b"\xff\x7f"  # one id that no embedding has, in the last document
     path.write_bytes(tokens)
-    train(
-        2, "te_ring", {"data-path": corpus, "context-parallel-size": 1, "train-iters": 7}, expect=refused, deadline_s=60
-    )
+    flags = {"data-path": corpus, "context-parallel-size": 1, "train-iters": 7}
+    train(2, "te_ring", flags, expect=refused, deadline_s=60)
 
 
 # Documents that wait, in Megatron's loop: their tokens come back after a resume, also on another
@@ -215,7 +197,7 @@ FOUR = {"global-batch-size": 4}
 
 
 def adds_up(run: Run, before: int = 0) -> None:
-    """Check the tokens of every step: those that waited and those drawn are trained or wait."""
+    # Check the tokens of every step: those that waited and those drawn are trained or wait.
     for step in run.steps:
         assert before + step["drawn_tokens"] == step["trained_tokens"] + step["waiting_tokens"], step["step"]
         assert step["trained_tokens"] == step["num_tokens"]

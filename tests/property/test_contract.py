@@ -16,7 +16,6 @@ from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Held, Placed, RemoteHeld
 from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json
-from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
 from tests.support.dense import NAMES
@@ -31,19 +30,22 @@ each_planner = pytest.mark.parametrize("planner", ALL_PLANNERS)
 @examples(16)
 @given(case=cases(masks=NAMES), policy=policies)
 def test_a_plan_and_its_program_are_right(planner: str, policy: Policy, case: Case) -> None:
-    """Of one plan: the same input gives it again; it is read back from its JSON; every token has one
-    owner, in the order of the layout. Of its one program: every query meets every key that it may
-    see once, forward and backward, as it stands and as its ranks run it; it is read back from what
-    it prints; outputs and gradients equal dense attention. Layouts of all ranks at once are those of
-    each, and remote tokens those of the moves.
-    """
+    # Of one plan: the same input gives it again; it is read back from its JSON; every token has one
+    # owner, in the order of the layout. Of its one program: every query meets every key that it may
+    # see once, forward and backward, as it stands and as its ranks run it; it is read back from
+    # what it prints; outputs and gradients equal dense attention. Layouts of all ranks at once are
+    # those of each, and remote tokens those of the moves.
     planned = plan(planner, case)
     assert plan(planner, case) == planned
     read = from_json(to_json(planned))
     assert read == planned
     assert read.fingerprint() == planned.fingerprint()
     program = prove(planned, policy)
-    assert_tokens_have_one_owner(planned, case, program)
+    assert planned.lengths == case.batch.lengths
+    owned = [layout(planned, rank).tolist() for rank in range(planned.num_ranks)]
+    tokens = sorted((seq, token) for rows in owned for seq, start, stop in rows for token in range(start, stop))
+    assert tokens == [(seq, token) for seq, length in enumerate(planned.lengths) for token in range(length)]
+    assert owned == [as_array(owned).tolist() for owned in program.owned]
     assert_layouts_of_all_ranks_are_those_of_each(planned)
     assert parse(text(program)) == program
     assert dense.worst_of(program, value_dim=3) < 1e-9
@@ -66,16 +68,15 @@ def test_issue_order_is_one_and_no_rendezvous_hangs(
 @examples(30)
 @given(case=cases(num_ranks=(4, 6, 8), max_length=12, min_sequences=3), other=lengths(max_length=12), policy=policies)
 def test_issue_order_of_several_zones_is_one(policy: Policy, case: Case, other: tuple[int, ...]) -> None:
-    """Few tokens: ranks of a group then often have nothing to send or receive in its collectives."""
+    # Few tokens: ranks of a group then often have nothing to send or receive in its collectives.
     assert_one_issue_order("random_shares", policy, replace(case, remapped=False, routing=None), other)
 
 
 def assert_one_issue_order(
     planner: str, policy: Policy, case: Case, other: tuple[int, ...], *, passing: bool = True
 ) -> None:
-    """Of two nano-batches interleaved over two layers and, in that, of each of them, with nothing
-    connected before; under `communication: safe` too.
-    """
+    # Of two nano-batches interleaved over two layers and, in that, of each of them, with nothing
+    # connected before; under `communication: safe` too.
     case = replace(case, tokens_per_rank=None)
     plans = [plan(planner, each) for each in (case, replace(case, batch=Batch(other)))]
     compiled = [compile_ranks(each, policy, passing=passing) for each in plans]
@@ -83,14 +84,6 @@ def assert_one_issue_order(
     for batches in phases:
         verify_issue_order(batches)
     assert not hanging([group_calls([*ahead, *back]) for ahead, back in zip(*phases, strict=True)])
-
-
-def assert_tokens_have_one_owner(planned: MicrobatchPlan, case: Case, program: Program) -> None:
-    assert planned.lengths == case.batch.lengths
-    owned = [layout(planned, rank).tolist() for rank in range(planned.num_ranks)]
-    tokens = sorted((seq, token) for rows in owned for seq, start, stop in rows for token in range(start, stop))
-    assert tokens == [(seq, token) for seq, length in enumerate(planned.lengths) for token in range(length)]
-    assert owned == [as_array(owned).tolist() for owned in program.owned]
 
 
 def assert_layouts_of_all_ranks_are_those_of_each(planned: MicrobatchPlan) -> None:

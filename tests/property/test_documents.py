@@ -1,5 +1,4 @@
-"""No token is lost or trained twice in an epoch: across ranks, kills and resumes, and changes of
-the number of ranks."""
+"""No token is lost or trained twice in an epoch; a link brings every weight and every gradient."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,7 @@ seeds = st.integers(0, 5)
 
 @dataclass(frozen=True)
 class Run:
-    """One life of a training job, from a start or resume until it is killed."""
-
+    # One life of a training job, from a start or resume until it is killed.
     num_replicas: int
     micro_batch_size: int
     num_microbatches: int
@@ -46,9 +44,8 @@ runs = st.lists(
 def train(
     lengths: list[int], seq_length: int, seed: int, policy: CutPolicy, lives: list[Run]
 ) -> list[tuple[DocumentPiece, ...]]:
-    """Samples in the order of their global batches; every rank of every life opens its own stream,
-    as separate processes do.
-    """
+    # Samples in the order of their global batches; every rank of every life opens its own stream,
+    # as separate processes do.
     read: list[tuple[DocumentPiece, ...]] = []
     for run in lives:
         consumed = len(read)
@@ -76,7 +73,7 @@ def times_read(samples: list[tuple[DocumentPiece, ...]], lengths: list[int]) -> 
 def test_every_epoch_reads_every_token_once_across_ranks_and_resumes(
     lengths: list[int], seq_length: int, seed: int, policy: CutPolicy, lives: list[Run]
 ) -> None:
-    """One that was killed reads what one that was not reads: whole pieces up to the context length."""
+    # One that was killed reads what one that was not reads: whole pieces up to the context length.
     samples = train(lengths, seq_length, seed, policy, lives)
     assert train(lengths, seq_length, seed, policy, [Run(1, 1, 1, len(samples))]) == samples
     judge = DocumentStream(np.array(lengths), seq_length, seed, policy)
@@ -104,7 +101,7 @@ def test_every_epoch_reads_every_token_once_across_ranks_and_resumes(
 def test_a_sample_ends_only_where_the_next_piece_does_not_fit_or_the_epoch_ends(
     lengths: list[int], seq_length: int, seed: int
 ) -> None:
-    """Epochs differ in order but not in content."""
+    # Epochs differ in order but not in content.
     stream = DocumentStream(np.array(lengths), seq_length, seed, filling="next_fit")
     epochs: list[list[DocumentPiece]] = []
     for epoch in range(4):
@@ -144,7 +141,7 @@ BF16, FP32 = 2, 4
 
 
 def expanded(table: Ints, number: int, rectangle: slice, case: Links) -> list[list[tuple[int, int]]]:
-    """(parameter, element) of each row, row by row of its rectangle."""
+    # (parameter, element) of each row, row by row of its rectangle.
     rows: list[list[tuple[int, int]]] = []
     for row in table:
         parameter = case.listed[row[number]]
@@ -167,10 +164,9 @@ def test_an_owned_shard_is_megatrons_flat_range_in_its_order(case: Links) -> Non
 def test_messages_of_ranks_that_know_only_their_own_rows_bring_every_weight_and_every_gradient(
     case: Links, per_node: int
 ) -> None:
-    """A weight is the number of its element, so each element of each role must come, and once. A
-    gradient from rank r is 4 ** r, so a sum says how often each rank's came to an owner. Ranks of a
-    node that hold the same hand on what one of them received, and one sends what they sum.
-    """
+    # A weight is the number of its element, so each element of each role must come, and once. A
+    # gradient from rank r is 4 ** r, so a sum says how often each rank's came to an owner. Ranks of
+    # a node that hold the same hand on what one of them received, and one sends what they sum.
     parameters, base = case.parameters, case.base
     owned, ranks = base.owned(parameters), range(base.num_ranks)
     mine = [owned[owned[:, Shard.RANK] == rank] for rank in ranks]
@@ -249,21 +245,10 @@ def test_both_ends_of_a_message_have_the_same_rows_and_an_owner_adds_by_rank(cas
         assert (elements(table) > 0).all()
 
 
-def test_a_piece_outside_of_a_ranks_shards_is_refused() -> None:
-    listed = (Parameter("a", 4, 2, 0, 0),)
-    base = Base(Scheme(), 2, buffers_of(listed, 1, Scheme(), 2, 1))
-    parameters = ParameterTable.of(listed, 1)
-    owned = base.owned(parameters)
-    table = link(base, owned, Strategy((Scheme(2),)), parameters, 0)
-    with pytest.raises(ConfigError, match="lies in 0 of this rank's shards"):
-        places(table.pull, owned[owned[:, Shard.RANK] == 1])
-
-
 @given(links())
 def test_the_bases_own_scheme_moves_what_all_gather_and_reduce_scatter_move(case: Links) -> None:
-    """CP ranks of the base share an optimizer shard as replicas do, so pipelines lie as its replicas
-    where it has no stages; with stages ranks of a replica are apart.
-    """
+    # CP ranks of the base share an optimizer shard as replicas do, so pipelines lie as its replicas
+    # where it has no stages; with stages ranks of a replica are apart.
     listed = tuple(p for p in case.listed if not p.parts)
     scheme, replicas = Scheme(case.base.scheme.tensor, 1, case.base.scheme.context), case.base.replicas
     base = Base(scheme, replicas, buffers_of(listed, case.num_layers, scheme, replicas, 3))
@@ -280,9 +265,8 @@ def test_the_bases_own_scheme_moves_what_all_gather_and_reduce_scatter_move(case
 
 @given(links())
 def test_a_pull_brings_at_most_a_ranks_weights_and_a_push_takes_them_to_each_copy(case: Links) -> None:
-    """B.1: W / TP weights, once into the rank and once out of it; replicated and tied parameters go
-    to every copy of the base.
-    """
+    # B.1: W / TP weights, once into the rank and once out of it; replicated and tied parameters go
+    # to every copy of the base.
     parameters = case.parameters
     result = link(case.base, case.base.owned(parameters), case.strategy, parameters)
     pulled, pushed = traffic(result.pull, case.base.num_ranks), traffic(result.push, case.base.num_ranks)
@@ -296,12 +280,15 @@ def test_a_pull_brings_at_most_a_ranks_weights_and_a_push_takes_them_to_each_cop
 
 
 def test_degrees_whose_common_multiple_does_not_divide_a_dimension_go_together() -> None:
-    """<16,1,1> beside six <8,1,1> and an optimizer cut in 7: LCM 448 does not divide 6,656."""
+    # <16,1,1> beside six <8,1,1> and an optimizer cut in 7: LCM 448 does not divide 6,656.
     listed = (Parameter("fc2", 3, 6656, 0, 1), Parameter("qkv", 6656, 3, 0, 0))
     base = Base(Scheme(8), 8, buffers_of(listed, 1, Scheme(8), 8, 2))
     case = Links(listed, 1, base, Strategy((Scheme(16), *(Scheme(8),) * 6)))
     pulled = link(base, base.owned(case.parameters), case.strategy, case.parameters).pull
-    both = traffic(pulled, base.num_ranks)[:, 1] + _kept(pulled, base.num_ranks)
+    kept = pulled[pulled[:, WeightPiece.SRC] == pulled[:, WeightPiece.DST]]
+    sizes = (kept[:, WeightPiece.STOPS] - kept[:, WeightPiece.STARTS]).prod(axis=1)
+    kept_by_rank = np.bincount(kept[:, WeightPiece.DST], sizes, base.num_ranks).astype(np.int64)
+    both = traffic(pulled, base.num_ranks)[:, 1] + kept_by_rank
     assert both.tolist() == [2 * 3 * 416] * 16 + [2 * 3 * 832] * 48
 
 
@@ -310,7 +297,7 @@ def test_degrees_whose_common_multiple_does_not_divide_a_dimension_go_together()
 def test_both_ends_of_a_tied_embedding_pull_from_their_own_end_and_push_to_both(
     base_stages: int, role_stages: int
 ) -> None:
-    """Ranks of the base: two replicas a stage. One pipeline in the role."""
+    # Ranks of the base: two replicas a stage. One pipeline in the role.
     listed = (Parameter("embedding", 4, 2, "first", 0, tied=True), Parameter("norm", 2, 1, 0), Parameter("n", 2, 1, 1))
     scheme = Scheme(1, base_stages)
     base = Base(scheme, 2, buffers_of(listed, 2, scheme, 2, 3))
@@ -326,7 +313,7 @@ def test_both_ends_of_a_tied_embedding_pull_from_their_own_end_and_push_to_both(
     assert ends == [pulled, pushed]
 
 
-def test_buffers_that_do_not_hold_the_model_are_refused() -> None:
+def test_buffers_that_do_not_hold_the_model_and_pieces_outside_of_a_ranks_shards_are_refused() -> None:
     parameters = ParameterTable.of((Parameter("a", 4, 2, 0, 0), Parameter("b", 2, 1, 0)), 1)
 
     def base(numbers: list[int], starts: list[int], end: int, tensor: int = 1) -> Base:
@@ -348,6 +335,10 @@ def test_buffers_that_do_not_hold_the_model_are_refused() -> None:
     for strategy, rank in (("3*tp1-pp1-cp1", 0), ("tp1-pp1-cp1", 2)):
         with pytest.raises(ConfigError, match="the base layout has 2"):
             link(right, right.owned(parameters), Strategy.parse(strategy), parameters, rank)
+    owned = right.owned(parameters)
+    table = link(right, owned, Strategy((Scheme(2),)), parameters, 0)
+    with pytest.raises(ConfigError, match="lies in 0 of this rank's shards"):
+        places(table.pull, owned[owned[:, Shard.RANK] == 1])
 
 
 @pytest.mark.parametrize(
@@ -368,7 +359,7 @@ def test_a_parameter_or_a_table_of_them_that_cannot_be_is_refused(wrong: Any, me
 
 
 def _numbered(shards: Ints, case: Links) -> dict[int, Ints]:
-    """The flat tensor of each parameter of one rank, with the numbers of its elements."""
+    # The flat tensor of each parameter of one rank, with the numbers of its elements.
     flats: dict[int, list[int]] = {}
     for row in expanded(shards, Shard.PARAMETER, Shard.RECTANGLE, case):
         for number, element in row:
@@ -379,7 +370,7 @@ def _numbered(shards: Ints, case: Links) -> dict[int, Ints]:
 def _exchanged(
     tables: list[Ints], sending: list[Ints], receiving: list[Ints], values: list[dict[int, Ints]]
 ) -> list[dict[int, Ints]]:
-    """Flat tensors of each rank after all messages, added to zeros; a rank reads its own table."""
+    # Flat tensors of each rank after all messages, added to zeros; a rank reads its own table.
     messages: dict[tuple[int, int], list[int]] = {}
     for rank, table in enumerate(tables):
         out = table[table[:, WeightPiece.SRC] == rank]
@@ -416,16 +407,10 @@ def _indices(place: Ints) -> Ints:
 
 
 def traffic(pieces: Ints, num_ranks: int) -> Ints:
-    """Elements that each rank sends and receives [num_ranks, 2], without those it keeps."""
+    # Elements that each rank sends and receives [num_ranks, 2], without those it keeps.
     return volume(pieces, 1, num_ranks, 1).sum(axis=1)
 
 
 def _elements(shards: Ints, num_ranks: int) -> Ints:
     counts = (shards[:, Shard.STOPS] - shards[:, Shard.STARTS]).prod(axis=1)
     return np.bincount(shards[:, Shard.RANK], counts, num_ranks).astype(np.int64)
-
-
-def _kept(pieces: Ints, num_ranks: int) -> Ints:
-    kept = pieces[pieces[:, WeightPiece.SRC] == pieces[:, WeightPiece.DST]]
-    sizes = (kept[:, WeightPiece.STOPS] - kept[:, WeightPiece.STARTS]).prod(axis=1)
-    return np.bincount(kept[:, WeightPiece.DST], sizes, num_ranks).astype(np.int64)

@@ -1,6 +1,4 @@
-"""Properties of every planner, every batch and every cluster; the executor's side of the contract
-is tested elsewhere.
-"""
+"""Properties of every planner, every batch and every cluster."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +40,7 @@ slacks = st.sampled_from([1.0, 1.05, 1.3, 2.0, 10.0])
 def test_a_plan_is_proved_and_every_token_has_one_owner_and_every_pair_one_rank_within_the_capacity(
     variant: str, lengths: list[int], cluster: Cluster, model: Model, slack: float, policy: Any
 ) -> None:
-    """No rank attends more tokens than the capacity, but for rounding."""
+    # No rank attends more tokens than the capacity, but for rounding.
     capacity = max(1, int(slack * -(-sum(lengths) // cluster.num_ranks)))
     name, options = VARIANTS[variant]
     plan = make_planner(name, cluster, model, tokens_per_rank=capacity, **options)(lengths)

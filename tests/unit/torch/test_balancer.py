@@ -32,7 +32,7 @@ def balancer(planner: str = "zeppelin", **settings: Any) -> SequenceBalancer:
 
 
 def wrong(value: object) -> Any:
-    """A value of a type that an argument does not have."""
+    # A value of a type that an argument does not have.
     return value
 
 
@@ -41,7 +41,7 @@ def damaged(key: str) -> None:
     made.load_state_dict({**made.state_dict(), key: 3})
 
 
-def test_a_batch_has_tokens_positions_and_the_next_tokens_labels() -> None:
+def test_a_batch_has_tokens_positions_and_labels_shifted_or_taken_as_they_are() -> None:
     batch = balancer()(DOCUMENTS)
     assert batch.tokens.tolist() == [5, 6, 7, 8, 1, 2]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
@@ -51,9 +51,6 @@ def test_a_batch_has_tokens_positions_and_the_next_tokens_labels() -> None:
     assert batch.documents == (0, 1, 2)
     assert batch.imbalance() == {key: {"tokens": 1.0, "attention": 1.0} for key in ("as_read", "planned")}
     assert "6 tokens of 6 in 3 documents" in repr(batch)
-
-
-def test_given_labels_are_shifted_or_taken_as_they_are() -> None:
     document = (torch.tensor([5, 6, 7]), torch.tensor([IGNORED, 60, 70]))
     assert balancer()([document]).labels.tolist() == [60, 70, IGNORED]
     assert balancer(shift_labels=False)([document]).labels.tolist() == [IGNORED, 60, 70]
@@ -126,28 +123,19 @@ def test_attention_runs_in_the_type_of_autocast() -> None:
         balanced_attention(q, k.bfloat16(), k, batch)
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "complaint"),
-    [
-        ((5, 4, 8), (6, 2, 8), r"q: expected \[rows, .*\] with the 6 rows of batch.tokens, got \[5, 4, 8\]"),
-        ((6, 4, 8), (6, 16), r"k: expected \[rows, heads, head_dim\]"),
-        ((6, 8, 8), (6, 2, 8), r"q is \(6, 8, 8\), the plan gives this rank \(6, 4, 8\)"),
-    ],
-)
-def test_attention_of_other_shapes_is_refused(q: tuple[int, ...], k: tuple[int, ...], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        balanced_attention(torch.zeros(q), torch.zeros(k), torch.zeros(k), balancer()(DOCUMENTS))
-
-
-def test_attention_of_what_is_no_tensor_or_batch_or_lies_elsewhere_is_refused() -> None:
+def test_attention_of_other_shapes_or_of_what_is_no_tensor_or_batch_or_lies_elsewhere_is_refused() -> None:
     batch, q, k = balancer()(DOCUMENTS), torch.zeros(6, 4, 8), torch.zeros(6, 2, 8)
+    flat, rows = torch.zeros(6, 16), r"with the 6 rows of batch.tokens, got \[5, 4, 8\]"
     for given, complaint in (
-        ((k.to("meta"), k, batch), "on the batch's device cpu, got cpu, meta and cpu"),
-        ((k, k.numpy(), batch), r"v: expected a tensor .*, got ndarray"),
-        ((k, k, None), "expected the BalancedBatch that the balancer returned, got NoneType"),
+        ((q[:5], k, k, batch), rf"q: expected \[rows, .*\] {rows}"),
+        ((q, flat, flat, batch), r"k: expected \[rows, heads, head_dim\]"),
+        ((torch.zeros(6, 8, 8), k, k, batch), r"q is \(6, 8, 8\), the plan gives this rank \(6, 4, 8\)"),
+        ((q, k.to("meta"), k, batch), "on the batch's device cpu, got cpu, meta and cpu"),
+        ((q, k, k.numpy(), batch), r"v: expected a tensor .*, got ndarray"),
+        ((q, k, k, None), "expected the BalancedBatch that the balancer returned, got NoneType"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            balanced_attention(q, *wrong(given))
+            balanced_attention(*wrong(given))
 
 
 def test_tensors_per_token_may_be_of_any_type_and_of_no_width() -> None:
@@ -174,16 +162,8 @@ def test_tensors_per_token_may_be_of_any_type_and_of_no_width() -> None:
         (lambda: balancer(layers="remap"), ConfigError, "layers: expected a .*Layers, got 'remap'"),
         (lambda: balancer(device="gpu"), ConfigError, "device: Expected one of cpu, cuda"),
         (lambda: SequenceBalancer("zeppelin", wrong({})), ConfigError, "a megatron_balance.Model, got dict"),
-        (
-            lambda: SequenceBalancer("te_ring", MODEL, wrong("dp")),
-            ConfigError,
-            "DeviceMesh or a process group, got str",
-        ),
-        (
-            lambda: SequenceBalancer("te_ring", MODEL, averaged_over=wrong("a")),
-            ConfigError,
-            "averaged_over: .* got str",
-        ),
+        (lambda: SequenceBalancer("te_ring", MODEL, wrong("dp")), ConfigError, "Mesh or a process group, got str"),
+        (lambda: SequenceBalancer("flexsp", MODEL, averaged_over=wrong("a")), ConfigError, "averaged_over: .* got str"),
         (lambda: SequenceBalancer("zeppelin", MODEL, settings=wrong({})), ConfigError, "expected Settings.*got dict"),
         (lambda: knapformer.GroupBalancer("g1n1"), ConfigError, "call init_process_group"),
         (lambda: knapformer.GroupBalancer("g1n1", gamma=wrong("1")), ConfigError, "gamma: expected a number.*'1'"),
@@ -265,7 +245,7 @@ def test_evaluation_holds_nothing_back() -> None:
     assert (flushed[0].plan.lengths, flushed[0].documents) == ((5,), (2,))
 
 
-def test_waiting_documents_stay_on_as_many_ranks() -> None:
+def test_a_state_of_other_ranks_or_a_damaged_one_is_refused_and_changes_nothing() -> None:
     state = SequenceBalancer("wlb_llm", MODEL, thresholds=(3,))
     state.step([[torch.arange(5)], []])
     saved = state.state_dict() | {"ranks": 2}
@@ -273,6 +253,13 @@ def test_waiting_documents_stay_on_as_many_ranks() -> None:
         SequenceBalancer("wlb_llm", MODEL).load_state_dict(saved)
     with pytest.raises(ConfigError, match="expected the state of rank 0, got that of rank 1, whose documents wait"):
         SequenceBalancer("wlb_llm", MODEL).load_state_dict(state.state_dict() | {"rank": 1})
+    made = balancer()
+    made(DOCUMENTS)
+    before = made.state_dict()
+    with pytest.raises(ConfigError, match="is damaged"):
+        made.load_state_dict({**before, "counts": [9, 9], "form": 3})
+    assert made.state_dict() == before
+    assert made([torch.arange(4)]).documents == (3,)
 
 
 def test_targets_are_counted_exactly_also_beyond_what_fp32_counts() -> None:
@@ -306,9 +293,8 @@ def test_an_encoder_of_transformers_attends_fully() -> None:
 
 @pytest.mark.parametrize("family", ["Mistral", "GptOss"])
 def test_windows_and_sinks_of_transformers_equal_its_own(family: str) -> None:
-    """A window in all layers, for which plans are made; and in every other one, with sinks, under
-    plans made for the others.
-    """
+    # A window in all layers, for which plans are made; and in every other one, with sinks, under
+    # plans made for the others.
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 10, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 3, "tie_word_embeddings": False}
@@ -367,20 +353,12 @@ def test_transformers_attention_runs_and_names_what_it_cannot() -> None:
     assert SimpleNamespace(**hf.inputs(batch)).balanced is batch
 
 
-def test_a_state_that_is_refused_changes_nothing() -> None:
-    made = balancer()
-    made(DOCUMENTS)
-    before = made.state_dict()
-    with pytest.raises(ConfigError, match="is damaged"):
-        made.load_state_dict({**before, "counts": [9, 9], "form": 3})
-    assert made.state_dict() == before
-    assert made([torch.arange(4)]).documents == (3,)
-
-
 # Models read from configurations of other libraries.
 
 
-def test_a_configuration_of_transformers_is_read() -> None:
+def test_a_configuration_of_transformers_is_read_and_of_settings_by_layer_only_heads(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=96, intermediate_size=200, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2
@@ -390,10 +368,16 @@ def test_a_configuration_of_transformers_is_read() -> None:
     assert (model.hidden_size, model.ffn_size, model.gated_ffn, model.name) == (96, 200, True, "llama")
     gpt2 = model_of(transformers.GPT2Config(n_embd=64, n_head=4, n_layer=2))
     assert (gpt2.num_heads, gpt2.num_kv_heads, gpt2.head_dim, gpt2.num_layers, gpt2.ffn_size) == (4, 4, 16, 2, 256)
+    config = transformers.Gemma4TextConfig()
+    assert model_of(config).head_dim == 256
+    assert "gemma4_text: some layers may have other heads than 8 of 256, with 4 for keys; plans" in caplog.text
+    windows = transformers.Gemma4TextConfig(per_layer_config={3: {"head_dim": 32, "sliding_window": 4}})
+    with pytest.raises(ConfigError, match=r"per_layer_config: set to .*; known is head_dim, num_key_value_heads"):
+        model_of(windows)
 
 
 def test_names_of_torchtitan_and_mappings_are_read_and_what_is_missing_is_named() -> None:
-    """Sizes may be integers of any library."""
+    # Sizes may be integers of any library.
     titan = SimpleNamespace(dim=128, n_heads=8, n_kv_heads=None, n_layers=4, vocab_size=100)
     assert model_of(titan).head_dim == 16
     assert model_of({"num_heads": 8, "num_kv_heads": 2, "head_dim": 16}).hidden_size == 128
@@ -434,16 +418,6 @@ def test_a_model_that_is_not_known_to_attend_as_planned_is_refused_by_name(name:
     with pytest.raises(ConfigError, match=reason):
         model_of(config)
     model_of(config, accept=list(unproved(config)))
-
-
-def test_heads_by_layer_are_known_and_other_settings_by_layer_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Gemma4TextConfig()
-    assert model_of(config).head_dim == 256
-    assert "gemma4_text: some layers may have other heads than 8 of 256, with 4 for keys; plans" in caplog.text
-    windows = transformers.Gemma4TextConfig(per_layer_config={3: {"head_dim": 32, "sliding_window": 4}})
-    with pytest.raises(ConfigError, match=r"per_layer_config: set to .*; known is head_dim, num_key_value_heads"):
-        model_of(windows)
 
 
 def test_layers_are_looked_at_where_the_balancer_saw_no_configuration() -> None:

@@ -31,7 +31,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def made(name: str, attention: str | None = None, **more: Any) -> Any:
-    """A small model of this family, `attention` of which None is ours."""
+    # A small model of this family, `attention` of which None is ours.
     config = getattr(transformers, f"{name}Config")(**SIZES | HEADS | more)
     config._attn_implementation = attention or hf.register()
     torch.manual_seed(0)
@@ -40,7 +40,7 @@ def made(name: str, attention: str | None = None, **more: Any) -> Any:
 
 
 def dealt(model: Any, **settings: Any) -> BalancedBatch:
-    """A batch for a model, also for one that the guard of configurations refuses."""
+    # A batch for a model, also for one that the guard of configurations refuses.
     accept = unproved(model.config)
     return SequenceBalancer.for_model(model.config, accept=accept, settings=Settings(**settings))(DOCUMENTS)
 
@@ -167,7 +167,7 @@ def test_a_reference_model_on_the_same_batch_is_counted_by_its_own_layers() -> N
 
 @pytest.mark.parametrize("how", ["plain", "no_grad", "reentrant", "checkpoint", "top", "head"])
 def test_further_values_of_a_forward_pass_and_those_of_a_second_model_do_not(how: str) -> None:
-    """`top`, `head`: only the last layer, or none below the head, is trained."""
+    # `top`, `head`: only the last layer, or none below the head, is trained.
     model, past = made("Llama").train(), made("Llama", "sdpa").train()
     if how in ("reentrant", "checkpoint"):
         for each in (model, past):
@@ -247,7 +247,7 @@ def test_microbatches_and_evaluation_count_for_themselves() -> None:
 
 
 def asked(create: str, **given: Any) -> Any:
-    """The mask that a model of Transformers gets, and hands to its attention."""
+    # The mask that a model of Transformers gets, and hands to its attention.
     config = transformers.LlamaConfig(**SIZES, **HEADS, sliding_window=3, attention_chunk_size=4)
     config._attn_implementation = hf.register()
     given = {"attention_mask": None, "past_key_values": None, "position_ids": None, **given}
@@ -261,7 +261,7 @@ def attend(batch: BalancedBatch, mask: Any, **given: Any) -> Any:
 
 
 def later(*place: Any) -> Any:
-    """A mask function: place, head, query and key."""
+    # A mask function: place, head, query and key.
     return place[3] > 2
 
 
@@ -303,7 +303,7 @@ def test_masks_that_hide_what_the_plan_hides_are_taken() -> None:
 
 
 def test_a_window_that_only_the_mask_has_is_applied() -> None:
-    """Phi-3.5-MoE hands its attention no window; two that differ are refused."""
+    # Phi-3.5-MoE hands its attention no window; two that differ are refused.
     exact = made("Phimoe", "eager", sliding_window=3, num_local_experts=2)
     model = made("Phimoe", sliding_window=3, num_local_experts=2)
     wanted = torch.cat([exact(each[None]).logits[0] for each in DOCUMENTS])
@@ -314,7 +314,7 @@ def test_a_window_that_only_the_mask_has_is_applied() -> None:
             attend(batch, asked(create), sliding_window=2)
 
 
-def test_a_users_attention_mask_of_ones_changes_nothing_and_zeros_are_refused() -> None:
+def test_a_users_mask_of_ones_changes_nothing_and_zeros_or_documents_beside_the_batch_are_refused() -> None:
     model = made("Llama")
     batch = dealt(model)
     ones = torch.ones(1, 15, dtype=torch.int64)
@@ -325,18 +325,12 @@ def test_a_users_attention_mask_of_ones_changes_nothing_and_zeros_are_refused() 
         model(**hf.inputs(batch), attention_mask=ones)
     with pytest.raises(ConfigError, match=r"got a dict of them\. Leave out attention_mask"):
         model(**hf.inputs(batch), attention_mask={"full_attention": None})
-
-
-@pytest.mark.parametrize("right", [False, True])
-def test_documents_that_a_user_says_beside_the_batch_are_refused(right: bool) -> None:
-    """Those of collators without padding; they were passed over."""
-    model = made("Llama")
-    batch = dealt(model)
-    ends = torch.tensor([0, 9, 14, 15] if right else [0, 15], dtype=torch.int32)
-    said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
-    for name, each in said.items():
-        with pytest.raises(ConfigError, match=f"LlamaAttention asks for {name}; .* Leave out what says where"):
-            model(**hf.inputs(batch), **{name: each})
+    # Of collators without padding, right or wrong; they were passed over.
+    for ends in (torch.tensor([0, 9, 14, 15], dtype=torch.int32), torch.tensor([0, 15], dtype=torch.int32)):
+        said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
+        for name, each in said.items():
+            with pytest.raises(ConfigError, match=f"LlamaAttention asks for {name}; .* Leave out what says where"):
+                model(**hf.inputs(batch), **{name: each})
 
 
 def test_every_refusal_has_its_own_hint() -> None:
@@ -390,7 +384,7 @@ def test_labels_in_the_models_forward_are_refused(family: str, attention: str | 
 
 
 def test_a_batch_without_its_positions_is_refused() -> None:
-    """Its rows would be numbered: inputs of one's own making, or of a library's that drops some."""
+    # Its rows would be numbered: inputs of one's own making, or of a library's that drops some.
     for family in ("Llama", "Bert"):
         model = made(family)
         batch = dealt(model, mask="full" if family == "Bert" else None)
@@ -404,8 +398,7 @@ def test_a_batch_without_its_positions_is_refused() -> None:
 
 def test_the_division_of_accelerate_is_refused_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     class GradientState:
-        """As Accelerate's: one state of all instances, empty before an Accelerator is made."""
-
+        # As Accelerate's: one state of all instances, empty before an Accelerator is made.
         _shared_state = frozenset({"num_steps"})
         num_steps = 4
 
@@ -464,13 +457,8 @@ def names() -> dict[str, Any]:
     torch.manual_seed(0)
     model = Tiny()
     loader = [[torch.arange(n) % VOCABULARY for n in (7, 1, 12)]] * 8
-    return {
-        "config": CONFIG,
-        "mesh": {"dp_cp": None},
-        "loader": loader,
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), 0.5),
-    }
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    return {"config": CONFIG, "mesh": {"dp_cp": None}, "loader": loader, "model": model, "optimizer": optimizer}
 
 
 def test_the_training_loop_is_under_20_lines_and_trains() -> None:

@@ -80,15 +80,6 @@ def test_an_error_of_the_thread_is_raised_where_the_plan_is_used(ahead):
     assert raised.value.__notes__ == [told]
 
 
-def test_a_plan_whose_turn_has_not_come_is_bound_on_the_spot(ahead):
-    gate = Event()
-    ahead.submit(lambda: gate.wait(10) and None)
-    one = binder(ahead)
-    one.expect(PLAN, ("keep",))
-    assert one.bind(PLAN, ("keep",))[0].num_tokens == 32
-    gate.set()
-
-
 def test_plans_of_a_step_that_did_not_come_are_dropped(ahead):
     one = binder(ahead)
     one.expect(PLAN, ("keep",))
@@ -97,13 +88,18 @@ def test_plans_of_a_step_that_did_not_come_are_dropped(ahead):
     assert {key[0] for key in ahead._prepared} == {OTHER.fingerprint()}
 
 
-def test_a_job_that_fails_is_said_in_the_log_and_stops_nothing(ahead, caplog):
+def test_a_plan_whose_job_failed_or_whose_turn_has_not_come_is_bound_on_the_spot(ahead, caplog):
     ahead.submit(lambda: 1 // 0)
     one = binder(ahead)
     one.expect(PLAN, ("keep",))
     ahead._prepared[next(iter(ahead._prepared))].result()
     assert "could not be bound ahead" in caplog.text
     assert one.bind(PLAN, ("keep",))[0].num_tokens == 32
+    gate = Event()
+    ahead.submit(lambda: gate.wait(10) and None)
+    one.expect(PLAN, ("keep",))
+    assert one.bind(PLAN, ("keep",))[0].num_tokens == 32
+    gate.set()
 
 
 def test_a_plan_is_bound_by_the_policies_that_the_decision_needs(ahead):
@@ -116,7 +112,7 @@ def test_a_plan_is_bound_by_the_policies_that_the_decision_needs(ahead):
 
 
 def test_a_plan_of_both_policies_is_looked_up_once_where_they_agree(monkeypatch):
-    """The forward is projected, looked up and gets its tables once; all tables go over together."""
+    # The forward is projected, looked up and gets its tables once; all tables go over together.
     counts = Counter[str]()
 
     def counted(owner, name):
@@ -197,11 +193,9 @@ def tokens_of(piece: DocumentPiece) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """A training run without a model: `replicas` read, and one process plays all of them.
-
-    What a kill loses is all but `saved`, which a checkpoint has.
-    """
-
+    # A training run without a model: `replicas` read, and one process plays all of them.
+    #
+    # What a kill loses is all but `saved`, which a checkpoint has.
     planner: str = "wlb_llm"
     replicas: int = 2
     num_microbatches: int = 4
@@ -230,8 +224,8 @@ class Run:
             self.plans.restore(*Ledger.from_json(self.saved))
 
     def step(self, *, dies: bool = False) -> tuple[PlannedStep, list[torch.Tensor], list[DocumentPiece]]:
-        """Train a step: its plan, the documents trained as tokens, and the pieces drawn. A step that
-        `dies` counts for nothing."""
+        # Train a step: its plan, the documents trained as tokens, and the pieces drawn. A step that
+        # `dies` counts for nothing.
         draw = self.plans.draw(self.num_microbatches)
         first = self.consumed if draw.first is None else draw.first
         count = draw.num_microbatches * self.replicas
@@ -268,12 +262,8 @@ class Run:
         return planned, trained, [piece for sample in drawn for piece in sample]
 
     def killed(self, **changes: object) -> Run:
-        """A new process that resumes from the last checkpoint, perhaps otherwise."""
-        same = {
-            name: getattr(self, name)
-            for name in ("planner", "replicas", "num_microbatches", "seed", "steps", "options", "done", "consumed")
-        }
-        return Run(**{**same, "saved": self.saved, **changes})  # pyright: ignore[reportArgumentType]
+        # A new process that resumes from the last checkpoint, perhaps otherwise.
+        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def multiset(documents: list[torch.Tensor]) -> Counter[bytes]:
@@ -334,7 +324,7 @@ def test_the_last_steps_draw_less_and_nothing_waits_behind_them() -> None:
     assert draw.first == run.consumed - ledger.behind, "a longer run goes on where drawing ended"
 
 
-def test_a_carry_of_another_corpus_or_seed_is_refused() -> None:
+def test_documents_wait_only_where_the_corpus_is_ours_and_is_read_in_its_order_and_seed() -> None:
     run = Run()
     while sum(each.length for each in run.plans.end_step().held) <= CONTEXT:
         run.step()
@@ -349,9 +339,6 @@ def test_a_carry_of_another_corpus_or_seed_is_refused() -> None:
         Ledger.from_json(damaged)
     with pytest.raises(ConfigError, match="not the account of a run's documents: OverflowError"):
         Ledger.from_json(run.saved.replace('"held": [[', '"held": [[1e999, ', 1))
-
-
-def test_documents_wait_only_where_the_corpus_is_ours_and_is_read_in_its_order() -> None:
     run = Run()
     run.plans.draw(4)
     other = tuple((CONTEXT,) * 2 for _ in range(4))

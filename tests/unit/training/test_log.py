@@ -47,9 +47,8 @@ def finished(
     numbers: Sequence[int] = (7,),
     loss: float | None = None,
 ) -> None:
-    """Finish a step that never began, then step 7 or `numbers`, perhaps under a strategy. `loss`: also
-    the norm; None: 1.5 and 0.25.
-    """
+    # Finish a step that never began, then step 7 or `numbers`, perhaps under a strategy. `loss`:
+    # also the norm; None: 1.5 and 0.25.
     steps.describe(JobFacts(Pool(single(), 1, (0,), (0,)), MODEL, AnalyticCost(CLUSTER, MODEL)), torch.device("cpu"))
     steps.finish(1, None, None)
     plan = make_planner("zeppelin", CLUSTER, MODEL, tokens_per_rank=90)(LENGTHS)
@@ -109,7 +108,7 @@ def test_scalars_go_to_the_writers_of_a_step_under_the_names_of_the_log_and_the_
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_number_that_json_does_not_have_is_null(tmp_path: Path, loss: float) -> None:
-    """The loss of a step without targets, as Megatron has it, and the norm of one that overflows."""
+    # The loss of a step without targets, as Megatron has it, and the norm of one that overflows.
     finished(StepLog(LogTarget(folder=tmp_path)), loss=loss)
     text = (tmp_path / "steps.jsonl").read_text()
     record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -133,7 +132,7 @@ def test_records_and_the_configuration_lie_in_the_folder(tmp_path: Path) -> None
 
 
 def test_steps_that_run_again_are_in_the_file_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Steps 7 and 8 of a run that was killed; the run that resumes goes on at 7."""
+    # Steps 7 and 8 of a run that was killed; the run that resumes goes on at 7.
     steps, lines = tmp_path / "steps.jsonl", ['{"step": 6}', '{"step": 7}', '{"step": 8, "lo']
     steps.write_text("\n".join(lines))
     finished(StepLog(LogTarget(folder=tmp_path)))
@@ -145,7 +144,7 @@ def test_steps_that_run_again_are_in_the_file_once(tmp_path: Path, caplog: pytes
 def test_the_log_has_a_line_of_the_first_step_and_of_every_interval(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """Of other steps figures are computed where a file takes them."""
+    # Of other steps figures are computed where a file takes them.
     computed: list[int] = []
     figures = log.step_figures
     monkeypatch.setattr(log, "step_figures", lambda *given: computed.append(1) or figures(*given))
@@ -193,8 +192,7 @@ def test_lines_after_one_cut_short_or_left_out_are_whole(tmp_path: Path, caplog:
 
 
 class Short:
-    """A disk with room for so many bytes."""
-
+    # A disk with room for so many bytes.
     def __init__(self, file: Any, room: int = 3) -> None:
         self.file, self.room = file, room
 
@@ -212,13 +210,10 @@ class Short:
 # Imbalance of a step, before and after planning.
 
 
-def test_imbalance_before_is_that_of_replicas_over_the_step() -> None:
+def test_imbalance_before_is_that_of_replicas_and_after_of_every_microbatchs_slowest_rank() -> None:
     pool = Pool(SimpleNamespace(rank=0, size=4), 4, (0, 0, 1, 1), (0, 2))  # pyright: ignore[reportArgumentType]
     shared = PoolLengths(((3, 1), (2,)), (np.array([0, 2]), np.array([2])))
     assert imbalance_before(shared, pool) == {"tokens": 1.0, "attention": pytest.approx(6 / 5)}
-
-
-def test_imbalance_after_counts_every_microbatch_by_its_slowest_rank() -> None:
     assert imbalance_after(np.array([[1.0, 3.0], [3.0, 1.0]])) == 1.5
     assert imbalance_after(np.zeros((1, 2))) == 1.0
     # pipelines each by their own microbatches, which meet once a step

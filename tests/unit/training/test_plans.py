@@ -1,8 +1,8 @@
-"""Steps of a training job: what is carried goes from step to step in order, through reruns,
-checkpoints and plans made ahead."""
+"""Steps of a training job: what they carry, through reruns, checkpoints and plans made ahead."""
 
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -49,8 +49,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> StepPlanner:
 
 
 class Ahead:
-    """The planning process, in this one."""
-
+    # The planning process, in this one.
     def __init__(self, planner: StepPlanner) -> None:
         self.planner, self.carry = planner, EMPTY
         self.answers: dict[Hashable, Ready] = {}
@@ -77,8 +76,7 @@ class Ahead:
 
 
 class Job:
-    """One microbatch of one sample a step."""
-
+    # One microbatch of one sample a step.
     def __init__(self, planner: StepPlanner, *, ahead: bool = False, evaluation: bool = False) -> None:
         self.consumed = 0
         self.compared: list[str] = []
@@ -93,9 +91,8 @@ class Job:
         )
 
     def step(self, sample: int | None = None, others: str | None = None) -> Carry:
-        """Plan and end a step; `sample`: read in place of the one that comes; `others`: what rank 1
-        announces, in place of the same.
-        """
+        # Plan and end a step; `sample`: read in place of the one that comes; `others`: what rank 1
+        # announces, in place of the same.
         own = self.plans.draw(1).fingerprint
         lengths = (SAMPLES[self.consumed if sample is None else sample],)
         self.plans.plan(lengths, announced={0: own, 1: own if others is None else others})
@@ -238,19 +235,16 @@ def test_other_samples_than_the_checkpoints_are_refused_until_they_are_accepted_
 def test_a_refusal_says_what_of_a_scripts_data_changed(
     planner: StepPlanner, facts: dict[str, str], samples: dict[int, str], told: str | None
 ) -> None:
-    """Where it lies is told, and decides nothing; nor does a sample that nobody trained."""
+    # Where it lies is told, and decides nothing; nor does a sample that nobody trained.
     here = DataIdentity.of_script({**SCRIPTS.facts, **facts}, {"corpus 1": "there"}, {**SCRIPTS.samples, **samples})
-    if told is None:
-        resumed(planner, 3, here).restore(Ledger(), SCRIPTS)
-        return
-    with pytest.raises(ConfigError, match=told):
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
         resumed(planner, 3, here).restore(Ledger(), SCRIPTS)
 
 
 def test_a_checkpoint_that_does_not_know_its_data_goes_on_in_a_scripts_and_says_so(
     planner: StepPlanner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever takes a plan into a run that plain Megatron began; nothing was trained at sample 0."""
+    # Whoever takes a plan into a run that plain Megatron began; nothing was trained at sample 0.
     for consumed, told in ((0, 0), (3, 1)):
         resumed(planner, consumed, SCRIPTS).restore(Ledger(), DataIdentity())
         assert caplog.text.count("they were not compared with the script's") == told
@@ -298,13 +292,18 @@ def keeping(
     return Keeping(agreed, layers, groups or single(), lambda: counted, agreement_every=100)
 
 
-def test_the_least_memory_and_the_most_state_of_a_stage_are_agreed_on_and_ranks_decide_alike():
+def test_ranks_decide_alike_by_the_least_memory_and_the_most_state_and_take_keep_and_replay_at_their_word():
     ranks = [(0, 80.0, 5.0), (0, 79.0, 6.0), (1, 81.0, 2.0)]
     assert AgreedMemory.of(ranks) == AgreedMemory(79.0, (6.0, 2.0))
     assert AgreedMemory.of([(0, None, 5.0)]).memory_bytes is None
     memory = predicted(4000, 2) / USABLE
     decisions = [keeping(memory, counted=counted).decide(step(4000)) for counted in (None, 1.0, 1e15)]
     assert {decision.keeping for decision in decisions} == {2}, "a rank's own count does not enter before that"
+    assert keeping(1.0, "keep").decide(step(4000)).keeping == 4
+    assert keeping(1e15, "replay").decide(step(4000)).keeping == 0
+    assert keeping(None).decide(step(4000)).keeping == 4
+    with pytest.raises(InfeasibleError, match=r"this step does not fit: rank \d needs .* What would fit"):
+        keeping(predicted(4000, 0) * 0.95).decide(step(4000))
 
 
 def test_shorter_batches_keep_in_more_layers_and_each_change_is_told_once(caplog, monkeypatch):
@@ -334,16 +333,8 @@ def test_what_devices_counted_beyond_the_prediction_leaves_less_for_keeping(own,
     assert found[-1] < 2
 
 
-def test_keep_and_replay_are_taken_at_their_word_and_a_step_that_fits_in_no_way_is_refused():
-    assert keeping(1.0, "keep").decide(step(4000)).keeping == 4
-    assert keeping(1e15, "replay").decide(step(4000)).keeping == 0
-    assert keeping(None).decide(step(4000)).keeping == 4
-    with pytest.raises(InfeasibleError, match=r"this step does not fit: rank \d needs .* What would fit"):
-        keeping(predicted(4000, 0) * 0.95).decide(step(4000))
-
-
 def test_layers_of_a_strategy_are_its_pipelines_own():
-    """Two pipelines, one of two stages; the most state of any rank counts on each."""
+    # Two pipelines, one of two stages; the most state of any rank counts on each.
     strategy = Strategy.parse("tp1-pp1-cp4+tp1-pp2-cp4")
     plan = by_hand.pool("ring", [4000], 4, heads=(2, 2))
     planned = PlannedStep(StepPlan((((0,),), ((1,),)), (plan, plan), (), strategy, (1, 1)), 0.0, 0.0)

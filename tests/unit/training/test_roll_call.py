@@ -36,8 +36,7 @@ CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by pee
 
 
 class Job:
-    """Ranks of one process, which share a store."""
-
+    # Ranks of one process, which share a store.
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._patch = monkeypatch
@@ -118,8 +117,7 @@ def test_many_ranks_and_a_store_that_is_gone_make_one_sentence() -> None:
 
 
 class Frozen:
-    """A store whose process is frozen: no call of it returns."""
-
+    # A store whose process is frozen: no call of it returns.
     def __getattr__(self, name: str) -> Any:
         return lambda *_: threading.Event().wait()
 
@@ -152,9 +150,8 @@ RING = tuple((at, (at + 1) % RANKS) for at in range(RANKS))
 
 
 def judged(steps: Sequence[Sequence[RankTimes]], rates: Mapping[Link, float] | None = None) -> tuple[Stragglers, int]:
-    """The judgement after `steps`, and how often links were measured. Two ranks a node; job ranks are
-    10, 11, ...
-    """
+    # The judgement after `steps`, and how often links were measured. Two ranks a node; job ranks
+    # are 10, 11, ...
     measured: list[Sequence[Link]] = []
 
     def measure(links: Sequence[Link]) -> Mapping[Link, float]:
@@ -199,8 +196,11 @@ def test_a_slow_rank_is_named_after_three_steps_and_dropped_when_it_recovers(cap
         (EVEN._replace(pairs=0, attended_s=0.0, calls=0), "nothing to attend"),
     ],
 )
-def test_a_rank_is_not_slow_for_its_share_of_the_work(own: RankTimes, why: str) -> None:
+def test_a_rank_is_not_slow_for_its_share_of_the_work_or_of_the_step(own: RankTimes, why: str) -> None:
     assert slow_ranks(with_rank(1, own)) == {}, why
+    little = EVEN._replace(attended_s=0.04)
+    assert slow_ranks(with_rank(1, little._replace(attended_s=0.09), little)) == {}
+    assert slow_ranks(with_rank(1, little._replace(attended_s=0.16), little)) == {1: pytest.approx(4.0)}
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
@@ -208,12 +208,6 @@ def test_the_median_of_the_others_leaves_out_each_value_in_turn(count: int) -> N
     values = np.random.default_rng(count).integers(0, 4, count).astype(float)
     expected = [np.median(np.delete(values, at)) for at in range(count)]
     assert _median_of_others(values).tolist() == expected
-
-
-def test_a_rank_whose_attention_is_little_of_the_step_holds_nobody_up() -> None:
-    little = EVEN._replace(attended_s=0.04)
-    assert slow_ranks(with_rank(1, little._replace(attended_s=0.09), little)) == {}
-    assert slow_ranks(with_rank(1, little._replace(attended_s=0.16), little)) == {1: pytest.approx(4.0)}
 
 
 WAITING = [EVEN._replace(waited_s=0.9, sources=(((at - 1) % RANKS, 0.9),)) for at in range(RANKS)]
@@ -266,16 +260,13 @@ def test_links_are_measured_twice_and_again_when_waits_have_grown(caplog: pytest
     assert judged([slow] * 5)[1] == 0, "the slow rank is why they wait"
 
 
-def test_the_links_most_waited_for_are_measured_and_those_between_neighbours() -> None:
+def test_the_links_most_waited_for_and_between_neighbours_are_measured_in_rounds_of_ranks_and_nics_apart() -> None:
     times = [EVEN] * RANKS
     times[3] = EVEN._replace(sources=((1, 0.5), (SEVERAL, 0.3), (2, 0.2)))
     assert _links_to_measure(times) == [(1, 3), (2, 3), (0, 1), (1, 2), (3, 0)]
     many = _links_to_measure([EVEN] * 1000)
     assert len(many) <= 34
     assert many[1] == (31, 32)
-
-
-def test_links_of_a_round_share_no_rank_and_no_nic() -> None:
     # ranks 0 and 1 on a node; all links between the nodes go one after the other in each direction
     links = [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3)]
     assert rounds(links, 2) == [[0, 2], [1, 3], [4], [5]]

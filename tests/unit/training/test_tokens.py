@@ -35,16 +35,13 @@ def test_nano_batches_take_their_sequences_of_those_read_here() -> None:
     assert [owners.tolist() for owners in apart.owners] == [[0, 1], [1, 1]]
 
 
-def test_rows_are_padded_and_keep_their_positions() -> None:
+def test_rows_are_padded_keep_their_positions_and_are_shared_by_tensor_parallel_ranks() -> None:
     local = tokens.assemble(torch.tensor([[7], [8], [9]]), np.array([[4, 5, 7], [2, 0, 1]]), multiple=2)
     assert local.rows.flatten().tolist() == [7, 8, 9, 0]
     assert local.positions.tolist() == [5, 6, 0, 0]
     assert local.padding.tolist() == [False, False, False, True]
     nobody = tokens.assemble(torch.empty(0, 1, dtype=torch.int64), np.empty((0, 3), dtype=np.int64), multiple=2)
     assert nobody.padding.tolist() == [True, True], "a rank without tokens computes padding"
-
-
-def test_every_tensor_parallel_rank_has_its_share_of_each_nano_batch() -> None:
     first, second = (
         tokens.assemble(torch.tensor(rows)[:, None], np.array([[0, 0, len(rows)]]), multiple=2)
         for rows in ([1, 2, 3, 4], [5, 6])
@@ -63,8 +60,7 @@ LANE_S = 5.0
 
 
 class Slots:
-    """Stands for an exchange of four slots; each may be held back, or fail."""
-
+    # Stands for an exchange of four slots; each may be held back, or fail.
     def __init__(self, *, held: bool = False) -> None:
         self.pulls = self.pushes = (None,) * 4
         self.ran: list[str] = []
@@ -93,7 +89,7 @@ def moves(slots: Slots, *, first: bool = True, beside: bool = True) -> Moves:
     return made
 
 
-def test_a_module_waits_for_its_own_slot_and_not_for_later_ones() -> None:
+def test_a_module_waits_for_its_own_slot_not_for_later_ones_and_is_told_what_it_raised() -> None:
     slots = Slots(held=True)
     found = moves(slots)
     slots.held[0].set()
@@ -105,6 +101,12 @@ def test_a_module_waits_for_its_own_slot_and_not_for_later_ones() -> None:
     slots.held[3].set()
     found.need(3)
     assert slots.ran[2:] == ["pull 2", "pull 3"]
+    slots = Slots()
+    slots.failing = 2
+    found = moves(slots)
+    found.need(1)
+    with pytest.raises(ConnectionError, match="a rank ended"):
+        found.need(2)
 
 
 def test_a_push_begins_when_the_last_microbatch_has_left_the_slot_and_those_behind_it() -> None:
@@ -139,15 +141,6 @@ def test_ranks_behind_the_first_stage_and_runs_without_overlap_push_when_all_is_
     assert slots.ran == [*(f"pull {slot}" for slot in range(4)), *(f"push {slot}" for slot in reversed(range(4)))]
 
 
-def test_what_an_exchange_raised_is_raised_where_somebody_waits_for_it() -> None:
-    slots = Slots()
-    slots.failing = 2
-    found = moves(slots)
-    found.need(1)
-    with pytest.raises(ConnectionError, match="a rank ended"):
-        found.need(2)
-
-
 def test_what_the_caller_waits_is_measured() -> None:
     slots, stopwatch = Slots(), Stopwatch(CPU)
     found = Moves(cast("Any", slots), RoleMemory({}, {}, SLOTS, first=True), {}, Lane(CPU, beside=True), stopwatch)
@@ -174,7 +167,7 @@ def test_ranks_of_a_pool_on_a_node() -> None:
     [(0, (0, 2), True), (3, (1, 3), True), (4, (4,), True), (5, (5,), False), (7, (0, 2), False)],
 )
 def test_tokens_go_to_the_ends_of_a_strategys_pipelines(rank: int, row: tuple[int, ...], has_tokens: bool) -> None:
-    """Rank 7 is left over, and rank 5 is a stage between others."""
+    # Rank 7 is left over, and rank 5 is a stage between others.
     strategy = Strategy.parse("tp2-pp1-cp2+tp1-pp3-cp1")
     ranks = StrategyRanks(Groups(rank, 8, tuple(range(8)), None), strategy, (0, 4))
     assert ranks.has_tokens == has_tokens

@@ -25,14 +25,6 @@ def lines(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def test_a_corpus_is_read_by_its_prefix_or_its_index(tmp_path: Path) -> None:
-    with idx.CorpusWriter(tmp_path / "c") as writer:
-        for length in (5, 12, 3):
-            writer.add_document(np.ones(length, dtype=np.int64))
-    assert document_lengths(str(tmp_path / "c.idx")).tolist() == [5, 12, 3]
-    assert document_lengths(str(tmp_path / "c")).tolist() == [5, 12, 3]
-
-
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
@@ -43,8 +35,12 @@ def test_a_corpus_is_read_by_its_prefix_or_its_index(tmp_path: Path) -> None:
         ([[4, 8], [2]], [4, 8, 2]),
     ],
 )
-def test_jsonl_counts_tokens_by_the_column_it_has(tmp_path: Path, rows: list[Any], expected: list[int]) -> None:
+def test_jsonl_counts_tokens_by_the_column_it_has_or_that_is_named(
+    tmp_path: Path, rows: list[Any], expected: list[int]
+) -> None:
     assert document_lengths(lines(tmp_path / "d.jsonl", *rows)).tolist() == expected
+    path = lines(tmp_path / "d.jsonl", {"length": 3, "mine": 30})
+    assert document_lengths(f"{path}#mine").tolist() == [30]
 
 
 def test_text_is_estimated_by_its_bytes_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -53,11 +49,6 @@ def test_text_is_estimated_by_its_bytes_and_says_so(tmp_path: Path, caplog: pyte
         assert document_lengths(path).tolist() == [2, 2]
     assert len(caplog.records) == 1
     assert "text is text; its tokens are estimated at 4 bytes each" in caplog.text
-
-
-def test_a_column_can_be_named(tmp_path: Path) -> None:
-    path = lines(tmp_path / "d.jsonl", {"length": 3, "mine": 30})
-    assert document_lengths(f"{path}#mine").tolist() == [30]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +75,9 @@ def test_bad_jsonl_is_refused_by_line(tmp_path: Path, text: str, error: type[Exc
     assert "d.jsonl" in str(caught.value)
 
 
-def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_or_not_there_or_needs_pyarrow_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8 text"):
@@ -97,15 +90,6 @@ def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no column 'b'; columns: a"):
         document_lengths(f"{lines(path, {'a': 1})}#b")
 
-
-def test_paths_are_told_from_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("here").mkdir()
-    found = [is_path(name) for name in ("a/b", "c.idx", "d.jsonl#text", "e.parquet", "here", "arxiv", "nowhere")]
-    assert found == [True, True, True, True, True, False, False]
-
-
-def test_without_pyarrow_the_command_that_mends_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(name)
 
@@ -113,6 +97,13 @@ def test_without_pyarrow_the_command_that_mends_it_is_named(tmp_path: Path, monk
     monkeypatch.setattr(lengths, "import_module", missing)
     with pytest.raises(ConfigError, match="reading Parquet and Arrow needs pyarrow: pip install pyarrow"):
         document_lengths(str(tmp_path / "d.parquet"))
+
+
+def test_paths_are_told_from_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    found = [is_path(name) for name in ("a/b", "c.idx", "d.jsonl#text", "e.parquet", "here", "arxiv", "nowhere")]
+    assert found == [True, True, True, True, True, False, False]
 
 
 def test_arrow_and_parquet_count_by_number_list_or_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -143,7 +134,7 @@ def test_arrow_and_parquet_count_by_number_list_or_text(tmp_path: Path, caplog: 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Seven files: three documents, an empty one, a long one, another suffix, a hidden one."""
+    # Seven files: three documents, an empty one, a long one, another suffix, a hidden one.
     texts = {"b.py": "bb", "a.py": "a", "sub/c.py": "ccc", "sub/empty.py": "", "read.me": "no", ".hidden.py": "no"}
     texts["sub/long.py"] = "l" * 100
     for name, text in texts.items():
@@ -153,16 +144,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def test_documents_are_bytes_and_an_end_of_document_token(folder: Path, tmp_path: Path) -> None:
+def test_documents_are_bytes_and_an_end_of_document_token_in_files_as_readable_as_any(
+    folder: Path, tmp_path: Path
+) -> None:
     report = idx.build(str(tmp_path / "c"), idx.find_files([folder], ".py"), max_bytes=10)
     assert (report.num_documents, report.num_tokens) == (3, 9)
     assert (report.empty, report.too_large, report.beyond_limit) == (1, 1, 0)
     tokens = np.fromfile(idx.bin_path(f"{tmp_path}/c"), dtype=np.uint16).tolist()
     assert tokens == [*b"a", 256, *b"bb", 256, *b"ccc", 256]
+    usual = os.stat(folder / "a.py").st_mode & 0o777
+    for path in (idx.bin_path(f"{tmp_path}/c"), idx.idx_path(f"{tmp_path}/c")):
+        assert path.stat().st_mode & 0o777 == usual
+    # The limit counts documents, and not files that were skipped.
+    report = idx.build(str(tmp_path / "l"), idx.find_files([folder], ".py"), max_bytes=10, limit=2)
+    assert (report.num_documents, report.empty, report.too_large, report.beyond_limit) == (2, 0, 0, 3)
 
 
 def test_files_come_in_a_fixed_order_each_once(folder: Path) -> None:
-    """One that is named is taken whatever its suffix; of the standard library no installed package."""
+    # One that is named is taken whatever its suffix; of the standard library no installed package.
     found = idx.find_files([folder / "sub" / "c.py", folder, folder / "b.py"], ".py")
     assert [path.name for path in found] == ["c.py", "a.py", "b.py", "empty.py", "long.py"]
     named = [folder / "read.me", folder / ".hidden.py"]
@@ -170,11 +169,6 @@ def test_files_come_in_a_fixed_order_each_once(folder: Path) -> None:
     files = idx.find_files([idx.STANDARD_LIBRARY], ".py", leave_out=idx.INSTALLED)
     assert idx.STANDARD_LIBRARY / "argparse.py" in files
     assert not any("site-packages" in path.parts for path in files)
-
-
-def test_the_limit_counts_documents_and_not_skipped_files(folder: Path, tmp_path: Path) -> None:
-    report = idx.build(str(tmp_path / "c"), idx.find_files([folder], ".py"), max_bytes=10, limit=2)
-    assert (report.num_documents, report.empty, report.too_large, report.beyond_limit) == (2, 0, 0, 3)
 
 
 def test_what_is_no_document_or_cannot_be_read_is_named_and_leaves_no_corpus(folder: Path, tmp_path: Path) -> None:
@@ -192,7 +186,9 @@ def test_what_is_no_document_or_cannot_be_read_is_named_and_leaves_no_corpus(fol
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
-def test_build_prints_one_json_document_and_describe_the_same(folder: Path, tmp_path: Path, run: CommandLine) -> None:
+def test_build_prints_one_json_document_and_describe_the_same_or_what_is_readable(
+    folder: Path, tmp_path: Path, run: CommandLine
+) -> None:
     report = run.json("corpus build --suffix .py --max-bytes 10 --json", tmp_path / "c", folder)
     assert (report["num_documents"], report["num_tokens"]) == (3, 9)
     assert (report["token_type"], report.pop("end_of_document")) == ("uint16", 256)
@@ -203,17 +199,14 @@ def test_build_prints_one_json_document_and_describe_the_same(folder: Path, tmp_
         {"low": 4, "high": 7, "documents": 1, "tokens": 4},
     ]
     assert run.json("corpus describe --json", tmp_path / "c.idx") == report
-
-
-def test_the_histogram_is_readable_without_json(folder: Path, tmp_path: Path, run: CommandLine) -> None:
-    lines = run.printed("corpus build --suffix .py", tmp_path / "c", folder).splitlines()
-    assert lines[0] == f"{tmp_path}/c.bin/.idx: 4 documents, 110 tokens of uint16 (largest id 256)"
+    lines = run.printed("corpus build --suffix .py", tmp_path / "all", folder).splitlines()
+    assert lines[0] == f"{tmp_path}/all.bin/.idx: 4 documents, 110 tokens of uint16 (largest id 256)"
     assert lines[1] == "skipped: 1 empty files, 0 too large, 0 beyond --limit"
     assert lines[4].split() == ["2-3", "2", "4.5%", "#" * 40]
     assert lines[-1].split() == ["64-127", "1", "91.8%", "#" * 20]
 
 
-def test_what_cannot_be_built_is_refused(folder: Path, tmp_path: Path, run: CommandLine) -> None:
+def test_what_cannot_be_built_or_described_is_refused(folder: Path, tmp_path: Path, run: CommandLine) -> None:
     for words, sentence in (
         ("--max-bytes 0", "--max-bytes 0: must be at least 1"),
         ("--limit -1", "--limit -1: must be at least 1"),
@@ -222,22 +215,12 @@ def test_what_cannot_be_built_is_refused(folder: Path, tmp_path: Path, run: Comm
     ):
         assert sentence in run.error(f"corpus build {words}", tmp_path / "c", folder)
     assert "name files or folders after PREFIX, or give --stdlib" in run.error("corpus build", tmp_path / "c")
-
-
-def test_describing_a_damaged_corpus_is_an_error(folder: Path, tmp_path: Path, run: CommandLine) -> None:
     idx.build(str(tmp_path / "c"), idx.find_files([folder]))
     with idx.idx_path(f"{tmp_path}/c").open("ab") as stream:
         stream.write(b"junk")
     assert "too long" in run.error("corpus describe", tmp_path / "c")
     said = run.error("corpus describe --json", tmp_path / "none")
     assert said.startswith(f"{tmp_path}/none.bin: No such file or directory; a corpus is the two files")
-
-
-def test_the_corpus_is_as_readable_as_any_other_file(folder: Path, tmp_path: Path) -> None:
-    idx.build(str(tmp_path / "c"), idx.find_files([folder]))
-    usual = os.stat(folder / "a.py").st_mode & 0o777
-    for path in (idx.bin_path(f"{tmp_path}/c"), idx.idx_path(f"{tmp_path}/c")):
-        assert path.stat().st_mode & 0o777 == usual
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -263,7 +246,7 @@ def test_jsonl_is_written_in_the_tokens_of_a_tokenizer(tmp_path: Path, run: Comm
 
 
 def test_compressed_jsonl_is_read_as_it_is(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gzip` stands in for the modules of Zstandard, which have the same `open`."""
+    # `gzip` stands in for the modules of Zstandard, which have the same `open`.
     save_tokenizer(tmp_path)
     whole = gzip.compress(b'{"text": "a b a"}\n{"text": "b"}\n')
     monkeypatch.setattr("megatron_balance.files.ZSTD", ("gzip",))
@@ -319,6 +302,8 @@ def test_what_was_written_is_read(corpus: str) -> None:
     assert (index.num_documents, index.num_tokens, str(index.dtype), index.largest_token()) == (4, 14, "uint16", 256)
     assert np.fromfile(idx.bin_path(corpus), dtype=np.uint16).tolist() == [each for one in DOCUMENTS for each in one]
     assert idx.read_index(f"{corpus}.idx").prefix == idx.read_index(f"{corpus}.bin").prefix == corpus
+    for path in (corpus, f"{corpus}.idx"):
+        assert document_lengths(path).tolist() == [4, 1, 3, 6]
 
 
 def test_a_document_of_several_sequences_is_one_document(tmp_path: Path) -> None:
@@ -377,7 +362,9 @@ def test_damage_is_found_at_opening(
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_and_the_index_of_another_corpus_are_refused(tmp_path: Path, corpus: str) -> None:
+def test_a_folder_the_index_of_another_corpus_and_a_corpus_without_tokens_are_refused(
+    tmp_path: Path, corpus: str
+) -> None:
     idx.idx_path(corpus).unlink()
     idx.idx_path(corpus).mkdir()
     with pytest.raises(DataError, match=r"corpus\.idx: not a file"):
@@ -387,18 +374,16 @@ def test_a_folder_and_the_index_of_another_corpus_are_refused(tmp_path: Path, co
     idx.idx_path(other).replace(idx.idx_path(corpus))
     with pytest.raises(DataError, match="do not belong together"):
         idx.read_index(corpus)
-
-
-@pytest.mark.parametrize(("sequences", "boundaries"), [(0, [0]), (0, []), (2, [0, 2])])
-def test_a_corpus_without_tokens_is_refused(tmp_path: Path, sequences: int, boundaries: list[int]) -> None:
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, len(boundaries))
-    idx.idx_path(f"{tmp_path}/c").write_bytes(head + bytes(12 * sequences) + np.array(boundaries, "<i8").tobytes())
     idx.bin_path(f"{tmp_path}/c").write_bytes(b"")
-    with pytest.raises(DataError, match=r"c\.idx: the corpus is empty"):
-        idx.read_index(f"{tmp_path}/c")
+    without_tokens: list[tuple[int, list[int]]] = [(0, [0]), (0, []), (2, [0, 2])]
+    for sequences, boundaries in without_tokens:
+        head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, len(boundaries))
+        idx.idx_path(f"{tmp_path}/c").write_bytes(head + bytes(12 * sequences) + np.array(boundaries, "<i8").tobytes())
+        with pytest.raises(DataError, match=r"c\.idx: the corpus is empty"):
+            idx.read_index(f"{tmp_path}/c")
 
 
-def test_an_error_inside_the_block_leaves_no_file(tmp_path: Path) -> None:
+def test_an_error_inside_the_block_leaves_no_file_and_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     def broken() -> None:
         with idx.CorpusWriter(tmp_path / "c") as writer:
             writer.add_document(np.array([1, 2]))
@@ -414,25 +399,21 @@ def test_an_error_inside_the_block_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'float32' is not one Megatron knows; use one of uint8"):
         idx.CorpusWriter(tmp_path / "c", "float32")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file/c\.bin: cannot be written"), idx.CorpusWriter(tmp_path / "file" / "c"):
+        pass
 
 
-def test_an_error_while_rebuilding_leaves_the_old_corpus(tmp_path: Path, corpus: str) -> None:
+def test_a_rebuilt_corpus_replaces_the_old_one_but_an_error_or_the_same_touches_nothing(
+    tmp_path: Path, corpus: str
+) -> None:
     before = idx.bin_path(corpus).read_bytes(), idx.idx_path(corpus).read_bytes()
     with pytest.raises(DataError, match=r"document 1 has token ids from 3 to 70000; uint16 holds 0 to 65535"):
         write(Path(corpus), [[1], [3, 70000]])
     assert (idx.bin_path(corpus).read_bytes(), idx.idx_path(corpus).read_bytes()) == before
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_rebuilt_corpus_replaces_the_old_one_but_the_same_touches_nothing(tmp_path: Path, corpus: str) -> None:
-    before = [(path.name, path.stat().st_ino) for path in sorted(tmp_path.iterdir())]
+    inodes = [(path.name, path.stat().st_ino) for path in sorted(tmp_path.iterdir())]
     write(Path(corpus))
-    assert [(path.name, path.stat().st_ino) for path in sorted(tmp_path.iterdir())] == before
+    assert [(path.name, path.stat().st_ino) for path in sorted(tmp_path.iterdir())] == inodes
     write(Path(corpus), [[5, 256]])
     assert idx.read_index(corpus).document_lengths.tolist() == [2]
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file/c\.bin: cannot be written"), idx.CorpusWriter(tmp_path / "file" / "c"):
-        pass

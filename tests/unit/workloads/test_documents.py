@@ -21,14 +21,11 @@ def array(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def test_best_fit_takes_the_fullest_sample_that_holds_a_piece() -> None:
-    """5 and 3 make the first full one, 4 and 4 the next; 1 joins 6."""
+def test_best_fit_takes_the_fullest_sample_that_holds_a_piece_and_closes_it_where_too_many_are_open() -> None:
+    # 5 and 3 make the first full one, 4 and 4 the next; 1 joins 6.
     packed = documents.pack_best_fit(array(5, 4, 3, 6, 4, 1, 7), 8)
     samples = [packed.order[a:b].tolist() for a, b in pairwise(packed.bounds.tolist())]
     assert samples == [[0, 2], [1, 4], [3, 5], [6]]
-
-
-def test_of_too_many_open_samples_the_fullest_is_closed() -> None:
     lengths = array(*[6] * documents.WINDOW, 7, 2, 1)
     packed = documents.pack_best_fit(lengths, 8)
     first = packed.order[: packed.bounds[1]].tolist()
@@ -36,14 +33,7 @@ def test_of_too_many_open_samples_the_fullest_is_closed() -> None:
     assert packed.num_samples == documents.WINDOW + 1
 
 
-def test_best_fit_is_what_a_configuration_and_a_stream_have_by_default() -> None:
-    assert Run.model_fields["sample_filling"].default == "best_fit"
-    lengths = np.random.default_rng(4).integers(1, 6000, 200)
-    best_fit = documents.DocumentStream(lengths, 8192, 3, filling="best_fit")
-    assert documents.DocumentStream(lengths, 8192, 3).fingerprint() == best_fit.fingerprint()
-
-
-def test_best_fit_leaves_less_empty_and_loses_nothing() -> None:
+def test_best_fit_is_the_default_leaves_less_empty_and_loses_nothing() -> None:
     rng = np.random.Generator(np.random.PCG64(5))
     lengths = rng.integers(1, 9000, 2000)
     next_fit, best_fit = (
@@ -57,6 +47,8 @@ def test_best_fit_leaves_less_empty_and_loses_nothing() -> None:
     assert sum(piece.stop - piece.start for piece in pieces) == best_fit.num_tokens
     assert len(set(pieces)) == len(pieces) == best_fit.num_pieces
     assert max(sum(best_fit.lengths_of(index)) for index in range(best_fit.num_samples(0))) <= 8192
+    assert Run.model_fields["sample_filling"].default == "best_fit"
+    assert documents.DocumentStream(lengths, 8192, 3).fingerprint() == best_fit.fingerprint()
 
 
 def test_an_order_is_drawn_from_seed_and_epoch_and_from_nothing_else() -> None:
@@ -67,23 +59,19 @@ def test_an_order_is_drawn_from_seed_and_epoch_and_from_nothing_else() -> None:
     assert documents.shuffled(10, 1234, 0).tolist() == [5, 6, 3, 9, 7, 4, 1, 2, 8, 0]
 
 
-def test_samples_may_be_asked_for_in_any_order_and_of_chosen_documents() -> None:
+def test_samples_may_be_asked_for_in_any_order_of_chosen_documents_and_of_an_index_alone(tmp_path: Path) -> None:
     forward, backward = (documents.DocumentStream(array(5, 1, 12, 3, 8), 8, 3) for _ in range(2))
     expected = [forward.sample(index) for index in range(40)]
     assert [backward.sample(index) for index in reversed(range(40))] == expected[::-1]
     stream = documents.DocumentStream(array(5, 1, 12, 3, 8), 8, 3, documents=range(1, 3))
     assert {piece.document for index in range(10) for piece in stream.sample(index)} == {1, 2}
     assert (stream.num_tokens, stream.num_pieces) == (13, 3)
-
-
-def test_the_stream_of_a_corpus_needs_its_index_only(tmp_path: Path) -> None:
     with CorpusWriter(tmp_path / "c") as writer:
         for length in (5, 1, 12, 3, 8):
             writer.add_document(np.ones(length, dtype=np.int64))
     stream = documents.DocumentStream(documents.Corpus(read_index(str(tmp_path / "c"))), 8, 3)
-    same = documents.DocumentStream(array(5, 1, 12, 3, 8), 8, 3)
-    assert [stream.sample(index) for index in range(12)] == [same.sample(index) for index in range(12)]
-    assert stream.fingerprint() == same.fingerprint()
+    assert [stream.sample(index) for index in range(12)] == expected[:12]
+    assert stream.fingerprint() == forward.fingerprint()
 
 
 def test_the_fingerprint_sees_every_input() -> None:
@@ -151,29 +139,33 @@ def test_samples_are_spread_evenly_and_each_corpus_goes_on_over_periods() -> Non
 # Arrays that one process computes and all map
 
 
-def slow(folder: Path) -> np.ndarray:
-    with (folder / "computed").open("a") as stream:
-        stream.write("x")
-    time.sleep(0.05)
-    return np.arange(5)
-
-
 def test_of_several_that_ask_at_once_one_computes(tmp_path: Path) -> None:
-    """Threads stand for processes: each opens the lock for itself."""
+    # Threads stand for processes: each opens the lock for itself.
+    def slow() -> np.ndarray:
+        with (tmp_path / "computed").open("a") as stream:
+            stream.write("x")
+        time.sleep(0.05)
+        return np.arange(5)
 
-    def ask(folder: Path) -> list[int]:
-        return documents.OrderCache(folder / "kept", "key").get("order", lambda: slow(folder)).tolist()
+    def ask(_: int) -> list[int]:
+        return documents.OrderCache(tmp_path / "kept", "key").get("order", slow).tolist()
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(ask, [tmp_path] * 4)) == [[0, 1, 2, 3, 4]] * 4
+        assert list(pool.map(ask, range(4))) == [[0, 1, 2, 3, 4]] * 4
     assert (tmp_path / "computed").read_text() == "x"
 
 
-def test_other_settings_have_other_files(tmp_path: Path) -> None:
+def test_other_settings_have_other_files_or_none_in_a_folder_that_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = documents.OrderCache(tmp_path, "key")
     made = [cache.under("seed", seed).get("order", lambda seed=seed: np.array([seed])) for seed in (1, 2)]
     assert [array.tolist() for array in made] == [[1], [2]]
     assert isinstance(made[0], np.memmap)
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert documents.OrderCache(tmp_path / "file", "key").get("order", lambda: np.arange(2)).tolist() == [0, 1]
+    assert "cannot be written (File exists), so every rank sorts" in caplog.text
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -205,12 +197,3 @@ def test_a_damaged_file_is_computed_again(
         assert cache.get("order", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert "it is computed again" in caplog.text
     assert documents.OrderCache(tmp_path, "key").get("order", lambda: np.zeros(1)).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_a_folder_that_cannot_be_written_leaves_the_array_in_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    with caplog.at_level(logging.WARNING):
-        assert documents.OrderCache(tmp_path / "file", "key").get("order", lambda: np.arange(2)).tolist() == [0, 1]
-    assert "cannot be written (File exists), so every rank sorts" in caplog.text

@@ -32,9 +32,8 @@ def test_the_draws_are_those_that_published_planners_were_measured_on() -> None:
 
 
 def documents_of(name: str, tokens: int = 1 << 24, batches: int = 4) -> np.ndarray:
-    """Documents that were cut to fill a batch are left out: a batch far larger than any document
-    has one.
-    """
+    # Documents that were cut to fill a batch are left out: a batch far larger than any document has
+    # one.
     return np.array([length for batch in draw(name, tokens, batches, seed=5) for length in batch[:-1]])
 
 
@@ -57,47 +56,31 @@ def test_lognormals_have_the_mean_that_their_cards_give(name: str, mean: float) 
     assert np.median(documents_of("lognormal", 1 << 22)) == pytest.approx(1500, rel=0.1)
 
 
-def test_wlb_skew_is_as_skewed_as_the_paper_says_of_its_data() -> None:
+def test_wlb_wlb_skew_and_pretrain_are_as_skewed_as_their_papers_say() -> None:
     # WLB-LLM, section 2.2: most are short, the longest fill the window, and those below half of it
     # hold over 75 % of the tokens.
     lengths = documents_of("wlb-skew", 1 << 25)
     assert np.median(lengths) == pytest.approx(300 * 2 ** (1 / 1.05), rel=0.03)
     assert lengths.max() == 128 * 1024
     assert 0.75 < lengths[lengths < 64 * 1024].sum() / lengths.sum() < 0.85
-
-
-def test_commoncrawls_longest_page_in_1_6_million_tokens_is_hydraulis() -> None:
-    # Appendix A.1: 15K to 32K over 30 iterations, pages cut at 32K.
-    longest = [max(batch) for batch in draw("commoncrawl", 1_600_000, 30, seed=1)]
-    assert 15_000 < np.median(longest) < 32_000
-
-
-def test_wlbs_skew_is_the_papers() -> None:
     # Section 2.2: documents below half the context window hold over 75 % of the tokens; the longest
     # fill it.
     documents = documents_of("wlb")
     assert documents[documents < 65536].sum() / documents.sum() > 0.75
     assert 120_000 < documents.max() <= 131072
     assert np.median(documents) < 4096
-
-
-def test_pretrain_has_more_long_documents_than_wlb() -> None:
     # Half of the short ones and four copies of the long: 0.53 % x 4 against 99.47 % / 2.
     share = (documents_of("pretrain") > 65536).mean()
     assert share == pytest.approx(0.0053 * 4 / (0.0053 * 4 + 0.9947 / 2), rel=0.2)
 
 
-def test_prolong_has_the_recipes_shares_of_tokens() -> None:
+def test_commoncrawls_longest_pages_are_hydraulis_and_prolongs_shares_of_tokens_the_recipes() -> None:
+    # Appendix A.1: 15K to 32K over 30 iterations, pages cut at 32K.
+    longest = [max(batch) for batch in draw("commoncrawl", 1_600_000, 30, seed=1)]
+    assert 15_000 < np.median(longest) < 32_000
     documents = documents_of("prolong")
     shares = {length: (documents == length).sum() * length / documents.sum() for length in (65536, 524288)}
     assert shares == pytest.approx({65536: 0.4, 524288: 0.2}, abs=0.12)
-
-
-def test_data_codes_say_themselves_how_much_a_batch_holds() -> None:
-    batches = draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=3)
-    assert [len(batch) for batch in batches] == [7, 7]
-    again, others = (draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=seed) for seed in (3, 4))
-    assert again == batches != others
 
 
 def test_documents_of_a_file_come_once_each_in_an_order_of_the_seed(tmp_path: Path) -> None:
@@ -114,11 +97,7 @@ def test_documents_of_a_file_come_once_each_in_an_order_of_the_seed(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "seed", "sentence"),
     [
-        (
-            ("wikipedia", 100, 1),
-            1,
-            "--dataset 'wikipedia' is not known; choose one of arxiv, github, prolong64k, common",
-        ),
+        (("wikipedia", 100, 1), 1, "--dataset 'wikipedia' is not known; choose one of arxiv, github, prolong64k"),
         (("arxiv", None, 1), 1, "--dataset arxiv needs --tokens N"),
         (("g1b1i256f1s0", 100, 1), 1, "--tokens 100: the data codes of --dataset g1b1i256f1s0 say how many tokens a b"),
         (("arxiv", 0, 1), 1, "--tokens 0 --batches 1: both must be at least 1"),
@@ -195,7 +174,7 @@ def test_lengths_come_from_lines_and_tables_compressed_or_not(
     assert read_lengths(tmp_path / name) == read_lengths(tmp_path / f"{name}.gz") == batches
 
 
-def test_files_that_are_not_what_they_were_compressed_as_are_refused(
+def test_compressed_files_are_read_by_whatever_module_there_is_and_refused_if_they_are_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = gzip.compress(b"[" + b"4096, " * 999 + b"1]")
@@ -210,16 +189,15 @@ def test_files_that_are_not_what_they_were_compressed_as_are_refused(
             read_lengths(tmp_path / name)
         with pytest.raises((ConfigError, DataError), match=sentence):
             document_lengths(str(tmp_path / name))
-
-
-def test_zstandard_is_read_by_whatever_module_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gzip` stands in: all of these modules have the same `open`."""
+    # `gzip` stands in: all of these modules have the same `open`.
     monkeypatch.setattr("megatron_balance.files.ZSTD", ("no_such_module", "gzip"))
     (tmp_path / "lengths.zst").write_bytes(gzip.compress(b"4096\n7"))
     assert read_lengths(tmp_path / "lengths.zst") == [(4096, 7)]
 
 
-def test_documents_of_a_table_are_drawn(tmp_path: Path) -> None:
+def test_documents_of_a_table_are_drawn_and_lines_without_an_end_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = tmp_path / "documents.csv.gz"
     table.write_bytes(gzip.compress(b"name,num_tokens\na,7\nb,0\nc,9\n"))
     assert document_lengths(str(table)).tolist() == [7, 9]
@@ -237,9 +215,6 @@ def test_documents_of_a_table_are_drawn(tmp_path: Path) -> None:
         lines.write_text(text)
         with pytest.raises(DataError, match=sentence):
             document_lengths(str(lines))
-
-
-def test_a_line_that_is_all_of_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_balance.workloads.lengths.LONGEST_LINE", 2**17)
     path = tmp_path / "blanks.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"length": 4}' + b" " * 2**20 + b"\n"))
@@ -289,13 +264,17 @@ def test_samples_of_a_gpu_share_their_aspect_and_have_text_of_their_own() -> Non
             assert max(gpu) <= round(1.04 * 4096) + 392
 
 
-def test_streams_take_their_gpus_in_order() -> None:
+def test_streams_take_their_gpus_in_order_and_say_themselves_how_much_a_batch_holds() -> None:
     assert distributions.parse_codes("g2b3i256f1s0,g1b1i512f85s1") == (
         distributions.DataCode(2, 3, 256, 1, False),
         distributions.DataCode(1, 1, 512, 85, True),
     )
     (batch,) = distributions.draw_by_gpu("g2b3i256f1s0,g1b1i512f85s1", 1, seed=0)
     assert [len(gpu) for gpu in batch] == [3, 3, 1]
+    batches = draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=3)
+    assert [len(batch) for batch in batches] == [7, 7]
+    again, others = (draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=seed) for seed in (3, 4))
+    assert again == batches != others
 
 
 @pytest.mark.parametrize(
