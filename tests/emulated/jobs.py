@@ -160,13 +160,13 @@ class Carried:
 
 
 def nic_bytes(
-    rank: int, controller: Controller, plans: Sequence[MicrobatchPlan], head_dim: int, policy: Policy
+    rank: int, controller: Controller, plans: Sequence[MicrobatchPlan], width: int, policy: Policy
 ) -> list[Carried]:
     # Forward and backward calls of every plan.
     groups = _join(plans[0])
     found: list[Carried] = []
     for plan in plans:
-        bound, inputs = _bound(plan, rank, groups, head_dim, policy)
+        bound, inputs = _bound(plan, rank, groups, width, policy)
         forward: list[tuple[NicBytes, ...]] = []
         backward: list[tuple[NicBytes, ...]] = []
         for _ in range(CALLS):
@@ -183,12 +183,10 @@ def nic_bytes(
     return found
 
 
-def killed(
-    rank: int, _controller: Controller, plan: MicrobatchPlan, head_dim: int, victim: int, after_s: float
-) -> None:
+def killed(rank: int, _controller: Controller, plan: MicrobatchPlan, width: int, victim: int, after_s: float) -> None:
     # One call, in the middle of which a rank dies.
     groups = _join(plan)
-    bound, inputs = _bound(plan, rank, groups, head_dim, "keep")
+    bound, inputs = _bound(plan, rank, groups, width, "keep")
     dist.barrier()
     if rank == victim:
         threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -218,9 +216,8 @@ def _counted(rank: int, controller: Controller) -> tuple[NicBytes, ...]:
 
 
 def _difference(before: tuple[NicBytes, ...], after: tuple[NicBytes, ...]) -> tuple[NicBytes, ...]:
-    return tuple(
-        NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received) for a, b in zip(before, after, strict=True)
-    )
+    both = zip(before, after, strict=True)
+    return tuple(NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received) for a, b in both)
 
 
 def _lowest(calls: Sequence[tuple[NicBytes, ...]]) -> tuple[NicBytes, ...]:

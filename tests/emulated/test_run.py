@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +79,11 @@ def assert_no_namespace_but(before: set[str]) -> None:
     wait_until(lambda: not network_namespaces() - before, 5.0, "network namespaces are left")
 
 
-@pytest.mark.parametrize(
-    "command", [("-m", "tests.emulated.total"), ("tests/emulated/total.py",)], ids=["module", "script"]
-)
-def test_a_command_runs_on_every_rank_and_the_counters_come_at_its_end(
-    command: tuple[str, ...], nothing_left: Path
-) -> None:
+@pytest.mark.parametrize("command", ["-m tests.emulated.total", "tests/emulated/total.py"])
+def test_a_command_runs_on_every_rank_and_the_counters_come_at_its_end(command: str, nothing_left: Path) -> None:
     figures = nothing_left.parent / "figures.json"
     shape = ["--nodes", "2", "--ranks-per-node", "2", "--nics", "1", "--show", "3"]
-    done = call("run", *shape, "--logs", nothing_left, "--json", figures, "--", *command, "--flag", "value")
+    done = call("run", *shape, "--logs", nothing_left, "--json", figures, "--", *command.split(), "--flag", "value")
     assert done.returncode == 0, done.stderr
     assert "rank 3 of 4: total 6, arguments ['--flag', 'value']" in done.stdout
     assert "rank 2 of 4" not in done.stdout
@@ -113,7 +110,9 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(nothing
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_launcher_that_is_stopped_leaves_nothing(number: signal.Signals, nothing_left: Path) -> None:
     words = ("--nodes", "1", "--ranks-per-node", "2", "--logs", nothing_left, "--", "tests/emulated/total.py")
-    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "preexec_fn": heed_interrupts}
+    # They take SIGINT again, which a shell's background jobs ignore, and their children with them.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "preexec_fn": heed}
     with subprocess.Popen(tool("run", *words, "steps", "-1", "-1"), cwd=ROOT, **quiet) as launcher:
         try:
             log = nothing_left / "rank1.log"
@@ -126,11 +125,6 @@ def test_a_launcher_that_is_stopped_leaves_nothing(number: signal.Signals, nothi
             launcher.kill()
     if number == signal.SIGKILL:  # the kernel ends the others, not the launcher
         wait_until(lambda: not processes_with(str(nothing_left)), 5.0, "processes outlive their launcher")
-
-
-def heed_interrupts() -> None:
-    # Take SIGINT again, which a shell's background jobs ignore, and their children with them.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_until(holds: object, limit_s: float, otherwise: str) -> None:

@@ -25,7 +25,7 @@ from tests.support import by_hand, jobs
 from tests.support.pool import World
 from tests.support.stream_threads import with_streams
 
-QKV = tuple[Tensor, Tensor, Tensor]
+QKV, Plans = tuple[Tensor, Tensor, Tensor], Sequence[MicrobatchPlan]
 # (nano-batch, phase, segment) of something that ran.
 Done = tuple[int, str, str]
 
@@ -41,11 +41,7 @@ class NanoBatches:
 
 
 def layers(
-    world: World,
-    plans: Sequence[MicrobatchPlan],
-    segments: Sequence[Segment] | None,
-    policy: Policy,
-    streams: bool = False,
+    world: World, plans: Plans, segments: Sequence[Segment] | None, policy: Policy, streams: bool = False
 ) -> NanoBatches:
     # Both nano-batches through all layers of `segments`, in fp64; without turns, through two layers
     # with one call each, one nano-batch after the other.
@@ -78,9 +74,7 @@ class AttentionOf(NamedTuple):
     backward: BackwardSlot | None = None
 
 
-def interleaved(
-    nano_batches: Sequence[AttentionOf], inputs: Sequence[QKV], segments: Sequence[Segment]
-) -> list[Tensor]:
+def interleaved(plans: Sequence[AttentionOf], inputs: Sequence[QKV], segments: Sequence[Segment]) -> list[Tensor]:
     # Outputs of the last layer, by nano-batch.
     num_layers = max(segment.layer for segment in segments)
     calls: dict[int, AttentionCall] = {}
@@ -92,7 +86,7 @@ def interleaved(
                 if 0 < layer < num_layers:
                     qkv[nano_batch] = _linear(out[nano_batch], qkv[nano_batch])
             case "start":
-                bound, slot = nano_batches[nano_batch]
+                bound, slot = plans[nano_batch]
                 calls[nano_batch] = AttentionCall(bound, backward=slot)
                 calls[nano_batch].start(*qkv[nano_batch])
             case "attend":

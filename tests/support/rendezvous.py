@@ -87,15 +87,8 @@ def hanging(calls: Sequence[Sequence[GroupCall]], meeting: Meeting | None = None
 
 def group_calls(batches: Iterable[IssuedCall]) -> list[GroupCall]:
     # Group calls of one rank. Each stream has a communicator of its own.
-    return [
-        GroupCall(
-            f"{batch.call.stream} {batch.group}" if batch.group else batch.call.stream,
-            batch.pairs,
-            batch.group,
-            str(batch.call),
-        )
-        for batch in batches
-    ]
+    named = ((f"{b.call.stream} {b.group}" if b.group else b.call.stream, b) for b in batches)
+    return [GroupCall(communicator, b.pairs, b.group, str(b.call)) for communicator, b in named]
 
 
 def batches_of(

@@ -19,8 +19,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-KEYS = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "labels", "loss_mask", "max_seqlen")
-KEYS += ("position_ids", "tokens")
+KEYS = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "labels", "loss_mask", "max_seqlen", "position_ids")
+KEYS += ("tokens", "local_cp_size", "hybrid_cp_group")
 
 
 def get_batch(data_iterator):
@@ -28,10 +28,7 @@ def get_batch(data_iterator):
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         read = next(data_iterator)
-        batch = {
-            key: read[key].cuda() if read.get(key) is not None else None
-            for key in (*KEYS, "local_cp_size", "hybrid_cp_group")
-        }
+        batch = {key: read[key].cuda() if read.get(key) is not None else None for key in KEYS}
     batch = get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -75,18 +72,15 @@ def built(num_samples, dataset, config=GPTDatasetConfig, **others):
     given = {"random_seed": args.seed, "sequence_length": args.seq_length, "split": args.split}
     given |= {"blend": blend, "blend_per_split": blend_per_split, "path_to_cache": args.data_cache_path}
     given |= {name: getattr(args, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
-    return BlendedMegatronDatasetBuilder(
-        dataset, num_samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, config(**given, **others)
-    ).build()
+    of_rank = lambda: mpu.get_tensor_model_parallel_rank() == 0  # noqa: E731
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, of_rank, config(**given, **others)).build()
 
 
 def train_valid_test_datasets_provider(num_samples, vp_stage=None):
     args = get_args()
     print_rank_0("> the script builds its own data sets")
-    masked = {"create_attention_mask": args.create_attention_mask_in_dataloader}
-    return built(
-        num_samples, MockGPTDataset if args.mock_data else GPTDataset, tokenizer=build_tokenizer(args), **masked
-    )
+    given = {"create_attention_mask": args.create_attention_mask_in_dataloader, "tokenizer": build_tokenizer(args)}
+    return built(num_samples, MockGPTDataset if args.mock_data else GPTDataset, **given)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import Projector
@@ -25,17 +26,8 @@ from tests.support import by_hand
 
 # Planners that only tests have: attention cut at random, to show that the vocabulary carries any
 # task table and any mix of zones.
-PATTERNS = (
-    "ring",
-    "all_gather",
-    "gather_documents",
-    "gather_sequence",
-    "head_exchange",
-    "chunk_exchange",
-    "head_exchange_once",
-    "chunk_exchange_once",
-    "head_ring",
-)
+PATTERNS = ("ring", "all_gather", "gather_documents", "gather_sequence", "head_exchange", "chunk_exchange")
+PATTERNS += ("head_exchange_once", "chunk_exchange_once", "head_ring")
 
 Rectangle = tuple[int, int, int, int]  # q_start, q_stop, k_start, k_stop
 
@@ -72,10 +64,8 @@ def _random_tasks(
     for seq in seqs:
         length = batch.lengths[seq]
         fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
-        tasks += [
-            (_rank(rng, cluster), seq, *r)
-            for r in _rectangles(rng, (0, length, 0, length), int(rng.integers(0, 5)), model.mask)
-        ]
+        parts = _rectangles(rng, (0, length, 0, length), int(rng.integers(0, 5)), model.mask)
+        tasks += [(_rank(rng, cluster), seq, *part) for part in parts]
     return TaskTable(name, as_rows(_shuffled(rng, fragments, 4)), as_rows(_shuffled(rng, tasks, 6)))
 
 
@@ -124,9 +114,8 @@ def _random_zone(rng: np.random.Generator, name: str, seqs: np.ndarray, cluster:
 
 def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple) -> MicrobatchPlan:
     heads = (model.num_heads, model.num_kv_heads)
-    planned = by_hand.plan(
-        batch.lengths, cluster.num_ranks, *zones, ranks_per_node=cluster.ranks_per_node, heads=heads, name=name
-    )
+    per_node = cluster.ranks_per_node
+    planned = by_hand.plan(batch.lengths, cluster.num_ranks, *zones, ranks_per_node=per_node, heads=heads, name=name)
     return replace(planned, mask=model.mask)
 
 
@@ -190,9 +179,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 ALL_PLANNERS = (*PLANNERS, *(name for name, (planner, _) in VARIANTS.items() if planner in PLANNERS), *TEST_PLANNERS)
 
 # Planners that between them have every comm pattern, and stand for all where these take long.
-EVERY_PATTERN = (
-    *("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin", "random_task_table", "random_shares"),
-)
+EVERY_PATTERN = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin", "random_task_table", "random_shares")
 
 _PER_NODE = {1: (1, 4), 2: (1, 2), 3: (1, 3), 4: (2, 4), 5: (1, 5), 6: (2, 3, 6), 7: (1, 7), 8: (2, 4, 8)}
 
@@ -213,7 +200,7 @@ class Case:
 
 def lengths(
     max_length: int = 300, max_sequences: int = 7, *, min_sequences: int = 1
-) -> st.SearchStrategy[tuple[int, ...]]:
+) -> SearchStrategy[tuple[int, ...]]:
     # Lengths of a batch: long ones, and, because they are where placements go wrong, many of a few
     # tokens.
     one = st.one_of(st.integers(1, 5), st.integers(1, min(40, max_length)), st.integers(1, max_length))
@@ -278,12 +265,6 @@ def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
 
 def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
     # A planner's decision, without layers.
-    model = case.model
-    if (
-        planner not in TEST_PLANNERS
-        and kind_of(model.mask) not in PLANNERS[VARIANTS.get(planner, (planner, {}))[0]].masks
-    ):
-        case = replace(case, model=replace(model, attention="causal"))
     if planner in TEST_PLANNERS:
         planned = TEST_PLANNERS[planner](case.batch, case.cluster, case.model, case.seed)
         if kind_of(planned.mask) == "window" and not all(isinstance(zone, TaskTable) for zone in planned.zones):
@@ -291,6 +272,8 @@ def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
         return planned
     name, options = VARIANTS.get(planner, (planner, {}))
     chosen, ranks = PLANNERS[name], case.cluster.num_ranks
+    if kind_of(case.model.mask) not in chosen.masks:
+        case = replace(case, model=replace(case.model, attention="causal"))
     if ranks == 1:
         # a rank alone holds its tokens
         options = {key: value for key, value in options.items() if key != "servers"}
