@@ -179,7 +179,7 @@ def test_where_it_is_not_permitted_check_says_skip_and_run_says_why(permitted: N
 
 
 @pytest.mark.parametrize("may_schedule", [False, True])
-def test_ranks_have_torchruns_environment_their_nodes_host_name_and_no_other_capability(
+def test_ranks_have_torchruns_environment_their_nodes_name_and_no_capability(
     emulate: Emulate, may_schedule: bool
 ) -> None:
     result = emulate(SMALL, jobs.describe, may_schedule=may_schedule)
@@ -214,9 +214,7 @@ def test_the_deadline_ends_a_job_and_shows_where_it_stands(emulate: Emulate) -> 
     assert raised.value.rank == 1
 
 
-def test_a_rate_that_no_link_has_is_refused_in_the_rank_that_asked_and_what_ranks_leave_behind_is_gone(
-    emulate: Emulate,
-) -> None:
+def test_a_rate_that_no_link_has_is_refused_where_it_is_asked_and_what_ranks_leave_is_gone(emulate: Emulate) -> None:
     before = network_namespaces()
     result = emulate(SMALL, jobs.ask_for_no_rate_and_leave_a_process_behind)
     assert result.values == ("ConfigError: nic_bits_per_s = 0: choose a rate of at least 1 bit/s",) * 4
@@ -230,9 +228,7 @@ BYTES_PER_TOKEN = 2 * 4 * 4 * 4  # keys and values of 4 heads of 4 numbers of 4 
 
 @pytest.mark.megatron
 @pytest.mark.usefixtures("permitted")
-def test_training_runs_over_shaped_nics_and_finds_the_nodes_by_host_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_runs_over_shaped_nics_and_finds_the_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("megatron.training")
     from tests.megatron.conftest import MODEL, RUN, write_corpus
 

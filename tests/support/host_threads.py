@@ -109,9 +109,8 @@ def _collectives_meet():
         assert async_op
         _here.hosts.enter(_here.rank, GroupCall(f"{_here.stream} {group}", group=group))
 
-    stand_in = SimpleNamespace(
-        all_to_all_single=enter, all_gather_into_tensor=enter, reduce_scatter_tensor=enter, Work=dist.Work
-    )
+    calls = dict.fromkeys(("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"), enter)
+    stand_in = SimpleNamespace(**calls, Work=dist.Work)
     with patch.object(transport, "dist", stand_in), patch.object(Groups, "abort"):  # there is nothing to abort
         yield
 

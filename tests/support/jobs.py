@@ -255,10 +255,8 @@ def compare_with_peers(world: World, plans: Sequence[MicrobatchPlan]) -> str:
 def tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> list[Tensor]:
     # q, k, v and dout of this rank.
     heads, (keys, values) = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads), shape.widths
-    rows = [
-        owned_rows(owned, of) if of else np.empty((0, h, width))
-        for of, h, width in zip((x.q, x.k, x.v, x.dout), heads, (keys, keys, values, values), strict=True)
-    ]
+    parts = zip((x.q, x.k, x.v, x.dout), heads, (keys, keys, values, values), strict=True)
+    rows = [owned_rows(owned, of) if of else np.empty((0, h, width)) for of, h, width in parts]
     q, k, v, dout = (torch.from_numpy(r).to(run.device, getattr(torch, run.dtype)) for r in rows)
     if not run.strided:
         return [*(leaf.requires_grad_() for leaf in (q, k, v)), dout]
@@ -330,11 +328,8 @@ class Received:
 
 def documents(rank: int, microbatch: int, lengths: Sequence[int]) -> Sequences:
     # Documents whose rows (document, position) tell them all apart.
-    made = [
-        torch.stack([torch.full((n,), 10000 * rank + 100 * microbatch + at), torch.arange(n)], dim=1)
-        for at, n in enumerate(lengths)
-    ]
-    return Sequences.of(made, num_columns=2)
+    numbers = [torch.full((n,), 10000 * rank + 100 * microbatch + at) for at, n in enumerate(lengths)]
+    return Sequences.of([torch.stack([each, torch.arange(len(each))], dim=1) for each in numbers], num_columns=2)
 
 
 def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Received:
@@ -344,9 +339,8 @@ def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Recei
     shared = share_lengths(mine, None, len(mine), pool, ALONE, CPU)
     chosen = nano_batches_of(shared.lengths, ping_pong=ping_pong)
     first = [sum(map(len, shared.lengths[:m])) for m in range(len(shared.lengths))]
-    members = tuple(
-        tuple(tuple(begin + seq for seq in part) for part in parts) for begin, parts in zip(first, chosen, strict=True)
-    )
+    begun = zip(first, chosen, strict=True)
+    members = tuple(tuple(tuple(begin + seq for seq in part) for part in parts) for begin, parts in begun)
     mine, apart = by_nano_batch(mine, shared, members, world.rank)
     layers = Layers(remap=planner == "zeppelin")  # where tokens are owned by others than those that attend to them
     plan = make_planner(planner, Cluster(world.size, world.size), Model(4, 2, 8), layers, tokens_per_rank=600)

@@ -47,10 +47,8 @@ def layers(
     # with one call each, one nano-batch after the other.
     groups = with_streams(world.groups, plans[0].ranks_per_node) if streams else world.groups
     shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 8)
-    bounds = [
-        bind(plan, world.rank, shape, groups=groups, dtype=torch.float64, policy=policy, nano_batch=nano_batch)
-        for nano_batch, plan in enumerate(plans)
-    ]
+    how: Any = {"groups": groups, "dtype": torch.float64, "policy": policy}
+    bounds = [bind(plan, world.rank, shape, **how, nano_batch=at) for at, plan in enumerate(plans)]
     inputs = [leaves(plan, world.rank, shape)[0] for plan in plans]
     with recorded(bounds.index) as order:
         if segments is None:
@@ -229,10 +227,9 @@ class _Run:
             server.serve(bounds, ping_pong.backward(self.segments), backward=True)
 
     def forward(self, cell: Cell, bounds: Sequence[Bound]) -> None:
-        drawn = [
-            leaves(nano_batch.plans[cell.microbatch], self.rank, self.shape, seed_of(self.stage, cell, at))
-            for at, nano_batch in enumerate(self.nano_batches)
-        ]
+        plans = [nano_batch.plans[cell.microbatch] for nano_batch in self.nano_batches]
+        seeds = [seed_of(self.stage, cell, at) for at in range(len(plans))]
+        drawn = [leaves(plan, self.rank, self.shape, seed) for plan, seed in zip(plans, seeds, strict=True)]
         slots = [BackwardSlot() for _ in bounds]
 
         def layers(*flat: Tensor) -> tuple[Tensor, ...]:

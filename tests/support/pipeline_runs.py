@@ -68,11 +68,8 @@ def _write_gradients(folder: Path, rank: int, steps: Iterator[int]) -> None:
         stage, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
         layers = get_model_config(model[0]).num_layers // stages
         chunks: Any = unwrap_model(model)
-        found: dict[str, Any] = {
-            _whole(f"module.{name}", stage, stages, layers): _joined(name, parameter)
-            for chunk in chunks
-            for name, parameter in chunk.named_parameters()
-        }
+        named = [pair for chunk in chunks for pair in chunk.named_parameters()]
+        found: dict[str, Any] = {_whole(f"module.{name}", stage, stages, layers): _joined(name, p) for name, p in named}
         np.savez(folder / f"gradients.{next(steps)}.{rank}.npz", **found)
         return result
 

@@ -38,13 +38,8 @@ _TYPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "ful
 _BY_TYPE: dict[str, Any] = {"sliding_window": 64, "layer_types": [*_TYPES], "rope_parameters": _TYPES}
 _ENCODER: dict[str, Any] = {**_SIZES, "intermediate_size": 2 * WIDTH, "max_position_embeddings": 64}
 _ENCODER |= {"pad_token_id": PADDING, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_LLAMA_4: dict[str, Any] = {
-    "head_dim": HEAD_DIM,
-    "intermediate_size_mlp": WIDTH,
-    "num_local_experts": 2,
-    "no_rope_layers": [0, 1],
-}
-_LLAMA_4 |= {"layer_types": ["full_attention"] * 2, "floor_scale": 4, "attn_scale": 0.5}
+_LLAMA_4: dict[str, Any] = {"head_dim": HEAD_DIM, "intermediate_size_mlp": WIDTH, "no_rope_layers": [0, 1]}
+_LLAMA_4 |= {"layer_types": ["full_attention"] * 2, "floor_scale": 4, "attn_scale": 0.5, "num_local_experts": 2}
 _OPT = {**_SIZES, "word_embed_proj_dim": WIDTH, "ffn_dim": WIDTH, "max_position_embeddings": 64, "dropout": 0.0}
 _BART = {"vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_ffn_dim": WIDTH}
 _BART |= {"decoder_layers": 2, "decoder_attention_heads": HEADS}
@@ -220,10 +215,8 @@ def stay_as_they_were(world: World, model: str) -> list[float]:
     used = copy.deepcopy(used)
     used.set_attn_implementation("eager")
     fresh = make(case)
-    return [
-        difference(used(input_ids=tokens[None]).logits, fresh(input_ids=tokens[None]).logits)
-        for tokens, _ in documents(Case(model, (30, 12)))
-    ]
+    given = [tokens[None] for tokens, _ in documents(Case(model, (30, 12)))]
+    return [difference(used(input_ids=each).logits, fresh(input_ids=each).logits) for each in given]
 
 
 def on_one_batch(world: World, model: str) -> list[str]:

@@ -9,6 +9,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from megatron_balance.analysis.wire import is_collective
@@ -95,16 +96,10 @@ def batches_of(
     plans: Sequence[MicrobatchPlan], compiled: Sequence[Sequence[CompiledRank]], segments: Sequence[Segment]
 ) -> tuple[list[list[IssuedCall]], list[list[IssuedCall]]]:
     # Batches of every rank in the forward and in the backward of plans that run in `segments`.
-    size, per_node = plans[0].num_ranks, plans[0].ranks_per_node
-
-    def own_group(group: tuple[int, ...]) -> bool:
-        return is_collective(group, size, per_node)
-
-    forward, back = (
-        interleaved(compiled, turns, per_node, backward=at, own_group=own_group)
-        for at, turns in ((False, segments), (True, backward(segments)))
-    )
-    return forward, back
+    per_node = plans[0].ranks_per_node
+    own = partial(is_collective, num_ranks=plans[0].num_ranks, ranks_per_node=per_node)
+    forward = interleaved(compiled, segments, per_node, backward=False, own_group=own)
+    return forward, interleaved(compiled, backward(segments), per_node, backward=True, own_group=own)
 
 
 def calls_of(

@@ -74,11 +74,8 @@ class Checker:
         self.at_once = Roles(config.model, self.layout, list(apart), minute, apart=apart)
         named = dict(named_parameters(unwrap_model(self.model[0])))
         (shards,) = getattr(optimizer, "chained_optimizers", [optimizer])
-        self.starts = {
-            name: shards._get_model_param_range_map(parameter)["param"].start
-            for name, parameter in named.items()
-            if parameter in shards.model_param_gbuf_map
-        }
+        held = {name: each for name, each in named.items() if each in shards.model_param_gbuf_map}
+        self.starts = {name: shards._get_model_param_range_map(each)["param"].start for name, each in held.items()}
         self.whole = _gathered({name: parameter.data for name, parameter in named.items()}, self.layout.parameters)
         role = self.roles.pull(alone)
         for number, tensor in role.memory.weights.items():
@@ -209,13 +206,8 @@ def _trained(role: Any, microbatches: range) -> None:
         return
     drawn = [(LENGTHS[number], torch.Generator().manual_seed(number)) for number in microbatches]
     tokens = [torch.randint(0, 90, (1, length), generator=g) for length, g in drawn]
-    role.schedule()(
-        forward_step_func=_forward_step,
-        data_iterator=iter(tokens),
-        num_microbatches=len(microbatches),
-        seq_length=max(LENGTHS),
-        micro_batch_size=1,
-    )
+    given = {"data_iterator": iter(tokens), "num_microbatches": len(microbatches)}
+    role.schedule()(forward_step_func=_forward_step, **given, seq_length=max(LENGTHS), micro_batch_size=1)
 
 
 def _forward_step(iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -78,18 +78,15 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
     forward = list(trace)
     out.sum().backward()
     program = compile_policies(plan, world.rank, [policy])[0].program
-    return [
-        PhaseTrace(
-            recorded,
-            streams(ops, world.rank, plan.ranks_per_node),
-            [{relay_task.op for relay_task in group} for group in phase.relay_tasks],
-            hidden_share(recorded),
-        )
-        for recorded, ops, phase in (
-            (forward, program.forward, bound.phases["forward"]),
-            (trace[len(forward) :], program.backward, bound.phases["backward"]),
-        )
-    ]
+    found: list[PhaseTrace] = []
+    for recorded, ops, phase in (
+        (forward, program.forward, bound.phases["forward"]),
+        (trace[len(forward) :], program.backward, bound.phases["backward"]),
+    ):
+        groups = [{relay_task.op for relay_task in group} for group in phase.relay_tasks]
+        expected = streams(ops, world.rank, plan.ranks_per_node)
+        found.append(PhaseTrace(recorded, expected, groups, hidden_share(recorded)))
+    return found
 
 
 def ranged(world: World, plan: MicrobatchPlan) -> tuple[list[str], list[str]]:

@@ -29,28 +29,19 @@ def get_batch(data_iterator):
     if mpu.get_tensor_model_parallel_rank() == 0:
         read = next(data_iterator)
         batch = {key: read[key].cuda() if read.get(key) is not None else None for key in KEYS}
+    names = ("create_attention_mask_in_dataloader", "micro_batch_size", "seq_length", "pipeline_model_parallel_size")
+    given = {name: getattr(args, name) for name in names} | {"cp_size": args.context_parallel_size}
+    given |= dict.fromkeys(("has_cu_seqlens", "is_hybrid_cp", "mtp_on_this_rank"), False)
+    given |= {"tp_rank": mpu.get_tensor_model_parallel_rank(), "is_pipeline_first_stage": mpu.is_pipeline_first_stage()}
     batch = get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        cp_size=args.context_parallel_size,
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=False,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+        **given,
     )
-    return get_batch_on_this_cp_rank(
-        batch,
-        is_hybrid_cp=False,
-        cp_group=get_context_parallel_group(),
-        hybrid_cp_group_func=get_hybrid_data_context_parallel_groups,
-    )
+    groups = {"cp_group": get_context_parallel_group(), "hybrid_cp_group_func": get_hybrid_data_context_parallel_groups}
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, **groups)
 
 
 def loss_func(loss_mask, output_tensor):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
 
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import Projector
@@ -29,6 +28,7 @@ from tests.support import by_hand
 PATTERNS = ("ring", "all_gather", "gather_documents", "gather_sequence", "head_exchange", "chunk_exchange")
 PATTERNS += ("head_exchange_once", "chunk_exchange_once", "head_ring")
 
+Lengths = st.SearchStrategy[tuple[int, ...]]
 Rectangle = tuple[int, int, int, int]  # q_start, q_stop, k_start, k_stop
 
 
@@ -124,9 +124,8 @@ def random_topology(batch: Batch, cluster: Cluster, model: Model, seed: int) -> 
     rng = np.random.default_rng(seed)
     cuts = np.flatnonzero(rng.integers(0, 2, cluster.num_ranks - 1)) + 1
     sizes = np.diff([0, *cuts.tolist(), cluster.num_ranks])
-    options = knapformer.KnapFormerOptions(
-        topology="+".join(f"g{size}n1" for size in sizes), heads=("uneven", "ring")[int(rng.integers(2))]
-    )
+    topology, heads = "+".join(f"g{size}n1" for size in sizes), ("uneven", "ring")[int(rng.integers(2))]
+    options = knapformer.KnapFormerOptions(topology=topology, heads=heads)
     return knapformer.plan(batch, cluster, model, AnalyticCost(cluster, model), options)
 
 
@@ -198,9 +197,7 @@ class Case:
     routing: tuple[int, int] | None = None
 
 
-def lengths(
-    max_length: int = 300, max_sequences: int = 7, *, min_sequences: int = 1
-) -> SearchStrategy[tuple[int, ...]]:
+def lengths(max_length: int = 300, max_sequences: int = 7, *, min_sequences: int = 1) -> Lengths:
     # Lengths of a batch: long ones, and, because they are where placements go wrong, many of a few
     # tokens.
     one = st.one_of(st.integers(1, 5), st.integers(1, min(40, max_length)), st.integers(1, max_length))
@@ -222,14 +219,8 @@ def cases(
     ranks = draw(st.sampled_from(list(num_ranks)))
     cluster = Cluster(ranks, draw(st.sampled_from(_PER_NODE[ranks])))
     kv_heads, ratio = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 3), (2, 2), (2, 4), (3, 2), (8, 1)]))
-    model = Model(
-        num_heads=kv_heads * ratio,
-        num_kv_heads=kv_heads,
-        head_dim=4,
-        hidden_size=32,
-        ffn_size=64,
-        attention=draw(st.sampled_from(list(masks))),
-    )
+    mask = draw(st.sampled_from(list(masks)))
+    model = Model(kv_heads * ratio, kv_heads, head_dim=4, hidden_size=32, ffn_size=64, attention=mask)
     average = -(-batch.num_tokens // ranks)
     capacity = draw(st.sampled_from([None, average, average + max(1, average // 10), 2 * average]))
     routing = draw(st.sampled_from([None, (1, 1), (2, 1), (1, 8)]))

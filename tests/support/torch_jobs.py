@@ -274,11 +274,8 @@ def differences(trained: Trained, expected: Trained) -> tuple[float, float, floa
     pairs = ((trained.losses, expected.losses), (trained.norms, expected.norms))
     loss, norm = (max(abs(a - b) / abs(b) for a, b in zip(x, y, strict=True)) for x, y in pairs)
     assert trained.gradients.keys() == expected.gradients.keys()
-    gradient = max(
-        float((trained.gradients[name] - g).abs().max() / g.abs().max().clamp(min=1e-3))
-        for name, g in expected.gradients.items()
-    )
-    return loss, norm, gradient
+    both = [(trained.gradients[name], g) for name, g in expected.gradients.items()]
+    return loss, norm, max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in both)
 
 
 # What a balancer does with documents, without a model
@@ -319,12 +316,9 @@ def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gath
     # Deal documents to all ranks and gather what the ranks say of every token.
     balancer = balancer_of(planner)
     # tokens tell the documents apart; others: position, and two more
-    batch = balancer(
-        [
-            (torch.full((n,), 100 * world.rank + at), torch.arange(n), torch.arange(n) / 7, torch.ones(n, 3).bool())
-            for at, n in enumerate(lengths[world.rank])
-        ]
-    )
+    numbers = [torch.full((n,), 100 * world.rank + at) for at, n in enumerate(lengths[world.rank])]
+    places = [torch.arange(len(each)) for each in numbers]
+    batch = balancer([(a, b, b / 7, torch.ones(len(a), 3).bool()) for a, b in zip(numbers, places, strict=True)])
     position, flags = batch.others
     n = batch.num_tokens
     right = torch.equal(position[:n], batch.position_ids[:n].float() / 7) and bool(flags[:n].all())

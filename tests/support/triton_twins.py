@@ -261,16 +261,11 @@ def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
     carried = [(Kind.Q, packed.num_rows, packed.num_heads) for packed, _ in packs]
     lies = layout(tuple(carried), form).places
     size = {b: tuple(max(sizes.get(b, (1, 1))[i] for _, sizes in packs) for i in (0, 1)) for b in range(3)}
+    targets = [tuple(Site(("sum", run.buffer)) for run in packed.runs) for packed, _ in packs]
     new = [tuple(i for i, run in enumerate(packed.runs) if run.buffer in fresh) for packed, _ in packs]
     moved = tuple(
-        Moved(
-            packed,
-            (dtype, torch.float32, 8),
-            tuple(Site(("sum", run.buffer)) for run in packed.runs),
-            block(at),
-            tuple((i, size[packed.runs[i].buffer]) for i in own),
-        )
-        for (packed, _), (at,), own in zip(packs, lies, new, strict=True)
+        Moved(p, (dtype, torch.float32, 8), sites, block(at), tuple((i, size[p.runs[i].buffer]) for i in own))
+        for (p, _), (at,), own, sites in zip(packs, lies, new, targets, strict=True)
     )
     results = []
     for mover in movers():
@@ -348,10 +343,8 @@ def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: 
         named = {b: data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=n)) for b, n in enumerate(rows)}
         order = data.draw(st.permutations([b for b in named if named[b]])) or [0]
         parts.append(packed_of([(b, named[b] or [0], 0, heads, 0) for b in order], heads))
-    out = [
-        packed_of([(b, list(range(n))[:: data.draw(st.sampled_from([1, -1]))], 0, heads, 0)], heads)
-        for b, n in enumerate(rows)
-    ]
+    orders = [list(range(n))[:: data.draw(st.sampled_from([1, -1]))] for n in rows]
+    out = [packed_of([(b, order, 0, heads, 0)], heads) for b, order in enumerate(orders)]
     carried = [(Kind.OUT, p.num_rows, heads) for p in out]
     places = layout(tuple(carried), form).places
     ends = [Moved(p, own=block(at)) for p, both in zip(out, places, strict=True) for at in both]

@@ -126,37 +126,23 @@ def installation(package: str, installed: str, folder: Path) -> str:
     return (folder / "installed").read_text()
 
 
-@pytest.mark.parametrize(
-    ("installed", "builds"),
-    [
-        ("", True),
-        ("transformer_engine==2.9.0+abc\\n", True),
-        ("transformer-engine==2.17.1\\n", False),
-        ("transformer_engine==2.17.1+c4f2d1a\\n", False),
-        ("transformer_engine==2.20.0\\nnumpy==1.26\\n", False),
-        ("transformer_engine==3.0\\n", False),
-    ],
-)
-def test_the_image_keeps_any_transformer_engine_from_the_minimum_up(tmp_path, installed, builds):
-    done = installation("transformer", installed, tmp_path)
+OLD = ("", "transformer_engine==2.9.0+abc\\n")
+NEW = ("transformer-engine==2.17.1\\n", "transformer_engine==2.17.1+c4f2d1a\\n", "transformer_engine==3.0\\n")
+
+
+@pytest.mark.parametrize("installed", [*OLD, *NEW, "transformer_engine==2.20.0\\nnumpy==1.26\\n"])
+def test_the_image_keeps_any_transformer_engine_from_the_minimum_up(tmp_path, installed):
+    done, builds = installation("transformer", installed, tmp_path), installed in OLD
     assert ("transformer-engine-cu12==" in done) == bool(done) == builds, "the extension for the CUDA of its torch"
 
 
-@pytest.mark.parametrize(
-    ("installed", "replaced"),
-    [
-        ("", True),
-        ("pydantic==1.10.27\\n", True),
-        ("pydantic==2.6.4\\n", True),
-        ("pydantic==2.7.0\\npydantic_core==2.18.1\\n", False),
-        ("pydantic==2.13.5\\n", False),
-        ("pydantic==2.14.0\\n", True),
-        ("pydantic==3.0\\n", True),
-        ("pydantic_core==2.46.5\\npydantic-settings==2.9.0\\n", True),
-    ],
-)
-def test_the_image_keeps_a_pydantic_that_serves_us_and_megatron(tmp_path, installed, replaced):
-    done = installation("pydantic", installed, tmp_path)
+SERVE = ("pydantic==2.7.0\\npydantic_core==2.18.1\\n", "pydantic==2.13.5\\n")
+DO_NOT = ("", *(f"pydantic=={version}\\n" for version in ("1.10.27", "2.6.4", "2.14.0", "3.0")))
+
+
+@pytest.mark.parametrize("installed", [*SERVE, *DO_NOT, "pydantic_core==2.46.5\\npydantic-settings==2.9.0\\n"])
+def test_the_image_keeps_a_pydantic_that_serves_us_and_megatron(tmp_path, installed):
+    done, replaced = installation("pydantic", installed, tmp_path), installed not in SERVE
     ours = next(r.specifier for r in requirements("") if r.name == "pydantic")
     version = dict(line.split("==") for line in installed.split("\\n") if line).get("pydantic")
     # Megatron 0.19's own pyproject.toml: below 2.14, for what Transformer Engine imports.
