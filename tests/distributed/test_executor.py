@@ -4,6 +4,7 @@ import functools
 import time
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -264,7 +265,7 @@ def test_latents_give_what_their_keys_and_values_give(pool: Pool, planner: str, 
             assert np.allclose(ours, theirs, atol=1e-10), name
     by_latent, by_heads = (sum(received[way] for _, received in runs) for way in (0, 1))
     assert 0 < by_latent < by_heads
-    sizes = {"value_dim": VALUES, "latent_rank": LATENT[0], "latent_rope": LATENT[1]}
+    sizes: dict[str, Any] = {"value_dim": VALUES, "latent_rank": LATENT[0], "latent_rope": LATENT[1]}
     model = Model(HEADS, 1, DIM, bytes_per_element=8, latent_travels=True, **sizes)
     predicted = plan_statistics(planned, model)["bytes_received_per_rank"]["total"]
     assert all(of_rank[1][0] >= expected for of_rank, expected in zip(runs, predicted, strict=True))

@@ -25,7 +25,8 @@ from tests.support import by_hand, jobs
 from tests.support.pool import World
 from tests.support.stream_threads import with_streams
 
-QKV, Plans = tuple[Tensor, Tensor, Tensor], Sequence[MicrobatchPlan]
+QKV = tuple[Tensor, Tensor, Tensor]
+Plans = Sequence[MicrobatchPlan]
 # (nano-batch, phase, segment) of something that ran.
 Done = tuple[int, str, str]
 

@@ -36,7 +36,8 @@ from tests.support.jobs import Ran, Run
 from tests.support.pool import World, said
 from tests.support.stream_threads import HangError, with_streams
 
-HEAD_DIM, Plans = 8, Sequence[MicrobatchPlan]
+HEAD_DIM = 8
+Plans = Sequence[MicrobatchPlan]
 Recorded = tuple[list[TrackSpan], list[str], float]
 
 

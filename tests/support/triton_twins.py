@@ -295,11 +295,11 @@ def added_at_once() -> None:
     assert len(tables) == 1
     assert len(tables[0].pairs) == 1
     rows = [[0] * 8 for _ in range(2)]
-    for block in tables[0].blocks.tolist():
-        begin, count = block[AddBlock.TARGET_LIST], block[AddBlock.COUNT]
+    for each in tables[0].blocks.tolist():
+        begin, count = each[AddBlock.TARGET_LIST], each[AddBlock.COUNT]
         for row in tables[0].index[begin : begin + count].tolist():
             rows[0][row] += 1
-            rows[1][row] += block[AddBlock.FRESH]
+            rows[1][row] += each[AddBlock.FRESH]
     assert rows == [[1] * 8] * 2  # each is written once, also where nothing is added
 
 
