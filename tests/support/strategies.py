@@ -124,8 +124,8 @@ def random_topology(batch: Batch, cluster: Cluster, model: Model, seed: int) -> 
     rng = np.random.default_rng(seed)
     cuts = np.flatnonzero(rng.integers(0, 2, cluster.num_ranks - 1)) + 1
     sizes = np.diff([0, *cuts.tolist(), cluster.num_ranks])
-    topology, heads = "+".join(f"g{size}n1" for size in sizes), ("uneven", "ring")[int(rng.integers(2))]
-    options = knapformer.KnapFormerOptions(topology=topology, heads=heads)
+    topology = "+".join(f"g{size}n1" for size in sizes)
+    options = knapformer.KnapFormerOptions(topology=topology, heads=("uneven", "ring")[int(rng.integers(2))])
     return knapformer.plan(batch, cluster, model, AnalyticCost(cluster, model), options)
 
 
