@@ -34,6 +34,7 @@ from tests.support.pool import NUM_RANKS, Pool
 from tests.support.strategies import Case, bare_plan, random_moves
 
 HEADS, KV_HEADS, DIM, RANKS = 4, 2, 8, 8
+Lengths = tuple[tuple[int, ...], ...]
 FIRST = ((37, 20, 3), (60,), (11, 12, 13, 14), (1,))
 # Of the same microbatches, of which one has no second nano-batch.
 SECOND = ((41,), (), (25, 9), (7, 1, 5))
@@ -47,19 +48,15 @@ def dealt(lengths: tuple[int, ...], owned: Rows, pattern: str = "dispatch") -> M
     return by_hand.plan(lengths, RANKS, *zones, ranks_per_node=2, heads=(HEADS, KV_HEADS))
 
 
-def spread(lengths: tuple[int, ...], num_ranks: int) -> MicrobatchPlan:
+def spread(lengths: tuple[int, ...], ranks: int) -> MicrobatchPlan:
     # Each sequence in as many parts as a stage has ranks.
-    parts = [
-        (r, s, n * r // num_ranks, n * (r + 1) // num_ranks) for r in range(num_ranks) for s, n in enumerate(lengths)
-    ]
+    parts = [(r, s, n * r // ranks, n * (r + 1) // ranks) for r in range(ranks) for s, n in enumerate(lengths)]
     zones = (by_hand.task_table([row for row in parts if row[2] < row[3]]),) if lengths else ()
-    return by_hand.plan(lengths, num_ranks, *zones, ranks_per_node=2, heads=(HEADS, KV_HEADS))
+    return by_hand.plan(lengths, ranks, *zones, ranks_per_node=2, heads=(HEADS, KV_HEADS))
 
 
-def nano_batch_step(
-    microbatches: tuple[tuple[int, ...], ...], num_stages: int = 2, num_chunks: int = 1, pattern: str = "dispatch"
-) -> NanoBatchStep:
-    plans = tuple(spread(lengths, RANKS // num_stages) for lengths in microbatches)
+def step_of(lengths: Lengths, num_stages: int = 2, num_chunks: int = 1, pattern: str = "dispatch") -> NanoBatchStep:
+    plans = tuple(spread(each, RANKS // num_stages) for each in lengths)
     in_tick = functools.partial(dealt, pattern=pattern)
     return NanoBatchStep(plans, plan_ticks(ticks(num_stages, len(plans), num_chunks), plans, in_tick))
 
@@ -75,14 +72,9 @@ def nano_batch_step(
     ],
 )
 def test_every_stage_gets_the_attention_of_its_own_microbatches(
-    pool: Pool,
-    num_stages: int,
-    num_chunks: int,
-    nano_batches: tuple[tuple[tuple[int, ...], ...], ...],
-    way: Way,
-    pattern: str,
+    pool: Pool, num_stages: int, num_chunks: int, nano_batches: tuple[Lengths, ...], way: Way, pattern: str
 ) -> None:
-    steps = [nano_batch_step(microbatches, num_stages, num_chunks, pattern) for microbatches in nano_batches]
+    steps = [step_of(microbatches, num_stages, num_chunks, pattern) for microbatches in nano_batches]
     ranks = pool.run(attend_in_ticks, RANKS, steps, DIM, way)
     for number, attended in enumerate(ranks):
         stage, rank = divmod(number, RANKS // num_stages)
@@ -97,15 +89,14 @@ def test_every_stage_gets_the_attention_of_its_own_microbatches(
                 assert not len(owned) or dense.worst([value], [owned_rows(owned, wanted)]) < 1e-10, (*where, name)
         assert attended.order == ranks[0].order, "who serves makes the calls of those that compute, in their order"
     segments = ping_pong.forward(LAYERS, len(nano_batches))
-    forwards, backwards = (
-        [segment for segment in ts if segment.part != "linear"] for ts in (segments, ping_pong.backward(segments))
-    )
+    both = (segments, ping_pong.backward(segments))
+    forwards, backwards = (sum(segment.part != "linear" for segment in ts) for ts in both)
     num_ticks = len(steps[0].ticks) // 2
-    assert len(ranks[0].order) == num_ticks * (len(forwards) * (1 + way.again) + len(backwards))
+    assert len(ranks[0].order) == num_ticks * (forwards * (1 + way.again) + backwards)
 
 
 def test_ticks_are_proved_like_any_plan() -> None:
-    step = nano_batch_step(FIRST[:3])
+    step = step_of(FIRST[:3])
     forward, backward = [(0, None), (1, 0), (2, 1), (None, 2)], [(None, 0), (0, 1), (1, 2), (2, None)]
     assert {one.tick.microbatches for one in step.ticks} == {*forward, *backward}
     for one in step.ticks:
@@ -141,10 +132,8 @@ def test_a_backward_without_its_plan_is_an_error() -> None:
 # after the other; nothing is mixed up.
 
 NANO_LAYERS = 2
-CASES = tuple(
-    Case(Batch(lengths), Cluster(8, 4), Model(4, 2, 8), None, seed=seed)
-    for lengths, seed in (((200, 90, 33), 5), ((250, 70), 6))
-)
+CASE = Case(Batch((200, 90, 33)), Cluster(8, 4), Model(4, 2, 8), None, seed=5)
+CASES = (CASE, replace(CASE, batch=Batch((250, 70)), seed=6))
 # One of each comm pattern; tests/unit/compile/test_streams.py plays all planners' steps against
 # each other.
 PLANNERS = ["random_task_table", "llama_all_gather", "ulysses", "zeppelin"]
@@ -176,9 +165,7 @@ def assert_same_bits(ours: list[NanoBatches], theirs: list[NanoBatches]) -> None
         *(pytest.param(name, True, "replay", marks=pytest.mark.product) for name in ("random_task_table", "ulysses")),
     ],
 )
-def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(
-    pool: Pool, planner: str, layered: bool, policy: Policy
-) -> None:
+def test_nano_batches_give_the_bits_of_one_by_one(pool: Pool, planner: str, layered: bool, policy: Policy) -> None:
     plans = nano_batches_of(planner, layered=layered)
     segments = ping_pong.forward(NANO_LAYERS)
     alone = pool.run(nano_batches.layers, 8, plans, None, policy)
@@ -196,9 +183,7 @@ def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(
         ("zeppelin", True, "keep"),
     ],
 )
-def test_streams_joined_by_events_alone_carry_two_nano_batches(
-    pool: Pool, planner: str, layered: bool, policy: Policy
-) -> None:
+def test_streams_joined_by_events_carry_nano_batches(pool: Pool, planner: str, layered: bool, policy: Policy) -> None:
     job = (nano_batches.layers, 8, nano_batches_of(planner, layered=layered), ping_pong.forward(NANO_LAYERS), policy)
     assert_same_bits(*(pool.run(*job, streams) for streams in (True, False)))
 
@@ -280,11 +265,8 @@ GATHER = by_hand.pool("all_gather", (100, 64), 8, ranks_per_node=4, heads=(4, 2)
 
 def moved(spans: Sequence[TrackSpan]) -> Counter[tuple[object, ...]]:
     # All that travels in a layer, without times.
-    return Counter(
-        (s.rank, s.track, s.name, s.phase, s.zone, tuple(sorted(s.sent.items())), tuple(sorted(s.received.items())))
-        for s in spans
-        if s.sent or s.received
-    )
+    bytes_ = ((s, tuple(sorted(s.sent.items())), tuple(sorted(s.received.items()))) for s in spans)
+    return Counter((s.rank, s.track, s.name, s.phase, s.zone, *both) for s, *both in bytes_ if any(both))
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["gloo", "streams"])

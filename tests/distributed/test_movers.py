@@ -16,9 +16,8 @@ from tests.support.strategies import random_task_table
 pytest.importorskip("triton")
 
 NODES: dict[str, Any] = {"ranks_per_node": 2, "heads": (4, 2)}
-ROUTED = by_hand.plan(
-    (96, 40), 4, by_hand.ring(range(4), 0), by_hand.ring((2, 3), 1), routing=Routing(2, (0,)), **NODES
-)
+RINGS = (by_hand.ring(range(4), 0), by_hand.ring((2, 3), 1))
+ROUTED = by_hand.plan((96, 40), 4, *RINGS, routing=Routing(2, (0,)), **NODES)
 ZONES = (by_hand.head_exchange(range(4), 0), by_hand.all_gather((2, 3), 1), by_hand.ring((0, 1), 2))
 COLLECTIVE = by_hand.plan((96, 40, 33), 4, *ZONES, **NODES)
 # For the interpreter, which takes its time over every block of 8 rows: still fragments of more than
@@ -74,9 +73,8 @@ def test_memory_is_what_the_plan_said_it_would_be(pool: Pool, policy: str) -> No
 
 def test_plans_of_other_shapes_share_the_slabs(pool: Pool) -> None:
     # Six plans in turn: from the second time round not one slab more.
-    plans = tuple(
-        random_task_table(Batch((90 + 7 * i, 31 + 3 * i)), Cluster(4, 4), Model(4, 2, 16), seed=i) for i in range(6)
-    )
+    batches = [Batch((90 + 7 * i, 31 + 3 * i)) for i in range(6)]
+    plans = tuple(random_task_table(each, Cluster(4, 4), Model(4, 2, 16), at) for at, each in enumerate(batches))
     for per_plan in pool.run(routed.steps, 4, plans, 1, "keep", "plain", "bfloat16"):
         slabs = [seen.steps[i].num_slabs for i in range(3) for seen in per_plan]
         assert slabs[6:] == [slabs[5]] * 12

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_balance import MicrobatchPlan
 from megatron_balance.compile.transpose import Policy
@@ -25,8 +26,7 @@ from tools.emulated_cluster import Controller, NicBytes
 # a process's first backward imports it: once here, not in every rank
 importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
-LEAD_S = 0.05
-MIN_REPEATS, MAX_REPEATS = 2, 12
+LEAD_S, REPEATS = 0.05, (2, 12)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,8 @@ def transfers(rank: int, controller: Controller, cases: tuple[Transfers, ...], n
         if rank == 0 and case.rates is not None:
             controller.reshape(*case.rates)
         repetitions = [_transfer(rank, controller, case, num_bytes)]
-        while len(repetitions) < MIN_REPEATS or (
-            repetitions[-1].seconds > case.wanted_s and len(repetitions) < MAX_REPEATS
-        ):
+        # (at least, at most)
+        while len(repetitions) < REPEATS[repetitions[-1].seconds > case.wanted_s]:
             repetitions.append(_transfer(rank, controller, case, num_bytes))
         measured.append(repetitions)
     dist.barrier()
@@ -160,13 +159,13 @@ class Carried:
 
 
 def nic_bytes(
-    rank: int, controller: Controller, plans: Sequence[MicrobatchPlan], head_dim: int, policy: Policy
+    rank: int, controller: Controller, plans: Sequence[MicrobatchPlan], width: int, policy: Policy
 ) -> list[Carried]:
     # Forward and backward calls of every plan.
     groups = _join(plans[0])
     found: list[Carried] = []
     for plan in plans:
-        bound, inputs = _bound(plan, rank, groups, head_dim, policy)
+        bound, inputs = _bound(plan, rank, groups, width, policy)
         forward: list[tuple[NicBytes, ...]] = []
         backward: list[tuple[NicBytes, ...]] = []
         for _ in range(CALLS):
@@ -183,12 +182,10 @@ def nic_bytes(
     return found
 
 
-def killed(
-    rank: int, _controller: Controller, plan: MicrobatchPlan, head_dim: int, victim: int, after_s: float
-) -> None:
+def killed(rank: int, _controller: Controller, plan: MicrobatchPlan, width: int, victim: int, after_s: float) -> None:
     # One call, in the middle of which a rank dies.
     groups = _join(plan)
-    bound, inputs = _bound(plan, rank, groups, head_dim, "keep")
+    bound, inputs = _bound(plan, rank, groups, width, "keep")
     dist.barrier()
     if rank == victim:
         threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -203,7 +200,7 @@ def _join(plan: MicrobatchPlan) -> Groups:
 
 def _bound(
     plan: MicrobatchPlan, rank: int, groups: Groups, head_dim: int, policy: Policy
-) -> tuple[Bound, list[torch.Tensor]]:
+) -> tuple[Bound, list[Tensor]]:
     bound = bind(plan, rank, AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim), groups=groups, policy=policy)
     heads = (plan.num_heads, plan.num_kv_heads, plan.num_kv_heads)
     return bound, [torch.zeros(bound.num_tokens, n, head_dim, requires_grad=True) for n in heads]
@@ -218,13 +215,12 @@ def _counted(rank: int, controller: Controller) -> tuple[NicBytes, ...]:
 
 
 def _difference(before: tuple[NicBytes, ...], after: tuple[NicBytes, ...]) -> tuple[NicBytes, ...]:
-    return tuple(
-        NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received) for a, b in zip(before, after, strict=True)
-    )
+    both = zip(before, after, strict=True)
+    return tuple(NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received) for a, b in both)
 
 
 def _lowest(calls: Sequence[tuple[NicBytes, ...]]) -> tuple[NicBytes, ...]:
-    return tuple(
-        NicBytes(of_nic[0].node, of_nic[0].nic, min(nic.sent for nic in of_nic), min(nic.received for nic in of_nic))
-        for of_nic in zip(*calls, strict=True)
+    counts = (
+        (nics[0], [nic.sent for nic in nics], [nic.received for nic in nics]) for nics in zip(*calls, strict=True)
     )
+    return tuple(NicBytes(nic.node, nic.nic, min(sent), min(received)) for nic, sent, received in counts)

@@ -35,8 +35,8 @@ MEGABYTE = 1 << 20
 HEAD_DIM, ELEMENT_BYTES = 256, 4
 TRANSFER_TOKENS, RING_TOKENS_PER_RANK = 32, 2
 
-# Repetitions may end when the shortest take no more than this times what Eq. 1 says.
-CLOSE = 1.1
+# Repetitions: MOST, or fewer when the shortest take no more than CLOSE times what Eq. 1 says.
+CLOSE, MOST = 1.1, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +56,15 @@ class Case:
     intra_bits_per_s: int | None
 
 
-class Seconds(NamedTuple):
-    # Of one call.
-    forward: float
-    backward: float
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     # All repetitions; `equal`: on this rank, the last direct and the last routed call computed the
     # same outputs and gradients.
     case: Case
-    direct: tuple[Seconds, ...]
-    routed: tuple[Seconds, ...]
+    # (forward, backward) seconds of each call
+    direct: tuple[tuple[float, float], ...]
+    routed: tuple[tuple[float, float], ...]
     equal: bool
-
-
-class Repeats(NamedTuple):
-    # Number of repetitions: `most`, or fewer, but `least`, as soon as the shortest calls are as
-    # fast as the links (`CLOSE`).
-    least: int
-    most: int
 
 
 class Expected(NamedTuple):
@@ -110,7 +98,7 @@ def plan_of(case: Case, *, routed: bool) -> MicrobatchPlan:
     return by_hand.plan(lengths, NUM_RANKS, zone, ranks_per_node=far, heads=(heads, heads), routing=routing)
 
 
-def measure(rank: int, controller: Controller, cases: Sequence[Case], repeats: Repeats) -> list[Measured]:
+def measure(rank: int, controller: Controller, cases: Sequence[Case]) -> list[Measured]:
     # On a rank: all cases, one after the other.
     with contextlib.suppress(PermissionError):
         os.nice(-20)  # a hop takes a thread's waking, which waits for whatever else is on the cores
@@ -122,21 +110,19 @@ def measure(rank: int, controller: Controller, cases: Sequence[Case], repeats: R
         dist.barrier()
         if rank == 0:
             controller.reshape(case.nic_bits_per_s, case.intra_bits_per_s)
-        found.append(_measure(case, groups, repeats))
+        found.append(_measure(case, groups))
     dist.barrier()
     dist.destroy_process_group()
     return found
 
 
-def _measure(case: Case, groups: Groups, repeats: Repeats) -> Measured:
+def _measure(case: Case, groups: Groups) -> Measured:
     direct, routed = (_Call(plan_of(case, routed=routed), groups) for routed in (False, True))
     expected = eq1(case)
     # Each for itself: a direct call takes several times as long, and is seldom disturbed.
     for call, expected_s in ((direct, expected.direct_s), (routed, expected.routed_s)):
-        while len(call.seconds) < repeats.most:
+        while len(call.seconds) < MOST and not (call.seconds and call.is_close_to(expected_s)):
             call.run()
-            if len(call.seconds) >= repeats.least and call.is_close_to(expected_s):
-                break
     equal = all(torch.equal(a, b) for a, b in zip(direct.values, routed.values, strict=True))
     return Measured(case, tuple(direct.seconds), tuple(routed.seconds), equal)
 
@@ -150,7 +136,7 @@ class _Call:
         shape = (self.bound.num_tokens, plan.num_heads, HEAD_DIM)
         self.inputs = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
         self.dout = torch.randn(shape, generator=generator)
-        self.seconds: list[Seconds] = []
+        self.seconds: list[tuple[float, float]] = []
         self.values: list[torch.Tensor] = []
 
     def run(self) -> None:
@@ -158,7 +144,7 @@ class _Call:
         out, forward_s = from_common_start(lambda: balanced_attention(q, k, v, self.bound))
         grads, backward_s = from_common_start(lambda: torch.autograd.grad(out, self.inputs, self.dout))
         self.values = [out.detach(), *grads]
-        self.seconds.append(Seconds(forward_s, backward_s))
+        self.seconds.append((forward_s, backward_s))
 
     def is_close_to(self, expected_s: float) -> bool:
         # Whether the shortest forward and the shortest backward are; what else runs on the cores

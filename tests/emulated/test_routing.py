@@ -1,11 +1,10 @@
-"""Routed exchanges of the executor over real, shaped NICs: their times beside Eq."""
-
-# 1, and the bytes of every NIC beside the plan's.
+"""Routed exchanges over real, shaped NICs: times beside Eq. 1, the bytes of NICs beside the plan's."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from megatron_balance.ir.program import Program
 from megatron_balance.planning.layers import Layers
 from tests.emulated import jobs, routed_calls
 from tests.emulated.conftest import Emulate
-from tests.emulated.routed_calls import MEGABYTE, NODES, NUM_RANKS, RANKS_PER_NODE, Case, Measured, Repeats
+from tests.emulated.routed_calls import MEGABYTE, NODES, NUM_RANKS, RANKS_PER_NODE, Case, Measured
 from tests.emulated.test_run import ENDED_S, assert_no_namespace_but, network_namespaces
 from tools.emulated_cluster import NicBytes, RankError, Topology
 
@@ -29,7 +28,6 @@ pytestmark = pytest.mark.dist
 RATE = 100_000_000
 SHAPED = 8 * RATE
 TOLERANCE = 0.10
-REPEATS = Repeats(least=1, most=24)
 # The least gain of four NICs over one, of the 4 that they have.
 GAIN = 3.5
 
@@ -55,7 +53,7 @@ def test_four_nics_carry_a_transfer_and_a_ring_as_fast_as_eq_1_says(emulate: Emu
         Case("ring", 4 * MEGABYTE, 4, 4, RATE, None),
         Case("ring", 2 * MEGABYTE, 4, 4, RATE, SHAPED),
     )
-    result = emulate(topology(4), routed_calls.measure, cases, REPEATS, deadline_s=240.0)
+    result = emulate(topology(4), routed_calls.measure, cases, deadline_s=240.0)
     assert all(measured.equal for of_rank in result.values for measured in of_rank)
     transfer, shaped_transfer, ring, shaped_ring = result.values[0]
     for measured in (transfer, ring):
@@ -75,7 +73,7 @@ def test_four_nics_carry_a_transfer_and_a_ring_as_fast_as_eq_1_says(emulate: Emu
 @pytest.mark.parametrize(("nics", "pieces", "gain"), [(2, (2, 4), 2.0), (1, (4,), 1.0)])
 def test_pieces_gain_what_nics_there_are(nics: int, pieces: tuple[int, ...], gain: float, emulate: Emulate) -> None:
     cases = tuple(Case("transfer", 4 * MEGABYTE, nics, count, RATE, None) for count in pieces)
-    result = emulate(topology(nics), routed_calls.measure, cases, REPEATS, deadline_s=120.0)
+    result = emulate(topology(nics), routed_calls.measure, cases, deadline_s=120.0)
     for measured in result.values[0]:
         for direct_s, routed_s in shortest(measured):
             assert direct_s / routed_s == pytest.approx(gain, rel=TOLERANCE)
@@ -100,14 +98,10 @@ UNPLANNED_BYTES = 4_000
 @pytest.mark.parametrize(("nics", "policy"), [(4, "keep"), (2, "replay")])
 def test_every_nic_carries_what_the_plan_says(nics: int, policy: Policy, emulate: Emulate) -> None:
     ranks_per_nic = RANKS_PER_NODE // nics
-    cluster = Cluster(
-        NUM_RANKS, RANKS_PER_NODE, intra_bytes_per_s=100e6, nic_bytes_per_s=12.5e6, ranks_per_nic=ranks_per_nic
-    )
-    cases = [
-        *product(["zeppelin"], (False, True), (False, True)),
-        ("te_ring", True, True),
-        ("llama_all_gather", False, True),
-    ]
+    rates: dict[str, Any] = {"intra_bytes_per_s": 100e6, "nic_bytes_per_s": 12.5e6, "ranks_per_nic": ranks_per_nic}
+    cluster = Cluster(NUM_RANKS, RANKS_PER_NODE, **rates)
+    cases = [*product(["zeppelin"], (False, True), (False, True))]
+    cases += [("te_ring", True, True), ("llama_all_gather", False, True)]
     plans = [planned(name, cluster, remapped=remapped, routed=routed) for name, remapped, routed in cases]
     result = emulate(topology(nics, rate=400_000_000), jobs.nic_bytes, plans, MODEL.head_dim, policy, deadline_s=120.0)
     for index, (name, remapped, routed) in enumerate(cases):

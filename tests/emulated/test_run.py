@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +79,11 @@ def assert_no_namespace_but(before: set[str]) -> None:
     wait_until(lambda: not network_namespaces() - before, 5.0, "network namespaces are left")
 
 
-@pytest.mark.parametrize(
-    "command", [("-m", "tests.emulated.total"), ("tests/emulated/total.py",)], ids=["module", "script"]
-)
-def test_a_command_runs_on_every_rank_and_the_counters_come_at_its_end(
-    command: tuple[str, ...], nothing_left: Path
-) -> None:
+@pytest.mark.parametrize("command", ["-m tests.emulated.total", "tests/emulated/total.py"])
+def test_a_command_runs_on_every_rank_and_the_counters_come_at_its_end(command: str, nothing_left: Path) -> None:
     figures = nothing_left.parent / "figures.json"
     shape = ["--nodes", "2", "--ranks-per-node", "2", "--nics", "1", "--show", "3"]
-    done = call("run", *shape, "--logs", nothing_left, "--json", figures, "--", *command, "--flag", "value")
+    done = call("run", *shape, "--logs", nothing_left, "--json", figures, "--", *command.split(), "--flag", "value")
     assert done.returncode == 0, done.stderr
     assert "rank 3 of 4: total 6, arguments ['--flag', 'value']" in done.stdout
     assert "rank 2 of 4" not in done.stdout
@@ -113,7 +110,9 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(nothing
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_launcher_that_is_stopped_leaves_nothing(number: signal.Signals, nothing_left: Path) -> None:
     words = ("--nodes", "1", "--ranks-per-node", "2", "--logs", nothing_left, "--", "tests/emulated/total.py")
-    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "preexec_fn": heed_interrupts}
+    # They take SIGINT again, which a shell's background jobs ignore, and their children with them.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "preexec_fn": heed}
     with subprocess.Popen(tool("run", *words, "steps", "-1", "-1"), cwd=ROOT, **quiet) as launcher:
         try:
             log = nothing_left / "rank1.log"
@@ -126,11 +125,6 @@ def test_a_launcher_that_is_stopped_leaves_nothing(number: signal.Signals, nothi
             launcher.kill()
     if number == signal.SIGKILL:  # the kernel ends the others, not the launcher
         wait_until(lambda: not processes_with(str(nothing_left)), 5.0, "processes outlive their launcher")
-
-
-def heed_interrupts() -> None:
-    # Take SIGINT again, which a shell's background jobs ignore, and their children with them.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_until(holds: object, limit_s: float, otherwise: str) -> None:
@@ -185,7 +179,7 @@ def test_where_it_is_not_permitted_check_says_skip_and_run_says_why(permitted: N
 
 
 @pytest.mark.parametrize("may_schedule", [False, True])
-def test_ranks_have_torchruns_environment_their_nodes_host_name_and_no_other_capability(
+def test_ranks_have_torchruns_environment_their_nodes_name_and_no_capability(
     emulate: Emulate, may_schedule: bool
 ) -> None:
     result = emulate(SMALL, jobs.describe, may_schedule=may_schedule)
@@ -220,9 +214,7 @@ def test_the_deadline_ends_a_job_and_shows_where_it_stands(emulate: Emulate) -> 
     assert raised.value.rank == 1
 
 
-def test_a_rate_that_no_link_has_is_refused_in_the_rank_that_asked_and_what_ranks_leave_behind_is_gone(
-    emulate: Emulate,
-) -> None:
+def test_a_rate_that_no_link_has_is_refused_where_it_is_asked_and_what_ranks_leave_is_gone(emulate: Emulate) -> None:
     before = network_namespaces()
     result = emulate(SMALL, jobs.ask_for_no_rate_and_leave_a_process_behind)
     assert result.values == ("ConfigError: nic_bits_per_s = 0: choose a rate of at least 1 bit/s",) * 4
@@ -236,9 +228,7 @@ BYTES_PER_TOKEN = 2 * 4 * 4 * 4  # keys and values of 4 heads of 4 numbers of 4 
 
 @pytest.mark.megatron
 @pytest.mark.usefixtures("permitted")
-def test_training_runs_over_shaped_nics_and_finds_the_nodes_by_host_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_runs_over_shaped_nics_and_finds_the_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("megatron.training")
     from tests.megatron.conftest import MODEL, RUN, write_corpus
 

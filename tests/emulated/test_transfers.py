@@ -88,14 +88,10 @@ def assert_carried(measured: Measured, sent: dict[tuple[int, int], int], receive
     # less than that on the others.
     assert measured.nics
     for nic in measured.nics:
-        for name, count, payload in (
-            ("sent", nic.sent, sent.get((nic.node, nic.nic), 0)),
-            ("received", nic.received, received.get((nic.node, nic.nic), 0)),
-        ):
-            slack = 0.03 * max(payload, NUM_BYTES)
-            assert payload <= count <= payload + slack, (
-                f"node {nic.node} NIC {nic.nic} {name} {count} bytes, payload {payload}"
-            )
+        for name, count, carried in (("sent", nic.sent, sent), ("received", nic.received, received)):
+            payload = carried.get((nic.node, nic.nic), 0)
+            most = payload + 0.03 * max(payload, NUM_BYTES)
+            assert payload <= count <= most, f"{nic}: {name} {count} bytes, payload {payload}"
 
 
 # A slow link and one that loses packets, among links of shaped NICs: found by measuring.

@@ -36,13 +36,8 @@ ENTRIES = {
     "shared_keys": Entries(((0, 4), (8, 12)), ((0, 16), (0, 16)), (False, False), ((0, 4), (4, 8))),
 }
 # Of one window: with keys before the first query, without, and more queries than the window.
-HALO = Entries(
-    ((0, 10), (10, 13), (13, 32)),
-    ((0, 14), (14, 17), (9, 32)),
-    (False,) * 3,
-    ((0, 10), (10, 13), (13, 32)),
-    ((4, 0),) * 3,
-)
+ROWS = ((0, 10), (10, 13), (13, 32))
+HALO = Entries(ROWS, ((0, 14), (14, 17), (9, 32)), (False,) * 3, ROWS, ((4, 0),) * 3)
 WINDOWS = {
     "halo": HALO,
     "two_keys": replace(HALO, windows=((1, 0),) * 3),
@@ -94,9 +89,8 @@ def test_plain_equals_autograd(entries):
     dq, dk, dv = (torch.zeros_like(x) for x in inputs)
     rows = max(stop for _, stop in entries.dout)
     outs = []
-    for at, ((a, b), (c, d), mask, (e, f)) in enumerate(
-        zip(entries.q, entries.k, entries.causal, entries.dout, strict=True)
-    ):
+    parts = zip(entries.q, entries.k, entries.causal, entries.dout, strict=True)
+    for at, ((a, b), (c, d), mask, (e, f)) in enumerate(parts):
         one = Entries(((a, b),), ((c, d),), (mask,), windows=entries.windows[at : at + 1])
         out, _ = PlainKernel().forward(one, inputs[0], inputs[1], inputs[2], SCALE)
         grad = (torch.arange(e + 1, f + 1) / rows)[:, None, None].expand_as(out).double()
@@ -230,9 +224,7 @@ def test_auto_never_takes_the_formula_on_cuda_and_pads_heads_of_100(machine):
     assert made.wide == 104
 
 
-@pytest.mark.parametrize(
-    "fault", ["OSError: libcudart.so.12: cannot open shared object file", "ImportError: undefined symbol: _ZN3c104"]
-)
+@pytest.mark.parametrize("fault", ["OSError: libcudart.so.12: cannot open", "ImportError: undefined symbol: _ZN3c104"])
 def test_a_broken_wheel_is_reported_once_and_skipped(machine, caplog, fault):
     machine((9, 0), FA2, broken={FA3: fault})
     with caplog.at_level("INFO"):
@@ -264,9 +256,7 @@ def test_a_cudnn_that_wants_multiples_of_64_is_skipped(machine, monkeypatch):
         assert (fault in found) if fault else not found
 
 
-@pytest.mark.parametrize(
-    "error", ["OSError('libcudart.so.12: cannot open')", "ImportError('undefined symbol: x')", "0 / 0"]
-)
+@pytest.mark.parametrize("error", ["OSError('libcudart.so.12: cannot')", "ImportError('undefined symbol: x')", "0 / 0"])
 def test_an_import_that_raises_is_a_fault_and_no_end(tmp_path, monkeypatch, error):
     # The error is raised by the package above the module that is asked for, as flash-attn's is.
     name = f"broken_wheel_{abs(hash(error))}"
@@ -343,9 +333,8 @@ def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
         pytest.skip(f"{name} is not called with windows")
     for module, stand_in in stand_ins.LIBRARIES[name].items():
         monkeypatch.setitem(sys.modules, module, stand_in)
-    monkeypatch.setattr(
-        kernels, "_import_fault", lambda module: "" if module in stand_ins.LIBRARIES[name] else kernels.NOT_INSTALLED
-    )
+    fault_of = dict.fromkeys(stand_ins.LIBRARIES[name], "")
+    monkeypatch.setattr(kernels, "_import_fault", lambda module: fault_of.get(module, kernels.NOT_INSTALLED))
     kernel = KERNELS[name.split(" ")[0]].make(DIM)
     inputs = _inputs(torch.bfloat16)
     exact = _both(PlainKernel(), entries, [x.double() for x in inputs])

@@ -198,10 +198,8 @@ def _te_forward(
     at = _te_at(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, locals())
     out, lse = ByFormula().forward(at, q, k, v, attn_scale)
     shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, 1) if padded_statistics else (*lse.shape, 1)
-    return out, [
-        torch.zeros(shape) if padded_statistics else lse.contiguous()[..., None],
-        torch.zeros(2, dtype=torch.int64),
-    ]
+    statistics = torch.zeros(shape) if padded_statistics else lse.contiguous()[..., None]
+    return out, [statistics, torch.zeros(2, dtype=torch.int64)]
 
 
 def _te_backward(
@@ -246,33 +244,23 @@ def _te_backward_from_2_15(
     return _passed(_te_backward, locals(), dqkv_dtype="kBFloat16")
 
 
+def _flash(name: str, kind: str, forward: Any, backward: Any) -> dict[str, ModuleType]:
+    return _module(name, **{f"_flash_attn{kind}_forward": forward, f"_flash_attn{kind}_backward": backward})
+
+
 def _te(forward: Any, backward: Any) -> dict[str, ModuleType]:
-    content = {
-        "fused_attn_fwd": forward,
-        "fused_attn_bwd": backward,
-        "FusedAttnBackend": {"F16_arbitrary_seqlen": "F16"},
-    }
+    called, backends = {"fused_attn_fwd": forward, "fused_attn_bwd": backward}, {"F16_arbitrary_seqlen": "F16"}
     return {
-        **_module("transformer_engine.pytorch.cpp_extensions.fused_attn", **content),
+        **_module("transformer_engine.pytorch.cpp_extensions.fused_attn", **called, FusedAttnBackend=backends),
         **_module("transformer_engine.pytorch.constants", TE_DType={torch.bfloat16: "kBFloat16"}),
     }
 
 
 # By kernel name and version, the modules to put into `sys.modules`.
 LIBRARIES: dict[str, dict[str, ModuleType]] = {
-    "flash_attn 2.8.3": _module(
-        "flash_attn.flash_attn_interface",
-        _flash_attn_varlen_forward=_fa2_forward,
-        _flash_attn_varlen_backward=_fa2_backward,
-    ),
-    "flash_attn_3 2.8.3": _module(
-        "flash_attn_interface", _flash_attn_forward=_fa3_forward, _flash_attn_backward=_fa3_backward
-    ),
-    "flash_attn_3 main": _module(
-        "flash_attn_3.flash_attn_interface",
-        _flash_attn_forward=_fa3_forward_main,
-        _flash_attn_backward=_fa3_backward_main,
-    ),
+    "flash_attn 2.8.3": _flash("flash_attn.flash_attn_interface", "_varlen", _fa2_forward, _fa2_backward),
+    "flash_attn_3 2.8.3": _flash("flash_attn_interface", "", _fa3_forward, _fa3_backward),
+    "flash_attn_3 main": _flash("flash_attn_3.flash_attn_interface", "", _fa3_forward_main, _fa3_backward_main),
     "te_fused 2.9": _te(_te_forward, _te_backward),
     "te_fused 2.18": _te(_te_forward_from_2_15, _te_backward_from_2_15),
 }

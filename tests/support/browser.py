@@ -4,17 +4,15 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_balance.cli import main
+from tests.support.processes import ended
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-
 NOT_FOUND = f"no browser on PATH ({', '.join(NAMES)}); on Debian: apt-get install chromium"
-
 # Origins of what the browser fetches for itself, updates for instance.
 _NOT_A_PAGE = "not an origin"
 
@@ -45,7 +43,7 @@ def view(page: Path, scratch: Path, *flags: str) -> Seen:
         *(["--no-sandbox"] if os.geteuid() == 0 else []),  # a sandbox is refused to root
         *(f"--user-data-dir={scratch / 'profile'}", "--virtual-time-budget=10000", *flags, "--dump-dom", page.as_uri()),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = ended(command, timeout=60)
     assert done.returncode == 0, f"{browser} ended with {done.returncode}: {done.stderr[-2000:]}"
     console = tuple(line.split("] ", 1)[1] for line in done.stderr.splitlines() if re.search(r":CONSOLE[:(]", line))
     return Seen(done.stdout, console, _requests(log))
@@ -58,17 +56,13 @@ def _requests(log: Path) -> tuple[str, ...]:
     for event in json.loads(log.read_text(encoding="utf-8"))["events"]:
         params = event.get("params") or {}
         url = str(params.get("url", ""))
-        if (
-            "initiator" in params
-            and params["initiator"] != _NOT_A_PAGE
-            and not url.startswith(("file:", "data:", "blob:"))
-        ):
+        of_page = params.get("initiator", _NOT_A_PAGE) != _NOT_A_PAGE
+        if of_page and not url.startswith(("file:", "data:", "blob:")):
             found.append(url)
     return tuple(found)
 
 
 HOSTILE = "</script><script>document.title='pwned'</script>"
-
 PICTURE = "<img src=x onerror=document.title='pwned'>"
 
 
@@ -87,16 +81,8 @@ def make(folder: Path) -> dict[str, Path]:
     even = {"tokens": 1.0, "attention": 1.1}
     same = {"planner": HOSTILE, "plan_ms": 3.0, "plan_wait_ms": 1.0, "imbalance_after": even}
     same |= {"imbalance_before": {"tokens": 1.0, "attention": 1.4}}
-    steps = [
-        {
-            "step": n,
-            "step_ms": 100.0 + n,
-            "loss": 6.0 - 0.1 * n,
-            "kv_tokens_received": 10.0 + n,
-            "predicted_ms": 50.0 + n,
-        }
-        for n in range(1, 13)
-    ]
+    rising = {"step": 0, "step_ms": 100.0, "kv_tokens_received": 10.0, "predicted_ms": 50.0}
+    steps = [{"loss": 6.0 - 0.1 * n, **{name: start + n for name, start in rising.items()}} for n in range(1, 13)]
     runs = [folder / PICTURE, folder / "other"]
     for run in runs:
         run.mkdir()

@@ -1,6 +1,7 @@
 """Plans put together by hand, for tests of what runs, proves, prices or shows a plan."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from megatron_balance.ir.columns import Move, Rows
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, Routing, TaskTable, Zone
@@ -26,23 +27,13 @@ def plan(
     # values. moves: (holder, owner, tokens) of the remap. routing: of what goes between nodes.
     # name: of the planner.
     per_node = ranks if ranks_per_node is None else ranks_per_node
-    return MicrobatchPlan(
-        name, tuple(lengths), ranks, per_node, *heads, zones, Rows.of(Move.WIDTH, list(moves)), routing
-    )
+    moved = Rows.of(Move.WIDTH, list(moves))
+    return MicrobatchPlan(name, tuple(lengths), ranks, per_node, *heads, zones, moved, routing)
 
 
-def pool(
-    pattern: str,
-    lengths: Sequence[int],
-    ranks: int,
-    *,
-    ranks_per_node: int | None = None,
-    heads: tuple[int, int] = (2, 1),
-    routing: Routing | None = None,
-) -> MicrobatchPlan:
-    # A plan in which all ranks share all sequences in one zone, "pool".
-    pool_zone = zone("pool", pattern, range(ranks), range(len(lengths)))
-    return plan(lengths, ranks, pool_zone, ranks_per_node=ranks_per_node, heads=heads, routing=routing)
+def pool(pattern: str, lengths: Sequence[int], ranks: int, **given: Any) -> MicrobatchPlan:
+    # A plan in which all ranks share all sequences in one zone, "pool". `given`: as in `plan`.
+    return plan(lengths, ranks, zone("pool", pattern, range(ranks), range(len(lengths))), **given)
 
 
 def ring(ranks: Sequence[int], *seqs: int, name: str = "ring") -> Zone:

@@ -23,17 +23,7 @@ def made(links: tuple[table.LinkTable, ...] = (), beside: table.BesideTable | No
         "cpu_flash", "float32", 8, 2, 16, Q, K, BEFORE, LAUNCH_S, 2 * LAUNCH_S, full, twice[0], causal, twice[1]
     )
     layer = table.LayerTable(128, 320, True, (64, 512), (1e-5 + 64e-6, 1e-5 + 512e-6), (3e-5 + 128e-6, 3e-5 + 1024e-6))
-    merge, pack = (
-        table.Curve((64, 512), (1e-6 + 64e-8, 1e-6 + 512e-8)),
-        table.Curve((1000, 100000), (2e-6 + 1e-7, 2e-6 + 1e-5)),
-    )
-    return table.CostTable(
-        table.FORMAT,
-        table.Source("a CPU", "cpu", "2026-11-20", "0.1.0", "2.13.0", 1, 5),
-        attention,
-        merge,
-        pack,
-        layer,
-        links,
-        beside,
-    )
+    merge = table.Curve((64, 512), (1e-6 + 64e-8, 1e-6 + 512e-8))
+    pack = table.Curve((1000, 100000), (2e-6 + 1e-7, 2e-6 + 1e-5))
+    source = table.Source("a CPU", "cpu", "2026-11-20", "0.1.0", "2.13.0", 1, 5)
+    return table.CostTable(table.FORMAT, source, attention, merge, pack, layer, links, beside)

@@ -12,8 +12,6 @@ from megatron_balance.ir.program import Program
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-
-
 # Masks that the contract suite draws from.
 NAMES = (*MASKS, "window_3", "window_40")
 
@@ -30,12 +28,7 @@ class Tensors:
 
 
 def draw(
-    lengths: Sequence[int],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int = 4,
-    seed: int = 0,
-    value_dim: int | None = None,
+    lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int = 4, seed: int = 0, value_dim: int | None = None
 ) -> Tensors:
     # Standard normal inputs, the same for the same arguments on every rank.
     #
@@ -43,11 +36,9 @@ def draw(
     rng = np.random.default_rng(seed)
     values = head_dim if value_dim is None else value_dim
 
-    def of(heads: int, width: int) -> list[Floats]:
-        return [rng.standard_normal((length, heads, width)) for length in lengths]
-
-    q, k, v = of(num_heads, head_dim), of(num_kv_heads, head_dim), of(num_kv_heads, values)
-    return Tensors(q, k, v, of(num_heads, values), head_dim**-0.5)
+    widths = ((heads, head_dim), (kv_heads, head_dim), (kv_heads, values), (heads, values))
+    drawn = ([rng.standard_normal((length, *each)) for length in lengths] for each in widths)
+    return Tensors(*drawn, scale=head_dim**-0.5)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_balance.planners import PLANNERS
 from tests.support.pool import World, said
-from tests.support.torch_jobs import CountGraphs, Trained, Way, compiling, printed_by
+from tests.support.torch_jobs import CountGraphs, Trained, Way, compiling, run_script
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "dit.py"
 
@@ -38,15 +38,9 @@ def arguments(topology: str = "g2n1+g1n2", planner: str = "", **others: Any) -> 
 
 def of(way: Way) -> argparse.Namespace:
     # The arguments for a way, whose planner is one's name or a topology.
-    placed = {"planner": way.planner} if way.planner in PLANNERS else {"topology": way.planner}
-    return arguments(
-        **placed,
-        ddp=way.parallel == "ddp",
-        checkpoint=way.checkpointed,
-        compile=way.backend if way.compiled else "",
-        accumulate=way.accumulate,
-        steps=way.steps,
-    )
+    given: dict[str, Any] = {"planner" if way.planner in PLANNERS else "topology": way.planner}
+    given |= {"ddp": way.parallel == "ddp", "checkpoint": way.checkpointed, "accumulate": way.accumulate}
+    return arguments(**given, compile=way.backend if way.compiled else "", steps=way.steps)
 
 
 def reference(given: argparse.Namespace) -> Trained:
@@ -99,8 +93,8 @@ def _note(done: Trained, model: nn.Module) -> None:
 
 
 def run_example(world: World, script: str, arguments: Sequence[str]) -> str:
-    # As `torch_jobs.run_example`; the pictures that were read stay read.
-    return printed_by(example().main, [script, *arguments])
+    # The pictures that were read stay read.
+    return run_script(world, script, arguments, example().main)
 
 
 def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]]]) -> list[list[Tensor]]:
@@ -116,10 +110,8 @@ def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]
         balancer, lengths = balancers[topology], by_rank[world.rank]
         balancer.plan_routing(lengths, 8)
         generator = torch.Generator().manual_seed(world.rank)
-        packed, feature = (
-            torch.randn(sum(lengths), *shape, dtype=torch.float64, generator=generator, requires_grad=True)
-            for shape in ((8, 3), ())
-        )
+        drawn: Any = {"dtype": torch.float64, "generator": generator}
+        packed, feature = (torch.randn(sum(lengths), *shape, **drawn).requires_grad_() for shape in ((8, 3), ()))
         chunk_lens, routed, (routed_feature,) = balancer.route(packed, [feature])
         full_lens, q, k, v = balancer.pre_attn(routed, 2 * routed, 3 * routed)
         same_lens, back = balancer.post_attn(q + k + v)
@@ -131,9 +123,8 @@ def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]
         assert sum(full_lens) == len(q)
         weights = torch.randn(out.shape, dtype=torch.float64, generator=generator)
         grads = torch.autograd.grad((out * weights).sum() + (feature_out * 5).sum(), [packed, feature])
-        found.append(
-            [(out - 6 * packed).detach(), (feature_out - feature).detach(), grads[0] - 6 * weights, grads[1] - 5]
-        )
+        values = (out - 6 * packed).detach(), (feature_out - feature).detach()
+        found.append([*values, grads[0] - 6 * weights, grads[1] - 5])
     return found
 
 

@@ -19,7 +19,7 @@ from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime import bind as binding
 from megatron_balance.runtime import transport
-from megatron_balance.runtime.bind import AttentionShape, Bound, bind
+from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups
@@ -29,8 +29,8 @@ from tests.support.silent import ShapeKernel, SilentStream, SilentStreams
 _here = local()
 
 
-class HangError(AssertionError):
-    """Hosts stand in group calls for ever."""
+# Hosts stand in group calls for ever.
+class HangError(AssertionError): ...
 
 
 class Hosts:
@@ -109,9 +109,8 @@ def _collectives_meet():
         assert async_op
         _here.hosts.enter(_here.rank, GroupCall(f"{_here.stream} {group}", group=group))
 
-    stand_in = SimpleNamespace(
-        all_to_all_single=enter, all_gather_into_tensor=enter, reduce_scatter_tensor=enter, Work=dist.Work
-    )
+    calls = dict.fromkeys(("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"), enter)
+    stand_in = SimpleNamespace(**calls, Work=dist.Work)
     with patch.object(transport, "dist", stand_in), patch.object(Groups, "abort"):  # there is nothing to abort
         yield
 
@@ -158,11 +157,7 @@ def _run_rank(rank: int, plans: Sequence[MicrobatchPlan], policy: Policy, hosts:
     for plan in plans:
         shape = AttentionShape(plan.num_heads, plan.num_kv_heads, 4)
         bound = bind(plan, rank, shape, groups=groups, policy=policy, kernel="plain", mover="plain")
-        _call(replace(bound, kernel=ShapeKernel()))
-
-
-def _call(bound: Bound) -> None:
-    heads, kv_heads, dim = bound.shape.num_heads, bound.shape.num_kv_heads, bound.shape.head_dim
-    q, k, v = (torch.empty(bound.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads))
-    out, lse, received = run_forward(bound, q, (k, v), 1.0)
-    run_backward(bound, torch.empty_like(out), (q, k, v), (out, lse), received, 1.0)
+        bound = replace(bound, kernel=ShapeKernel())
+        q, k, v = (torch.empty(bound.num_tokens, h, 4) for h in (plan.num_heads, plan.num_kv_heads, plan.num_kv_heads))
+        out, lse, received = run_forward(bound, q, (k, v), 1.0)
+        run_backward(bound, torch.empty_like(out), (q, k, v), (out, lse), received, 1.0)

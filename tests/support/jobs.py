@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.compile.pipeline import layout
@@ -106,7 +108,7 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[
         dtype = getattr(torch, run.dtype)
         how: Any = {"device": run.device, "policy": run.policy, "mover": run.mover, "gradient_wire": run.gradient_wire}
         bound = bind(plan, world.rank, shape, groups=world.groups, dtype=dtype, **how)
-        calls: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]] = []
+        calls: list[tuple[tuple[Tensor, ...], Tensor, Tensor]] = []
         for call in range(run.calls):
             x = inputs(plan, head_dim, call)
             q, k, v, dout = tensors(x, owned, shape, run)
@@ -149,16 +151,18 @@ def attend_with_sink(world: World, plan: MicrobatchPlan, head_dim: int) -> list[
         x = inputs(plan, head_dim)
         q, k, v, dout = tensors(x, owned, shape, Run(policy, "float64"))
         sink = torch.from_numpy(sinks(plan.num_heads)).requires_grad_()
-        if policy == "keep":
-            out = balanced_attention(q, k, v, bound, x.scale, sink=sink)
-        else:
-            call = AttentionCall(bound, x.scale, sink=sink)
-            call.start(q, k, v)
-            call.attend()
-            out = call.end()
+        out = (in_segments if policy == "replay" else balanced_attention)(q, k, v, bound, x.scale, sink=sink)
         grads = torch.autograd.grad(out, (q, k, v, sink), dout)
         results.append([each.detach().numpy() for each in (out, *grads)])
     return results
+
+
+def in_segments(q: Tensor, k: Tensor, v: Tensor, bound: Bound, scale: float | None = None, **named: Any) -> Tensor:
+    # As `balanced_attention`, in the parts that nano-batches have.
+    call = AttentionCall(bound, scale, **named)
+    call.start(q, k, v)
+    call.attend()
+    return call.end()
 
 
 def attend_again(world: World, plan: MicrobatchPlan, other: MicrobatchPlan, segments: bool) -> list[Again]:
@@ -173,24 +177,15 @@ def attend_again(world: World, plan: MicrobatchPlan, other: MicrobatchPlan, segm
     ways: tuple[tuple[Policy, bool], ...] = (("keep", False), ("replay", False), ("keep", True))
     for policy, hooked in ways[: 2 if segments else 3]:
         run = Run(policy, "float64")
-        bound, between = (
-            bind(each, world.rank, shape, groups=groups, dtype=torch.float64, policy=policy) for each in (plan, other)
-        )
-
-        def forward(bound: Bound, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hooked: bool = hooked) -> Any:
-            if not segments:
-                return balanced_attention(q, k, v, bound, hooked=hooked)
-            call = AttentionCall(bound)
-            call.start(q, k, v)
-            call.attend()
-            return call.end()
-
+        how: Any = {"groups": groups, "dtype": torch.float64, "policy": policy}
+        bound, between = (bind(each, world.rank, shape, **how) for each in (plan, other))
+        forward: Any = in_segments if segments else partial(balanced_attention, hooked=hooked)
         q, k, v, dout = tensors(inputs(plan, 8), owned, shape, run)
-        out = forward(bound, q, k, v)
+        out = forward(q, k, v, bound)
         first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         held = _used(groups.buffers)
         *leaves, grad = tensors(inputs(other, 8, seed=1), theirs, shape, run)
-        torch.autograd.grad(forward(between, leaves[0], leaves[1], leaves[2]), leaves, grad)
+        torch.autograd.grad(forward(*leaves, between), leaves, grad)
         second = torch.autograd.grad(out, (q, k, v), 2 * dout)
         grads = [(a + b).numpy() for a, b in zip(first, second, strict=True)]
         told = said(torch.autograd.grad, out, (q, k, v), dout)
@@ -257,13 +252,11 @@ def compare_with_peers(world: World, plans: Sequence[MicrobatchPlan]) -> str:
     return said(check_agreement, mine, groups, tensor_parallel=peers, otherwise="agreed")
 
 
-def tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> list[torch.Tensor]:
+def tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> list[Tensor]:
     # q, k, v and dout of this rank.
     heads, (keys, values) = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads), shape.widths
-    rows = [
-        owned_rows(owned, of) if of else np.empty((0, h, width))
-        for of, h, width in zip((x.q, x.k, x.v, x.dout), heads, (keys, keys, values, values), strict=True)
-    ]
+    parts = zip((x.q, x.k, x.v, x.dout), heads, (keys, keys, values, values), strict=True)
+    rows = [owned_rows(owned, of) if of else np.empty((0, h, width)) for of, h, width in parts]
     q, k, v, dout = (torch.from_numpy(r).to(run.device, getattr(torch, run.dtype)) for r in rows)
     if not run.strided:
         return [*(leaf.requires_grad_() for leaf in (q, k, v)), dout]
@@ -275,21 +268,15 @@ def tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> l
 
 
 HEADS, DIM, VALUES, LATENT = 4, 6, 3, (5, 2)
-
-SHAPE = AttentionShape(HEADS, 1, DIM, VALUES, LATENT)
-
-DTYPE = torch.float64
-
+SHAPE, DTYPE = AttentionShape(HEADS, 1, DIM, VALUES, LATENT), torch.float64
 Arrays = list[np.ndarray]
 
 
-def both(
-    world: World, plan: MicrobatchPlan, of_heads: MicrobatchPlan, policy: Policy
-) -> tuple[list[Arrays], list[int]]:
+def both(world: World, plan: MicrobatchPlan, heads: MicrobatchPlan, policy: Policy) -> tuple[list[Arrays], list[int]]:
     # Output and gradients (queries, latents, weight summed over the pool) of attention over latents
     # and over their keys and values; and the bytes that each received.
     #
-    # `of_heads`: the plan for keys and values of every head.
+    # `heads`: the plan for keys and values of every head.
     rng = np.random.default_rng(3)
     num_weights = HEADS * (DIM - LATENT[1] + VALUES)
     values = {
@@ -301,7 +288,7 @@ def both(
     found: list[Arrays] = []
     received: list[int] = []
     for latent in (True, False):
-        planned = plan if latent else of_heads
+        planned = plan if latent else heads
         owned = Rows.of(3, layout(planned, world.rank).tolist())
         q, c, dout = (torch.from_numpy(owned_rows(owned, of)).to(DTYPE) for of in values.values())
         shape = SHAPE if latent else AttentionShape(HEADS, HEADS, DIM, VALUES)
@@ -323,7 +310,6 @@ def both(
 
 
 CPU, ALONE = torch.device("cpu"), TensorParallel()
-
 # By rank and microbatch: lengths of the documents that it reads.
 Lengths = Sequence[Sequence[Sequence[int]]]
 
@@ -342,11 +328,8 @@ class Received:
 
 def documents(rank: int, microbatch: int, lengths: Sequence[int]) -> Sequences:
     # Documents whose rows (document, position) tell them all apart.
-    made = [
-        torch.stack([torch.full((n,), 10000 * rank + 100 * microbatch + at), torch.arange(n)], dim=1)
-        for at, n in enumerate(lengths)
-    ]
-    return Sequences.of(made, num_columns=2)
+    numbers = [torch.full((n,), 10000 * rank + 100 * microbatch + at) for at, n in enumerate(lengths)]
+    return Sequences.of([torch.stack([each, torch.arange(len(each))], dim=1) for each in numbers], num_columns=2)
 
 
 def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Received:
@@ -356,9 +339,8 @@ def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Recei
     shared = share_lengths(mine, None, len(mine), pool, ALONE, CPU)
     chosen = nano_batches_of(shared.lengths, ping_pong=ping_pong)
     first = [sum(map(len, shared.lengths[:m])) for m in range(len(shared.lengths))]
-    members = tuple(
-        tuple(tuple(begin + seq for seq in part) for part in parts) for begin, parts in zip(first, chosen, strict=True)
-    )
+    begun = zip(first, chosen, strict=True)
+    members = tuple(tuple(tuple(begin + seq for seq in part) for part in parts) for begin, parts in begun)
     mine, apart = by_nano_batch(mine, shared, members, world.rank)
     layers = Layers(remap=planner == "zeppelin")  # where tokens are owned by others than those that attend to them
     plan = make_planner(planner, Cluster(world.size, world.size), Model(4, 2, 8), layers, tokens_per_rank=600)
@@ -366,17 +348,15 @@ def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Recei
     rows = exchange.to_ranks(mine, 2, ALONE, CPU)
     read_counts = [sum(each.lengths) for each in mine]
     back = exchange.back(torch.cat([each[:, 0].double() for each in rows])).split(read_counts)
-    ids = [[int(each.rows[start, 0]) for start in _starts(each.lengths)] for each in mine]
+    ids = [[int(rows[0, 0]) for rows in each.rows.split(list(each.lengths))] for each in mine]
     everyone: list[list[list[int]]] = [ids] * world.size
     if world.size > 1:
         dist.all_gather_object(everyone, ids, group=world.groups.pool)
     planned: list[list[tuple[int, int]]] = []
-    for at, owned in enumerate(exchange.layouts):
-        known = [document for of_rank in everyone for document in of_rank[at]]
-        planned.append(
-            [(known[seq], position) for seq, start, stop in owned.tolist() for position in range(start, stop)]
-        )
-        local = assemble(rows[at], owned, 4)
+    for number, owned in enumerate(exchange.layouts):
+        known = [document for of_rank in everyone for document in of_rank[number]]
+        planned.append([(known[seq], at) for seq, start, stop in owned.tolist() for at in range(start, stop)])
+        local = assemble(rows[number], owned, 4)
         assert local.positions[~local.padding].tolist() == [position for _, position in planned[-1]]
     return Received(
         planned,
@@ -384,10 +364,6 @@ def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Recei
         [each.long().tolist() for each in back],
         [each.rows[:, 0].tolist() for each in mine],
     )
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return [sum(lengths[:at]) for at in range(len(lengths))]
 
 
 def read_with_failure(world: World, failing: int) -> str:

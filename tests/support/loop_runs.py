@@ -98,21 +98,14 @@ def shape_of(library: str, config: Any, model: Any, per_replica: int) -> Shape:
         call = {"model": model, "num_microbatches": per_replica, "seq_length": SIZE, "micro_batch_size": 1}
         call |= {"forward_step_func": never, "decoder_seq_length": None, "adjust_tensor_shapes_fn": None}
         name = "loss_sum_and_ub_size"
-        return Shape(
-            call,
-            {"batch_of": lambda found: found[0], "loss_name": name, "steps_done": 4},
-            lambda samples: ((each, at, 0) for at, each in enumerate(samples)),
-            name,
-        )
+        told = {"batch_of": lambda found: found[0], "loss_name": name, "steps_done": 4}
+        return Shape(call, told, lambda samples: ((each, at, 0) for at, each in enumerate(samples)), name)
     if library == "verl":
         sizes = (1, per_replica - 1)
         call = {"model": [model], "num_microbatches": 2, "seq_length": 1, "micro_batch_size": 1}
         call["forward_step_func"] = never
-        return Shape(
-            call,
-            {"batch_of": rows_of, "micro_batch_size": per_replica},
-            lambda samples: iter(list(ragged(samples, sizes))),
-        )
+        told = {"batch_of": rows_of, "micro_batch_size": per_replica}
+        return Shape(call, told, lambda samples: iter(list(ragged(samples, sizes))))
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -56,20 +57,8 @@ IMPORTED_LATE = (
 # several strategies (`role_runs`, argv[0] names them); the launcher (argv[0] is the script); the
 # script alone, on the CPU but without balance; a loop of its own (`loop_runs`); our own, with
 # samples of each rank's memory (`tools.faults.soak`).
-Entry = Literal[
-    "pretrain_gpt",
-    "counted",
-    "documents",
-    "script",
-    "packed",
-    "gaps",
-    "gradients",
-    "roles",
-    "launch",
-    "plain",
-    "loop",
-    "watched",
-]
+_Ours = Literal["pretrain_gpt", "counted", "documents", "gaps", "gradients", "roles", "watched"]
+Entry = _Ours | Literal["launch", "loop", "packed", "plain", "script"]
 
 
 @dataclass(frozen=True)
@@ -314,48 +303,35 @@ def _spawn_for_results() -> None:
 def _enter(job: Job) -> int:
     from megatron_balance import launch, pretrain_gpt
     from megatron_balance.megatron import entry
-    from tests.support import torch_adam
+    from megatron_balance.patches import applied, machine
+    from tests.support import loop_runs, numbered_data, pipeline_runs, role_runs, torch_adam, trained_documents
 
     torch_adam.install()
     if job.entry == "plain":
-        import runpy
-
-        from megatron_balance.patches import applied, machine
-
         sys.argv = list(job.argv)
         with applied(machine.HELPERS):
             runpy.run_path(job.argv[0], run_name="__main__")
         return 0
     sys.argv = [job.entry, *job.argv]
     if job.entry == "counted":
-        from tests.support import pipeline_runs
-
         counts = pipeline_runs.install_counts()
         code = entry.run(pretrain_gpt.main)
         sys.stdout.write(f"{counts.line()}\n")
         return code
     if job.entry == "loop":
-        from tests.support import loop_runs
-
         entry._set_up_logging()
         return loop_runs.run(list(job.argv))
     if job.entry == "roles":
-        from tests.support import role_runs
-
         return role_runs.run()
     if job.entry == "watched":
         from tools.faults import soak
 
         soak.install(Path(job.logs), int(os.environ["RANK"]))
     if job.entry in ("documents", "script", "packed"):
-        from tests.support import numbered_data, trained_documents
-
         trained_documents.install(Path(job.logs), int(os.environ["RANK"]))
         if job.entry != "documents":
             return entry.run(functools.partial(numbered_data.main, job.entry))
     if job.entry in ("gaps", "gradients"):
-        from tests.support import pipeline_runs
-
         pipeline_runs.install(Path(job.logs), int(os.environ["RANK"]), gaps=job.entry == "gaps")
     return entry.run(launch.main if job.entry == "launch" else pretrain_gpt.main)
 

@@ -26,6 +26,7 @@ from tests.support.pool import World
 from tests.support.stream_threads import with_streams
 
 QKV = tuple[Tensor, Tensor, Tensor]
+Plans = Sequence[MicrobatchPlan]
 # (nano-batch, phase, segment) of something that ran.
 Done = tuple[int, str, str]
 
@@ -41,20 +42,14 @@ class NanoBatches:
 
 
 def layers(
-    world: World,
-    plans: Sequence[MicrobatchPlan],
-    segments: Sequence[Segment] | None,
-    policy: Policy,
-    streams: bool = False,
+    world: World, plans: Plans, segments: Sequence[Segment] | None, policy: Policy, streams: bool = False
 ) -> NanoBatches:
     # Both nano-batches through all layers of `segments`, in fp64; without turns, through two layers
     # with one call each, one nano-batch after the other.
     groups = with_streams(world.groups, plans[0].ranks_per_node) if streams else world.groups
     shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 8)
-    bounds = [
-        bind(plan, world.rank, shape, groups=groups, dtype=torch.float64, policy=policy, nano_batch=nano_batch)
-        for nano_batch, plan in enumerate(plans)
-    ]
+    how: Any = {"groups": groups, "dtype": torch.float64, "policy": policy}
+    bounds = [bind(plan, world.rank, shape, **how, nano_batch=at) for at, plan in enumerate(plans)]
     inputs = [leaves(plan, world.rank, shape)[0] for plan in plans]
     with recorded(bounds.index) as order:
         if segments is None:
@@ -78,9 +73,7 @@ class AttentionOf(NamedTuple):
     backward: BackwardSlot | None = None
 
 
-def interleaved(
-    nano_batches: Sequence[AttentionOf], inputs: Sequence[QKV], segments: Sequence[Segment]
-) -> list[Tensor]:
+def interleaved(plans: Sequence[AttentionOf], inputs: Sequence[QKV], segments: Sequence[Segment]) -> list[Tensor]:
     # Outputs of the last layer, by nano-batch.
     num_layers = max(segment.layer for segment in segments)
     calls: dict[int, AttentionCall] = {}
@@ -92,7 +85,7 @@ def interleaved(
                 if 0 < layer < num_layers:
                     qkv[nano_batch] = _linear(out[nano_batch], qkv[nano_batch])
             case "start":
-                bound, slot = nano_batches[nano_batch]
+                bound, slot = plans[nano_batch]
                 calls[nano_batch] = AttentionCall(bound, backward=slot)
                 calls[nano_batch].start(*qkv[nano_batch])
             case "attend":
@@ -235,10 +228,9 @@ class _Run:
             server.serve(bounds, ping_pong.backward(self.segments), backward=True)
 
     def forward(self, cell: Cell, bounds: Sequence[Bound]) -> None:
-        drawn = [
-            leaves(nano_batch.plans[cell.microbatch], self.rank, self.shape, seed_of(self.stage, cell, at))
-            for at, nano_batch in enumerate(self.nano_batches)
-        ]
+        plans = [nano_batch.plans[cell.microbatch] for nano_batch in self.nano_batches]
+        seeds = [seed_of(self.stage, cell, at) for at in range(len(plans))]
+        drawn = [leaves(plan, self.rank, self.shape, seed) for plan, seed in zip(plans, seeds, strict=True)]
         slots = [BackwardSlot() for _ in bounds]
 
         def layers(*flat: Tensor) -> tuple[Tensor, ...]:

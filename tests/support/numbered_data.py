@@ -82,9 +82,8 @@ def provider(kind: Kind, num_samples: Sequence[int], vp_stage: int | None = None
     given |= dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), not packed)
     config = GPTDatasetConfig(**given, context_parallel_size=args.context_parallel_size)
     of_rank: Callable[[], bool] = lambda: mpu.get_tensor_model_parallel_rank() == 0  # noqa: E731
-    return BlendedMegatronDatasetBuilder(
-        Conversations if packed else GPTDataset, list(num_samples), of_rank, config
-    ).build()
+    kind_of = Conversations if packed else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind_of, list(num_samples), of_rank, config).build()
 
 
 def main(kind: Kind) -> None:

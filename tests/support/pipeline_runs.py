@@ -68,11 +68,8 @@ def _write_gradients(folder: Path, rank: int, steps: Iterator[int]) -> None:
         stage, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
         layers = get_model_config(model[0]).num_layers // stages
         chunks: Any = unwrap_model(model)
-        found: dict[str, Any] = {
-            _whole(f"module.{name}", stage, stages, layers): _joined(name, parameter)
-            for chunk in chunks
-            for name, parameter in chunk.named_parameters()
-        }
+        named = [pair for chunk in chunks for pair in chunk.named_parameters()]
+        found: dict[str, Any] = {_whole(f"module.{name}", stage, stages, layers): _joined(name, p) for name, p in named}
         np.savez(folder / f"gradients.{next(steps)}.{rank}.npz", **found)
         return result
 
@@ -100,18 +97,15 @@ def _write_owned(folder: Path, rank: int, steps: Iterator[int]) -> None:
             whole = [np.full(tuple(shape), np.nan, np.float32) for shape in layout.parameters.shape.tolist()]
             taken: dict[tuple[int, int], int] = {}
             for row in layout.owned.tolist():
-                owner, number, (top, left), (bottom, right) = (
-                    *(row[Shard.RANK], row[Shard.PARAMETER]),
-                    *(row[Shard.STARTS], row[Shard.STOPS]),
-                )
+                owner, number = row[Shard.RANK], row[Shard.PARAMETER]
+                (top, left), (bottom, right) = row[Shard.STARTS], row[Shard.STOPS]
                 at, size = taken.get((owner, number), 0), (bottom - top) * (right - left)
                 part = everyone[owner][number][at : at + size].reshape(bottom - top, right - left)
                 whole[number][top:bottom, left:right] = part
                 taken[owner, number] = at + size
             named = zip(layout.parameters.names, whole, strict=True)
-            found: dict[str, Any] = {
-                f"module.{name}": each[:, 0] if each.shape[1] == 1 else each for name, each in named
-            }
+            vectors = ((name, each[:, 0] if each.shape[1] == 1 else each) for name, each in named)
+            found: dict[str, Any] = {f"module.{name}": each for name, each in vectors}
             number = next(steps)
             if rank == 0:
                 np.savez(folder / f"gradients.{number}.{rank}.npz", **found)
@@ -162,11 +156,8 @@ def worst_gradient(ours: Path, theirs: Path, step: int, of_theirs: int | None = 
     # parameter; `theirs` is of one rank, whose step is `of_theirs`, counted from the run's first.
     wanted, found = gradients(theirs, of_theirs or step), gradients(ours, step)
     assert found.keys() == wanted.keys(), f"parameters {found.keys() ^ wanted.keys()} are in one of the runs alone"
-    return max(
-        float(np.abs(got - whole).max() / np.abs(whole).max())
-        for name, (whole,) in wanted.items()
-        for got in found[name]
-    )
+    pairs = ((got, whole) for name, (whole,) in wanted.items() for got in found[name])
+    return max(float(np.abs(got - whole).max() / np.abs(whole).max()) for got, whole in pairs)
 
 
 MARK = "counted transfers: "

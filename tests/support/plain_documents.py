@@ -25,10 +25,8 @@ def forward_step(data_iterator, model):
     tokens, labels, loss_mask, positions = (sample[name] for name in ("tokens", "labels", "loss_mask", "position_ids"))
     held = int((positions[0] != PADDING).sum())
     edges = [*torch.nonzero(positions[0, :held] == 0).flatten().tolist(), held]
-    losses = [
-        model(tokens[:, a:b], positions[:, a:b], None, labels=labels[:, a:b])
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    parts = [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    losses = [model(tokens[:, part], positions[:, part], None, labels=labels[:, part]) for part in parts]
     return torch.cat(losses, dim=1), functools.partial(loss_func, loss_mask[:, :held])
 
 

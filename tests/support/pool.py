@@ -38,8 +38,8 @@ IMPORTS = "tests.support.rank_imports"
 _GRACE_S = 3.0  # what the other ranks get once one has failed
 
 
-class RankError(AssertionError):
-    """A job failed, died or hung on some rank."""
+# A job failed, died or hung on some rank.
+class RankError(AssertionError): ...
 
 
 def said(call: Callable[..., object], *given: Any, otherwise: str = "", **named: Any) -> str:
@@ -100,9 +100,8 @@ class Pool:
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             store = Path(self.folder.name) / f"store{self.starts}"
-            process = context.Process(
-                target=_serve, args=((rank, self.num_ranks), theirs, store, self._stacks(rank)), daemon=True
-            )
+            given = (rank, self.num_ranks), theirs, store, self._stacks(rank)
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -121,7 +120,10 @@ class Pool:
             for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
-                good, result = _reply(pipe)
+                try:
+                    good, result = pipe.recv()
+                except EOFError:
+                    good, result = False, "the process died"
                 results[rank] = result
                 if not good:
                     failures.append(f"rank {rank} of {num_ranks} failed:\n{result}")
@@ -139,17 +141,9 @@ class Pool:
                 # faulthandler writes the stacks, see `_serve`
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        stacks = "\n".join(
-            f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in ranks if self._stacks(rank).exists()
-        )
+        files = {rank: self._stacks(rank) for rank in ranks if self._stacks(rank).exists()}
+        stacks = "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items())
         return f"ranks {ranks} did not answer in time; their stacks:\n{stacks}"
-
-
-def _reply(pipe: Connection) -> tuple[bool, Any]:
-    try:
-        return pipe.recv()
-    except EOFError:
-        return False, "the process died"
 
 
 def _serve(place: tuple[int, int], pipe: Connection, store: Path, stacks: Path) -> None:
@@ -182,9 +176,8 @@ def _join(rank: int, num_ranks: int, pipe: Connection, store: Path) -> dict[int,
     from megatron_balance.runtime.groups import make_groups
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120)
-    )
+    place: Any = {"init_method": f"file://{store}", "rank": rank, "world_size": num_ranks}
+    dist.init_process_group("gloo", **place, timeout=timedelta(seconds=120))
     worlds: dict[int, World] = {}
     for size in (each for each in WORLDS if each <= num_ranks):
         pools = [range(size), range(size, num_ranks)] if size < num_ranks else [range(size)]
@@ -207,9 +200,8 @@ def _run(pipe: Connection, job: Callable[..., Any], num_ranks: int, world: World
     try:
         result = job(world, *args)
         if numbered.group_count != before and world is not None and world.size < num_ranks:
-            raise RuntimeError(
-                f"{job.__name__} made process groups on {world.size} of {num_ranks} ranks; make them on all"
-            )
+            where = f"{world.size} of {num_ranks} ranks"
+            raise RuntimeError(f"{job.__name__} made process groups on {where}; make them on all")
         pipe.send((True, result))
     except Exception:
         pipe.send((False, traceback.format_exc()))

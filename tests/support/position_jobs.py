@@ -32,10 +32,15 @@ _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _DECODER: dict[str, Any] = {**_SIZES, **_TOKENS, "intermediate_size": 2 * WIDTH, "num_key_value_heads": KV_HEADS}
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL}
 _LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.5, 3.5, 4.5]}
+_SCALES = {"short_mscale": 1.1, "long_mscale": 1.4}
 _NTK = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 _TYPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": _NTK}
+_BY_TYPE: dict[str, Any] = {"sliding_window": 64, "layer_types": [*_TYPES], "rope_parameters": _TYPES}
 _ENCODER: dict[str, Any] = {**_SIZES, "intermediate_size": 2 * WIDTH, "max_position_embeddings": 64}
 _ENCODER |= {"pad_token_id": PADDING, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_LLAMA_4: dict[str, Any] = {"head_dim": HEAD_DIM, "intermediate_size_mlp": WIDTH, "no_rope_layers": [0, 1]}
+_LLAMA_4 |= {"layer_types": ["full_attention"] * 2, "floor_scale": 4, "attn_scale": 0.5, "num_local_experts": 2}
+_OPT = {**_SIZES, "word_embed_proj_dim": WIDTH, "ffn_dim": WIDTH, "max_position_embeddings": 64, "dropout": 0.0}
 _BART = {"vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_ffn_dim": WIDTH}
 _BART |= {"decoder_layers": 2, "decoder_attention_heads": HEADS}
 
@@ -46,24 +51,11 @@ def decoder(most: int, **others: Any) -> dict[str, Any]:
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, longrope": ("Phi3", decoder(64, original_max_position_embeddings=ORIGINAL, rope_parameters=_LONG)),
-    "phimoe, scales by length": (
-        "Phimoe",
-        decoder(64, num_local_experts=2, rope_parameters={**_LONG, "short_mscale": 1.1, "long_mscale": 1.4}),
-    ),
+    "phimoe, scales by length": ("Phimoe", decoder(64, num_local_experts=2, rope_parameters=_LONG | _SCALES)),
     "llama, dynamic": ("Llama", decoder(ORIGINAL, rope_parameters=_NTK)),
-    "olmo3, by type of layers": (
-        "Olmo3",
-        decoder(ORIGINAL, sliding_window=64, layer_types=[*_TYPES], rope_parameters=_TYPES),
-    ),
-    "llama4, temperature": (
-        "Llama4Text",
-        decoder(64, head_dim=HEAD_DIM, intermediate_size_mlp=WIDTH, num_local_experts=2, no_rope_layers=[0, 1])
-        | {"layer_types": ["full_attention"] * 2, "floor_scale": 4, "attn_scale": 0.5},
-    ),
-    "opt": (
-        "OPT",
-        {**_SIZES, "word_embed_proj_dim": WIDTH, "ffn_dim": WIDTH, "max_position_embeddings": 64, "dropout": 0.0},
-    ),
+    "olmo3, by type of layers": ("Olmo3", decoder(ORIGINAL, **_BY_TYPE)),
+    "llama4, temperature": ("Llama4Text", decoder(64, **_LLAMA_4)),
+    "opt": ("OPT", _OPT),
     "roberta": ("Roberta", _ENCODER),
     "esm": ("Esm", {**_ENCODER, "mask_token_id": 2, "position_embedding_type": "absolute"}),
     "esm, token dropout": ("Esm", {**_ENCODER, "mask_token_id": 2, "token_dropout": True}),
@@ -136,15 +128,14 @@ def alone(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
 def differences(world: World, cases: Sequence[Case]) -> list[tuple[float, float] | str]:
     # Of each case, the largest difference of logits, and of gradients over a parameter's largest
     # one; or the error. The same on all ranks.
-    return [_differences(world, case) for case in cases]
-
-
-def _differences(world: World, case: Case) -> tuple[float, float] | str:
-    with compiling() if case.compiled else nullcontext():
-        try:
-            return _compared(world, case)
-        except BalanceError as error:
-            return f"{type(error).__name__}: {error}"
+    found: list[tuple[float, float] | str] = []
+    for case in cases:
+        with compiling() if case.compiled else nullcontext():
+            try:
+                found.append(_compared(world, case))
+            except BalanceError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 def balancer_of(case: Case) -> SequenceBalancer:
@@ -224,10 +215,8 @@ def stay_as_they_were(world: World, model: str) -> list[float]:
     used = copy.deepcopy(used)
     used.set_attn_implementation("eager")
     fresh = make(case)
-    return [
-        difference(used(input_ids=tokens[None]).logits, fresh(input_ids=tokens[None]).logits)
-        for tokens, _ in documents(Case(model, (30, 12)))
-    ]
+    given = [tokens[None] for tokens, _ in documents(Case(model, (30, 12)))]
+    return [difference(used(input_ids=each).logits, fresh(input_ids=each).logits) for each in given]
 
 
 def on_one_batch(world: World, model: str) -> list[str]:

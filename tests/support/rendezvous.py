@@ -9,6 +9,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from megatron_balance.analysis.wire import is_collective
@@ -87,31 +88,18 @@ def hanging(calls: Sequence[Sequence[GroupCall]], meeting: Meeting | None = None
 
 def group_calls(batches: Iterable[IssuedCall]) -> list[GroupCall]:
     # Group calls of one rank. Each stream has a communicator of its own.
-    return [
-        GroupCall(
-            f"{batch.call.stream} {batch.group}" if batch.group else batch.call.stream,
-            batch.pairs,
-            batch.group,
-            str(batch.call),
-        )
-        for batch in batches
-    ]
+    named = ((f"{b.call.stream} {b.group}" if b.group else b.call.stream, b) for b in batches)
+    return [GroupCall(communicator, b.pairs, b.group, str(b.call)) for communicator, b in named]
 
 
 def batches_of(
     plans: Sequence[MicrobatchPlan], compiled: Sequence[Sequence[CompiledRank]], segments: Sequence[Segment]
 ) -> tuple[list[list[IssuedCall]], list[list[IssuedCall]]]:
     # Batches of every rank in the forward and in the backward of plans that run in `segments`.
-    size, per_node = plans[0].num_ranks, plans[0].ranks_per_node
-
-    def own_group(group: tuple[int, ...]) -> bool:
-        return is_collective(group, size, per_node)
-
-    forward, back = (
-        interleaved(compiled, turns, per_node, backward=at, own_group=own_group)
-        for at, turns in ((False, segments), (True, backward(segments)))
-    )
-    return forward, back
+    per_node = plans[0].ranks_per_node
+    own = partial(is_collective, num_ranks=plans[0].num_ranks, ranks_per_node=per_node)
+    forward = interleaved(compiled, segments, per_node, backward=False, own_group=own)
+    return forward, interleaved(compiled, backward(segments), per_node, backward=True, own_group=own)
 
 
 def calls_of(

@@ -118,11 +118,8 @@ def bytes_of_rows(roles: Any, strategy: Any) -> dict[str, int]:
     per_node = roles._apart[strategy].ranks_per_node
     if per_node is not None:
         rows = [*through_nodes(rows[0], layout.parameters, Twins.of(strategy, size, per_node), rank)]
-    found = [
-        volume(pieces, width, size, 1)[rank].sum(axis=0).tolist()
-        for each in rows
-        for pieces, width in ((each.pull, roles.weights.element_size()), (each.push, 4))
-    ]
+    pieces = [pair for each in rows for pair in ((each.pull, roles.weights.element_size()), (each.push, 4))]
+    found = [volume(moved, width, size, 1)[rank].sum(axis=0).tolist() for moved, width in pieces]
     sent, received = map(sum, zip(*found, strict=True))
     return {"sent": sent, "received": received}
 
@@ -155,10 +152,8 @@ def no_parallel_state() -> Iterator[None]:
 
 
 # Of `torch.distributed`, in the world's group if none is given.
-CALLS = (
-    *("isend", "irecv", "send", "recv", "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
-    *("reduce_scatter_tensor", "all_to_all_single", "barrier"),
-)
+CALLS = ("isend", "irecv", "send", "recv", "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor")
+CALLS += ("reduce_scatter_tensor", "all_to_all_single", "barrier")
 
 
 @contextmanager

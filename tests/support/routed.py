@@ -37,6 +37,8 @@ from tests.support.pool import World, said
 from tests.support.stream_threads import HangError, with_streams
 
 HEAD_DIM = 8
+Plans = Sequence[MicrobatchPlan]
+Recorded = tuple[list[TrackSpan], list[str], float]
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,13 @@ class PhaseTrace:
     hidden: float
 
 
-def streamed(
-    world: World, plans: Sequence[MicrobatchPlan], head_dim: int, runs: Sequence[Run], safe: bool = False
-) -> list[list[Ran]]:
+def streamed(world: World, plans: Plans, width: int, runs: Sequence[Run], safe: bool = False) -> list[list[Ran]]:
     # `jobs.attend` of each plan, over streams; `safe`: as in `Groups`.
     groups = with_streams(world.groups, plans[0].ranks_per_node, safe=safe)
-    return [jobs.attend(replace(world, groups=groups), plan, head_dim, runs) for plan in plans]
+    return [jobs.attend(replace(world, groups=groups), plan, width, runs) for plan in plans]
 
 
-def first_uses(world: World, plans: Sequence[MicrobatchPlan], turned: bool) -> list[str]:
+def first_uses(world: World, plans: Plans, turned: bool) -> list[str]:
     # The error of each rank's host where all ranks begin with the pairs of the first plan, or, if
     # `turned`, odd ranks with those of the second.
     groups = with_streams(world.groups, plans[0].ranks_per_node)
@@ -79,18 +79,15 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
     forward = list(trace)
     out.sum().backward()
     program = compile_policies(plan, world.rank, [policy])[0].program
-    return [
-        PhaseTrace(
-            recorded,
-            streams(ops, world.rank, plan.ranks_per_node),
-            [{relay_task.op for relay_task in group} for group in phase.relay_tasks],
-            hidden_share(recorded),
-        )
-        for recorded, ops, phase in (
-            (forward, program.forward, bound.phases["forward"]),
-            (trace[len(forward) :], program.backward, bound.phases["backward"]),
-        )
-    ]
+    found: list[PhaseTrace] = []
+    for recorded, ops, phase in (
+        (forward, program.forward, bound.phases["forward"]),
+        (trace[len(forward) :], program.backward, bound.phases["backward"]),
+    ):
+        groups = [{relay_task.op for relay_task in group} for group in phase.relay_tasks]
+        expected = streams(ops, world.rank, plan.ranks_per_node)
+        found.append(PhaseTrace(recorded, expected, groups, hidden_share(recorded)))
+    return found
 
 
 def ranged(world: World, plan: MicrobatchPlan) -> tuple[list[str], list[str]]:
@@ -116,19 +113,15 @@ def _names(step: Step, *, forward: bool) -> list[str]:
             return [phase_run.name_of("attention", step.zone, forward=forward)]
 
 
-def recorded(
-    world: World, plan: MicrobatchPlan, policy: Policy, streamed: bool
-) -> tuple[list[TrackSpan], list[str], float]:
+def recorded(world: World, plan: MicrobatchPlan, policy: Policy, streamed: bool) -> Recorded:
     # Spans of forward and backward of two layers of `plan`, names of the pool's streams, and when
     # the clock of the spans began (Unix time).
     groups = with_streams(world.groups, plan.ranks_per_node) if streamed else world.groups
     recorder = Recorder(world.rank, groups.streams)
     bound = replace(bind(plan, world.rank, _shape(plan), groups=groups, policy=policy), recorder=recorder, number=5)
-    inputs = _inputs(bound)
+    q, k, v = _inputs(bound)
     dist.barrier(group=world.groups.pool)
-    out = balanced_attention(inputs[0], inputs[1], inputs[2], bound)
-    again = balanced_attention(out, inputs[1], inputs[2], bound)
-    again.sum().backward()
+    balanced_attention(balanced_attention(q, k, v, bound), k, v, bound).sum().backward()
     return recorder.spans(), stream_names(groups.size, plan.ranks_per_node), recorder.began_unix_s
 
 
@@ -257,17 +250,13 @@ class Seen:
     call_bytes: int
 
 
-def steps(
-    world: World, plans: Sequence[MicrobatchPlan], layers: int, policy: Policy, mover: str, dtype: str
-) -> list[Seen]:
+def steps(world: World, plans: Plans, layers: int, policy: Policy, mover: str, dtype: str) -> list[Seen]:
     # Each plan's steps, three of them, on the same pool of memory, all plans bound before the
     # first.
     wanted, groups = getattr(torch, dtype), replace(world.groups, buffers=BufferPool(cpu=True))
     shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 16)
-    bounds = [
-        bind(p, world.rank, shape, groups=groups, dtype=wanted, policy=policy, mover=mover, kernel="plain")
-        for p in plans
-    ]
+    how: Any = {"groups": groups, "dtype": wanted, "policy": policy, "mover": mover, "kernel": "plain"}
+    bounds = [bind(plan, world.rank, shape, **how) for plan in plans]
     seen = [Seen([], bound.peak_bytes.call_bytes if bound.peak_bytes is not None else 0) for bound in bounds]
     for _ in range(3):
         for bound, found in zip(bounds, seen, strict=True):
@@ -288,9 +277,8 @@ def _step(bound: Bound, layers: int, dtype: torch.dtype) -> StepRun:
         del forwards, out, lse, received
     gc.collect()  # Triton's interpreter leaves its arguments to the garbage collection
     pool.empty((1,), torch.uint8, torch.device("cpu"))  # so that it takes back what was let go
-    return StepRun(
-        {k: v for k, v in counter.found.items() if v}, pool.num_slabs, pool.held_bytes, pool.peak_bytes, pool.used_bytes
-    )
+    made = {name: count for name, count in counter.found.items() if count}
+    return StepRun(made, pool.num_slabs, pool.held_bytes, pool.peak_bytes, pool.used_bytes)
 
 
 def keep_a_gradient(world: World, plan: MicrobatchPlan) -> bool:

@@ -80,9 +80,8 @@ def count(plan: MicrobatchPlan, rank: int, policy: Policy, wire: GradientWire, *
     with host.stand_ins(counts), host.copies(counts), patch.object(mover, "add_rows", MagicMock()) as add_rows:
         groups, dtype = host.groups_of(plan, rank, counts), torch.bfloat16
         shape = AttentionShape(*heads[:2], 8)
-        bound = bind(
-            *(plan, rank, shape), groups=groups, device=host.DEVICE, dtype=dtype, policy=policy, gradient_wire=wire
-        )
+        how: Any = {"groups": groups, "device": host.DEVICE, "dtype": dtype, "policy": policy, "gradient_wire": wire}
+        bound = bind(plan, rank, shape, **how)
         at_bind = counts["copies"]
         q, k, v = (torch.empty((bound.num_tokens, (1 + strided) * n, 8), dtype=dtype)[:, :n] for n in heads)
         out, lse, received = run_forward(bound, q, (k, v), 1.0)

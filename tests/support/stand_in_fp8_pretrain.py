@@ -47,9 +47,5 @@ if __name__ == "__main__":
     model.pre_wrap_hooks.append(hooked)
     if not args.stand_in_unaligned:  # once the model's configuration is made, which knows nothing of it
         args.fp8, args.fp8_recipe = "hybrid", RECIPE
-    pretrain(
-        pretrain_cfg_container_from_args(args, model),
-        train_valid_test_datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+    config = pretrain_cfg_container_from_args(args, model)
+    pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)

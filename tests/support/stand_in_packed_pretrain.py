@@ -114,9 +114,8 @@ def add_arguments(parser):
 
 def provider(num_samples, vp_stage=None):
     args = get_args()
-    given = {"tokenizer": Characters(), "create_attention_mask": False}
-    given |= {"context_parallel_size": args.context_parallel_size}
-    given |= {"inter_document_masking": args.dataloader_inter_document_masking}
+    given = {"tokenizer": Characters(), "context_parallel_size": args.context_parallel_size}
+    given |= {"create_attention_mask": False, "inter_document_masking": args.dataloader_inter_document_masking}
     if not args.fim_data:
         packed = Conversations if args.sft else Varlen
         return built(num_samples, packed if args.sft or args.use_varlen_dataset else GPTDataset, **given)
@@ -147,9 +146,5 @@ if __name__ == "__main__":
     if args.use_varlen_dataset:  # what Megatron's validation and its data loader do for it
         args.sequence_packing_scheduler = "dp_balanced"
         torch.utils.data.DataLoader = functools.partial(torch.utils.data.DataLoader, collate_fn=list)
-    pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)

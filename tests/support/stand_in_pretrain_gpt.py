@@ -19,8 +19,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-KEYS = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "labels", "loss_mask", "max_seqlen")
-KEYS += ("position_ids", "tokens")
+KEYS = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "labels", "loss_mask", "max_seqlen", "position_ids")
+KEYS += ("tokens", "local_cp_size", "hybrid_cp_group")
 
 
 def get_batch(data_iterator):
@@ -28,32 +28,20 @@ def get_batch(data_iterator):
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         read = next(data_iterator)
-        batch = {
-            key: read[key].cuda() if read.get(key) is not None else None
-            for key in (*KEYS, "local_cp_size", "hybrid_cp_group")
-        }
+        batch = {key: read[key].cuda() if read.get(key) is not None else None for key in KEYS}
+    names = ("create_attention_mask_in_dataloader", "micro_batch_size", "seq_length", "pipeline_model_parallel_size")
+    given = {name: getattr(args, name) for name in names} | {"cp_size": args.context_parallel_size}
+    given |= dict.fromkeys(("has_cu_seqlens", "is_hybrid_cp", "mtp_on_this_rank"), False)
+    given |= {"tp_rank": mpu.get_tensor_model_parallel_rank(), "is_pipeline_first_stage": mpu.is_pipeline_first_stage()}
     batch = get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        cp_size=args.context_parallel_size,
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=False,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+        **given,
     )
-    return get_batch_on_this_cp_rank(
-        batch,
-        is_hybrid_cp=False,
-        cp_group=get_context_parallel_group(),
-        hybrid_cp_group_func=get_hybrid_data_context_parallel_groups,
-    )
+    groups = {"cp_group": get_context_parallel_group(), "hybrid_cp_group_func": get_hybrid_data_context_parallel_groups}
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, **groups)
 
 
 def loss_func(loss_mask, output_tensor):
@@ -75,18 +63,15 @@ def built(num_samples, dataset, config=GPTDatasetConfig, **others):
     given = {"random_seed": args.seed, "sequence_length": args.seq_length, "split": args.split}
     given |= {"blend": blend, "blend_per_split": blend_per_split, "path_to_cache": args.data_cache_path}
     given |= {name: getattr(args, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
-    return BlendedMegatronDatasetBuilder(
-        dataset, num_samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, config(**given, **others)
-    ).build()
+    of_rank = lambda: mpu.get_tensor_model_parallel_rank() == 0  # noqa: E731
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, of_rank, config(**given, **others)).build()
 
 
 def train_valid_test_datasets_provider(num_samples, vp_stage=None):
     args = get_args()
     print_rank_0("> the script builds its own data sets")
-    masked = {"create_attention_mask": args.create_attention_mask_in_dataloader}
-    return built(
-        num_samples, MockGPTDataset if args.mock_data else GPTDataset, tokenizer=build_tokenizer(args), **masked
-    )
+    given = {"create_attention_mask": args.create_attention_mask_in_dataloader, "tokenizer": build_tokenizer(args)}
+    return built(num_samples, MockGPTDataset if args.mock_data else GPTDataset, **given)
 
 
 if __name__ == "__main__":

@@ -17,18 +17,10 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     spec = get_gpt_layer_local_spec(normalization=args.normalization)
     if not args.no_te_attention:
         spec.submodules.self_attention.submodules.core_attention = TEDotProductAttention
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type=args.position_embedding_type,
-        pg_collection=pg_collection,
-        vp_stage=vp_stage,
-    )
+    sizes = (args.padded_vocab_size, args.max_position_embeddings)
+    given = {"share_embeddings_and_output_weights": False, "position_embedding_type": args.position_embedding_type}
+    given |= {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
+    return GPTModel(config, spec, *sizes, **given, pg_collection=pg_collection)
 
 
 def add_arguments(parser):
@@ -37,12 +29,7 @@ def add_arguments(parser):
 
 
 if __name__ == "__main__":
-    train_valid_test_datasets_provider.is_distributed = True
-    arguments = parse_and_validate_args(extra_args_provider=add_arguments)
-    pretrain(
-        pretrain_cfg_container_from_args(arguments),
-        train_valid_test_datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        model_provider=model_provider,
-    )
+    data = train_valid_test_datasets_provider
+    data.is_distributed = True
+    config = pretrain_cfg_container_from_args(parse_and_validate_args(extra_args_provider=add_arguments))
+    pretrain(config, data, ModelType.encoder_or_decoder, forward_step, model_provider=model_provider)

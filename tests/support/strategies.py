@@ -25,18 +25,10 @@ from tests.support import by_hand
 
 # Planners that only tests have: attention cut at random, to show that the vocabulary carries any
 # task table and any mix of zones.
-PATTERNS = (
-    "ring",
-    "all_gather",
-    "gather_documents",
-    "gather_sequence",
-    "head_exchange",
-    "chunk_exchange",
-    "head_exchange_once",
-    "chunk_exchange_once",
-    "head_ring",
-)
+PATTERNS = ("ring", "all_gather", "gather_documents", "gather_sequence", "head_exchange", "chunk_exchange")
+PATTERNS += ("head_exchange_once", "chunk_exchange_once", "head_ring")
 
+Lengths = st.SearchStrategy[tuple[int, ...]]
 Rectangle = tuple[int, int, int, int]  # q_start, q_stop, k_start, k_stop
 
 
@@ -72,10 +64,8 @@ def _random_tasks(
     for seq in seqs:
         length = batch.lengths[seq]
         fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
-        tasks += [
-            (_rank(rng, cluster), seq, *r)
-            for r in _rectangles(rng, (0, length, 0, length), int(rng.integers(0, 5)), model.mask)
-        ]
+        parts = _rectangles(rng, (0, length, 0, length), int(rng.integers(0, 5)), model.mask)
+        tasks += [(_rank(rng, cluster), seq, *part) for part in parts]
     return TaskTable(name, as_rows(_shuffled(rng, fragments, 4)), as_rows(_shuffled(rng, tasks, 6)))
 
 
@@ -124,9 +114,8 @@ def _random_zone(rng: np.random.Generator, name: str, seqs: np.ndarray, cluster:
 
 def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple) -> MicrobatchPlan:
     heads = (model.num_heads, model.num_kv_heads)
-    planned = by_hand.plan(
-        batch.lengths, cluster.num_ranks, *zones, ranks_per_node=cluster.ranks_per_node, heads=heads, name=name
-    )
+    per_node = cluster.ranks_per_node
+    planned = by_hand.plan(batch.lengths, cluster.num_ranks, *zones, ranks_per_node=per_node, heads=heads, name=name)
     return replace(planned, mask=model.mask)
 
 
@@ -135,9 +124,8 @@ def random_topology(batch: Batch, cluster: Cluster, model: Model, seed: int) -> 
     rng = np.random.default_rng(seed)
     cuts = np.flatnonzero(rng.integers(0, 2, cluster.num_ranks - 1)) + 1
     sizes = np.diff([0, *cuts.tolist(), cluster.num_ranks])
-    options = knapformer.KnapFormerOptions(
-        topology="+".join(f"g{size}n1" for size in sizes), heads=("uneven", "ring")[int(rng.integers(2))]
-    )
+    topology = "+".join(f"g{size}n1" for size in sizes)
+    options = knapformer.KnapFormerOptions(topology=topology, heads=("uneven", "ring")[int(rng.integers(2))])
     return knapformer.plan(batch, cluster, model, AnalyticCost(cluster, model), options)
 
 
@@ -190,9 +178,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 ALL_PLANNERS = (*PLANNERS, *(name for name, (planner, _) in VARIANTS.items() if planner in PLANNERS), *TEST_PLANNERS)
 
 # Planners that between them have every comm pattern, and stand for all where these take long.
-EVERY_PATTERN = (
-    *("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin", "random_task_table", "random_shares"),
-)
+EVERY_PATTERN = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin", "random_task_table", "random_shares")
 
 _PER_NODE = {1: (1, 4), 2: (1, 2), 3: (1, 3), 4: (2, 4), 5: (1, 5), 6: (2, 3, 6), 7: (1, 7), 8: (2, 4, 8)}
 
@@ -211,9 +197,7 @@ class Case:
     routing: tuple[int, int] | None = None
 
 
-def lengths(
-    max_length: int = 300, max_sequences: int = 7, *, min_sequences: int = 1
-) -> st.SearchStrategy[tuple[int, ...]]:
+def lengths(max_length: int = 300, max_sequences: int = 7, *, min_sequences: int = 1) -> Lengths:
     # Lengths of a batch: long ones, and, because they are where placements go wrong, many of a few
     # tokens.
     one = st.one_of(st.integers(1, 5), st.integers(1, min(40, max_length)), st.integers(1, max_length))
@@ -235,14 +219,8 @@ def cases(
     ranks = draw(st.sampled_from(list(num_ranks)))
     cluster = Cluster(ranks, draw(st.sampled_from(_PER_NODE[ranks])))
     kv_heads, ratio = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 3), (2, 2), (2, 4), (3, 2), (8, 1)]))
-    model = Model(
-        num_heads=kv_heads * ratio,
-        num_kv_heads=kv_heads,
-        head_dim=4,
-        hidden_size=32,
-        ffn_size=64,
-        attention=draw(st.sampled_from(list(masks))),
-    )
+    mask = draw(st.sampled_from(list(masks)))
+    model = Model(kv_heads * ratio, kv_heads, head_dim=4, hidden_size=32, ffn_size=64, attention=mask)
     average = -(-batch.num_tokens // ranks)
     capacity = draw(st.sampled_from([None, average, average + max(1, average // 10), 2 * average]))
     routing = draw(st.sampled_from([None, (1, 1), (2, 1), (1, 8)]))
@@ -278,12 +256,6 @@ def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
 
 def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
     # A planner's decision, without layers.
-    model = case.model
-    if (
-        planner not in TEST_PLANNERS
-        and kind_of(model.mask) not in PLANNERS[VARIANTS.get(planner, (planner, {}))[0]].masks
-    ):
-        case = replace(case, model=replace(model, attention="causal"))
     if planner in TEST_PLANNERS:
         planned = TEST_PLANNERS[planner](case.batch, case.cluster, case.model, case.seed)
         if kind_of(planned.mask) == "window" and not all(isinstance(zone, TaskTable) for zone in planned.zones):
@@ -291,6 +263,8 @@ def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
         return planned
     name, options = VARIANTS.get(planner, (planner, {}))
     chosen, ranks = PLANNERS[name], case.cluster.num_ranks
+    if kind_of(case.model.mask) not in chosen.masks:
+        case = replace(case, model=replace(case.model, attention="causal"))
     if ranks == 1:
         # a rank alone holds its tokens
         options = {key: value for key, value in options.items() if key != "servers"}

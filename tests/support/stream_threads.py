@@ -33,8 +33,8 @@ _PATIENCE_S = 20.0
 _QUIET_S = 5.0
 
 
-class HangError(RuntimeError):
-    """Ranks stand in group calls for ever."""
+# Ranks stand in group calls for ever.
+class HangError(RuntimeError): ...
 
 
 class Rendezvous:
@@ -142,11 +142,8 @@ class StreamThread:
             self.connected |= new
 
         def issue() -> Sequence[dist.Work]:
-            ops = [
-                dist.P2POp(dist.isend if t.sends else dist.irecv, t.tensor, self.ranks[t.peer], self.group)
-                for t in transfers
-            ]
-            return dist.batch_isend_irecv(ops)
+            calls = [(dist.isend if t.sends else dist.irecv, t.tensor, self.ranks[t.peer]) for t in transfers]
+            return dist.batch_isend_irecv([dist.P2POp(*call, self.group) for call in calls])
 
         self.call(issue)
 

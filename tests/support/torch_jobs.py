@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -143,14 +144,6 @@ def make_model(way: Way, *, balanced: bool) -> nn.Module:
     return model
 
 
-def compiled_parts(way: Way, layers: Any) -> list[nn.Module]:
-    # Modules to compile: layers, or their parts where Transformers' own checkpointing calls layers
-    # past their compiled form.
-    if way.model == "gpt" or not way.checkpointed:
-        return list(layers)
-    return [part for layer in layers for part in (layer.self_attn, layer.mlp)]
-
-
 def logits_of(way: Way, model: nn.Module, batch: BalancedBatch) -> Tensor:
     if way.model == "gpt":
         return model(batch.tokens, position_ids=batch.position_ids, balanced=batch)
@@ -188,31 +181,29 @@ def reference(way: Way) -> Trained:
 
 def train(world: World, ways: Sequence[Way]) -> list[Trained]:
     # Train in each of `ways` on all ranks of the world.
-    return [_train(way, world) for way in ways]
+    found: list[Trained] = []
+    for way in ways:
+        with compiling() if way.compiled else nullcontext():
+            found.append(_train(way, world))
+    return found
 
 
 def _train(way: Way, world: World) -> Trained:
-    with compiling() if way.compiled else nullcontext():
-        return _train_compiled(way, world)
-
-
-def _train_compiled(way: Way, world: World) -> Trained:
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_cp",))["dp_cp"]
     shape = (way.pools, world.size // way.pools)
     shared = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))["cp"] if way.pools > 1 else mesh
     settings = Settings(ranks_per_node=way.ranks_per_node, backward=way.backward)  # pyright: ignore[reportArgumentType]
     gpt = replace(MODEL, num_heads=way.heads[0], num_kv_heads=way.heads[1])
     config = gpt if way.model == "gpt" else make_model(way, balanced=True).config
-    averaged_over = mesh if way.pools > 1 else None
-    options: dict[str, Any] = dict(way.options)
-    balancer = SequenceBalancer.for_model(
-        config, way.planner, shared, averaged_over=averaged_over, settings=settings, **options
-    )
+    options: dict[str, Any] = {"averaged_over": mesh if way.pools > 1 else None, **dict(way.options)}
+    balancer = SequenceBalancer.for_model(config, way.planner, shared, settings=settings, **options)
     model = make_model(way, balanced=True)
     layers: Any = model.layers if way.model == "gpt" else model.model.layers  # pyright: ignore
     counted = CountGraphs(way.backend)
-    if way.compiled:
-        for part in compiled_parts(way, layers):
+    # Transformers' own checkpointing calls layers past their compiled form
+    in_parts = way.model != "gpt" and way.checkpointed
+    for part in [part for layer in layers for part in (layer.self_attn, layer.mlp)] if in_parts else layers:
+        if way.compiled:
             part.compile(backend=counted, dynamic=True)
     parallel: Any = model
     if way.parallel == "fsdp2":
@@ -283,11 +274,8 @@ def differences(trained: Trained, expected: Trained) -> tuple[float, float, floa
     pairs = ((trained.losses, expected.losses), (trained.norms, expected.norms))
     loss, norm = (max(abs(a - b) / abs(b) for a, b in zip(x, y, strict=True)) for x, y in pairs)
     assert trained.gradients.keys() == expected.gradients.keys()
-    gradient = max(
-        float((trained.gradients[name] - g).abs().max() / g.abs().max().clamp(min=1e-3))
-        for name, g in expected.gradients.items()
-    )
-    return loss, norm, gradient
+    both = [(trained.gradients[name], g) for name, g in expected.gradients.items()]
+    return loss, norm, max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in both)
 
 
 # What a balancer does with documents, without a model
@@ -300,16 +288,23 @@ class Gathered:
     tokens: list[list[int]]
     others: list[list[float]]
     gradient: list[float]
-    rows: int
     right: bool
 
 
-def marked(rank: int, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    # Documents whose tokens tell them apart: 100 * rank + number; others: position, and two more.
-    return [
-        (torch.full((n,), 100 * rank + at), torch.arange(n), torch.arange(n).float() / 7, torch.ones(n, 3).bool())
-        for at, n in enumerate(lengths)
-    ]
+def balancer_of(planner: str, over: Any = None, *, backward: str = "keep", **options: Any) -> SequenceBalancer:
+    settings = Settings(ranks_per_node=2, backward=backward)  # pyright: ignore[reportArgumentType]
+    return SequenceBalancer(planner, MODEL, over, settings=settings, **options)
+
+
+def in_pairs(world: World) -> Any:
+    # The mesh of this rank and its neighbour.
+    return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("dp", "cp"))["cp"]
+
+
+def dealt(world: World, model: Any) -> BalancedBatch:
+    # The first documents of all ranks, balanced for a model of Transformers.
+    balancer = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))
+    return balancer(documents(0, 0)[world.rank :: world.size])
 
 
 def zoo(world: World, cases: Sequence[Case]) -> list[Found]:
@@ -319,8 +314,11 @@ def zoo(world: World, cases: Sequence[Case]) -> list[Found]:
 
 def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gathered:
     # Deal documents to all ranks and gather what the ranks say of every token.
-    balancer = SequenceBalancer(planner, MODEL, settings=Settings(ranks_per_node=2))
-    batch = balancer(marked(world.rank, lengths[world.rank]))
+    balancer = balancer_of(planner)
+    # tokens tell the documents apart; others: position, and two more
+    numbers = [torch.full((n,), 100 * world.rank + at) for at, n in enumerate(lengths[world.rank])]
+    places = [torch.arange(len(each)) for each in numbers]
+    batch = balancer([(a, b, b / 7, torch.ones(len(a), 3).bool()) for a, b in zip(numbers, places, strict=True)])
     position, flags = batch.others
     n = batch.num_tokens
     right = torch.equal(position[:n], batch.position_ids[:n].float() / 7) and bool(flags[:n].all())
@@ -330,13 +328,12 @@ def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gath
     assert weight.grad is not None
     tokens = [each.tolist() for each in balancer.gather(batch.tokens, attended=0)]
     others = [each.tolist() for each in batch.gather(position[None], attended=0)]
-    return Gathered(tokens, others, weight.grad.tolist(), batch.num_rows, right)
+    return Gathered(tokens, others, weight.grad.tolist(), right)
 
 
 def save(world: World, backward: str) -> tuple[int, int]:
     # Of one attention call: tokens received, and tensors that autograd saved through its hooks.
-    settings = Settings(ranks_per_node=2, backward=backward)  # pyright: ignore[reportArgumentType]
-    batch = SequenceBalancer("te_ring", MODEL, settings=settings)([torch.arange(40)])
+    batch = balancer_of("te_ring", backward=backward)([torch.arange(40)])
     saved: list[int] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -354,9 +351,7 @@ def save(world: World, backward: str) -> tuple[int, int]:
 def differ_twice(world: World, planner: str, backward: str, checkpointed: bool) -> float:
     # Largest difference between the gradients of the sum of two losses, and the sum of their own by
     # two backwards of one forward, with another batch between them.
-    settings = Settings(ranks_per_node=2, backward=backward)  # pyright: ignore[reportArgumentType]
-    balancer = SequenceBalancer(planner, MODEL, settings=settings)
-    way = Way(checkpointed=checkpointed)
+    balancer, way = balancer_of(planner, backward=backward), Way(checkpointed=checkpointed)
     model = make_model(way, balanced=True).double()
     parameters = list(model.parameters())
     batch, other = (balancer(documents(step, 0)[world.rank :: world.size]) for step in range(2))
@@ -375,7 +370,7 @@ def differ_twice(world: World, planner: str, backward: str, checkpointed: bool) 
 
 def differentiate_twice(world: World) -> list[str]:
     # The error where the gradient of each of our calls is to have a gradient itself.
-    batch = SequenceBalancer("te_ring", MODEL, settings=Settings(ranks_per_node=2))([torch.arange(9)])
+    batch = balancer_of("te_ring")([torch.arange(9)])
     routes = knapformer.GroupBalancer("g2n1+g1n2", ranks_per_node=2)
     routes.plan_routing([8], WIDTH)
     packed = torch.randn(8, HEADS, HEAD_DIM, requires_grad=True)
@@ -395,14 +390,13 @@ def differentiate_twice(world: World) -> list[str]:
 def share_groups(world: World) -> tuple[int, int]:
     # Numbers of different process groups: of three balancers of all ranks, and of these and one of
     # pairs of ranks.
-    settings = Settings(ranks_per_node=2)
-    pairs = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("dp", "cp"))["cp"]
-    with SequenceBalancer("te_ring", MODEL, settings=settings) as first:
-        with SequenceBalancer("zeppelin", MODEL, settings=settings) as second:
+    pairs = in_pairs(world)
+    with balancer_of("te_ring") as first:
+        with balancer_of("zeppelin") as second:
             assert second([torch.arange(3)]).plan.lengths == (3,) * world.size
         third = knapformer.GroupBalancer("g2n1+g1n2", ranks_per_node=2)
         assert third._group is knapformer.GroupBalancer("g2n1+g1n2", ranks_per_node=2)._group
-        of_pair = SequenceBalancer("te_ring", MODEL, pairs, settings=settings)
+        of_pair = balancer_of("te_ring", pairs)
         assert of_pair([torch.arange(3)]).plan.lengths == (3, 3)
         assert first([torch.arange(3)]).plan.lengths == (3,) * world.size
     groups = [each.groups.pool for each in (first.pool, second.pool, third._pool)]
@@ -410,24 +404,17 @@ def share_groups(world: World) -> tuple[int, int]:
 
 
 def step_together(world: World) -> list[tuple[int, ...]]:
-    """Lengths of each step of this rank's pair, where pairs have other numbers of batches, and the
-    first pair a document that waits.
-    """
-    pairs = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("dp", "cp"))["cp"]
-    everyone = init_device_mesh("cpu", (world.size,))
-    settings = Settings(ranks_per_node=2)
-    first = world.rank < 2
-    with SequenceBalancer(
-        "wlb_llm", MODEL, pairs, averaged_over=everyone, settings=settings, thresholds=(50 if first else 100,)
-    ) as made:
+    # Lengths of each step of this rank's pair, where pairs have other numbers of batches, and the
+    # first pair a document that waits.
+    first, pairs, everyone = world.rank < 2, in_pairs(world), init_device_mesh("cpu", (world.size,))
+    with balancer_of("wlb_llm", pairs, averaged_over=everyone, thresholds=(50 if first else 100,)) as made:
         feed = [[torch.arange(60)]] * (3 if first else 1)
         return [batch.plan.lengths for (batch,) in made.steps(feed)]
 
 
 def tell(world: World, given: Sequence[Any]) -> str:
     # The error on this rank when rank r gives documents `given[r]`; then that all can still talk.
-    balancer = SequenceBalancer("zeppelin", MODEL, settings=Settings(ranks_per_node=2))
-    told = "balanced"
+    balancer, told = balancer_of("zeppelin"), "balanced"
     try:
         balancer(given[world.rank])
     except BalanceError as error:
@@ -440,9 +427,8 @@ def refuse(world: World) -> str:
     # The error on this rank where a small Llama's attention does not reach the plan; rank 0 has all
     # documents.
     model = make_model(Way(model="llama"), balanced=False)
-    batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
-        [torch.arange(3)] * (world.rank == 0)
-    )
+    balancer = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))
+    batch = balancer([torch.arange(3)] * (world.rank == 0))
     takes = (batch.gather, lambda logits: batch.global_loss(logits.sum()))
     told = [said(lambda take=take: take(model(**hf.inputs(batch)).logits[0])) for take in takes]
     dist.barrier()
@@ -461,9 +447,7 @@ def take_of_second_model(world: World) -> tuple[str, float, float]:
     # Of a Llama on sdpa, whose values are taken after those of a balanced one on the same batch: the
     # complaint; its mean loss, balanced and past the plan.
     model, past, ours = make_model(Way(model="llama"), balanced=True), second_llama("sdpa"), second_llama(hf.register())
-    batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
-        documents(0, 0)[world.rank :: world.size]
-    )
+    batch = dealt(world, model)
 
     def summed(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits[0], batch.labels, reduction="sum")
@@ -482,9 +466,7 @@ def router_loss(world: World) -> tuple[float, Tensor, float]:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     model = mixtral(hf.register())
-    batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
-        documents(0, 0)[world.rank :: world.size]
-    )
+    batch = dealt(world, model)
     logits = model(**hf.inputs(batch), output_router_logits=True).router_logits
     loss = batch.router_loss(logits, 2)
     (gradient,) = torch.autograd.grad(loss, [model.model.layers[0].mlp.gate.weight])
@@ -516,33 +498,29 @@ class Delayed:
 def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
     # Train under wlb_llm, which delays long documents; save and go on in another balancer after
     # `resume_after` steps.
-    def make() -> SequenceBalancer:
-        return SequenceBalancer("wlb_llm", MODEL, settings=Settings(ranks_per_node=2), thresholds=(150,))
-
     def feed(first: int) -> Iterator[list[Tensor]]:
         for microbatch in range(first, 2 * num_steps):
             drawn = documents(0, microbatch)[world.rank :: world.size]
             yield drawn[1:] if world.rank == 0 and microbatch % 4 else drawn
 
-    balancer, done, at = make(), Delayed([], [], 0), 0
+    balancer, trained, waited, at, ahead = balancer_of("wlb_llm", thresholds=(150,)), [], [], 0, 0
     steps: Any = balancer.steps(feed(0), microbatches=2)
-    ahead = 0
     while (batches := next(steps, None)) is not None:
         at += 1
         for batch in batches:
             back = batch.gather(batch.tokens, attended=0)
             assert [len(each) for each in back] == [n for _, n in batch._dealt.documents]
-        done.trained.append([number for batch in batches for number in batch.documents])
+        trained.append([number for batch in batches for number in batch.documents])
         assert balancer.planned is not None
-        done.waited.append(len(balancer.planned.ledger.held))
+        waited.append(len(balancer.planned.ledger.held))
         ahead += balancer.planned.wait_s != balancer.planned.plan_s
         if at == resume_after:
             state, read = balancer.state_dict(), 2 * (at + 1)  # one step was read ahead
             steps.close()
-            balancer = make()
+            balancer = balancer_of("wlb_llm", thresholds=(150,))
             balancer.load_state_dict(state)
             steps = balancer.steps(feed(read), microbatches=2)
-    return Delayed(done.trained, done.waited, ahead)
+    return Delayed(trained, waited, ahead)
 
 
 def trace(world: World, folder: Path) -> tuple[int, int]:
@@ -552,39 +530,31 @@ def trace(world: World, folder: Path) -> tuple[int, int]:
     balancer = SequenceBalancer("te_ring", MODEL, settings=settings)
     model = make_model(Way(), balanced=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counted = (0, 0)
+    counters: list[Any] = []
     for step in range(3):
-        bounds: list[Any] = []
+        of_step: list[Any] = []
         for batch in balancer.step([documents(step, at)[world.rank :: world.size] for at in range(2)]):
-            losses = nn.functional.cross_entropy(logits_of(Way(), model, batch), batch.labels, reduction="sum")
+            losses = F.cross_entropy(logits_of(Way(), model, batch), batch.labels, reduction="sum")
             batch.mean_loss(losses).backward()
-            bounds.append(batch.bound(torch.float32, balancer.device))
+            of_step.append(batch.bound(torch.float32, balancer.device).counters)
         if step < 2:
             optimizer.step()
-            counted = (
-                sum(each.counters.bytes_received_forward for each in bounds),
-                sum(each.counters.kernel_calls for each in bounds),
-            )
+            counters = of_step
     balancer.close()
-    return counted
+    return sum(each.bytes_received_forward for each in counters), sum(each.kernel_calls for each in counters)
 
 
-def run_example(world: World, script: str, arguments: Sequence[str]) -> str:
-    # Run an example on this rank, in the world that is there; what it prints.
-    return printed_by(lambda: runpy.run_path(script, run_name="__main__"), [script, *arguments])
-
-
-def printed_by(main: Callable[[], object], arguments: Sequence[str]) -> str:
-    # The output of a program in the world that is there. `arguments`: its name and the others.
+def run_script(world: World, script: str, arguments: Sequence[str], main: Callable[[], object] | None = None) -> str:
+    # Run an example, or its `main`, on this rank, in the world that is there; what it prints.
     printed = io.StringIO()
     with (
         warnings.catch_warnings(),  # of transformers, for what its next version renames
         patch.object(dist, "init_process_group"),
         patch.object(dist, "destroy_process_group"),
-        patch.object(sys, "argv", list(arguments)),
+        patch.object(sys, "argv", [script, *arguments]),
         redirect_stdout(printed),
         redirect_stderr(printed),
     ):
         warnings.simplefilter("ignore", FutureWarning)
-        main()
+        (main or partial(runpy.run_path, script, run_name="__main__"))()
     return printed.getvalue()

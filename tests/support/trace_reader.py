@@ -6,12 +6,13 @@
 import csv
 import json
 import shutil
-import subprocess
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import floor
 from pathlib import Path
 from typing import Any
+
+from tests.support.processes import ended
 
 Event = dict[str, Any]
 Track = tuple[int, int]
@@ -143,10 +144,7 @@ def _put(span: Event, stack: list[Event], found: Read) -> None:
 
 
 NAMES = ("trace_processor_shell", "trace_processor")
-
-NOT_FOUND = (
-    f"no trace processor of Perfetto on PATH ({', '.join(NAMES)}); CONTRIBUTING.md says where it is downloaded from"
-)
+NOT_FOUND = f"none of Perfetto's {', '.join(NAMES)} on PATH; CONTRIBUTING.md says where it is downloaded from"
 
 # Process, thread, beginning and duration in nanoseconds, name.
 Slice = tuple[int, int, int, int, str]
@@ -182,11 +180,6 @@ class Opened:
     tracks: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
     counters: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=dict)
 
-    @property
-    def sound(self) -> bool:
-        # Whether it was opened without a complaint.
-        return not self.refused and not self.complaints
-
 
 def find() -> str | None:
     # The program, where there is one.
@@ -199,9 +192,7 @@ def open_trace(trace: Path, scratch: Path) -> Opened:
     assert program is not None, NOT_FOUND
     query = scratch / "query.sql"
     query.write_text(_ALL, encoding="utf-8")
-    run = subprocess.run(
-        [program, "-q", str(query), str(trace)], capture_output=True, text=True, check=False, timeout=300
-    )
+    run = ended([program, "-q", str(query), str(trace)], timeout=300)
     if run.returncode:
         assert "Trace loaded" not in run.stderr, f"the query failed: {run.stderr}"
         return Opened(refused=run.stderr)
@@ -235,7 +226,7 @@ def check(trace: Path, found: Read, scratch: Path) -> None:
 
 def assert_the_same(opened: Opened, found: Read) -> None:
     # The processor has of a trace what our reader has of it.
-    assert opened.sound, (opened.refused, opened.complaints)
+    assert (opened.refused, opened.complaints) == ("", {})
     assert sorted(opened.slices) == sorted(key_of(span) for span in found.spans)
     assert sorted(opened.flows) == sorted((key_of(start), key_of(end)) for start, end in found.arrows)
     assert opened.processes == {pid: found.processes[pid] for pid in {span["pid"] for span in found.spans}}

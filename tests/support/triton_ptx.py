@@ -137,12 +137,8 @@ def variants() -> None:
                     plans = [plan(planner, each) for each in (case, replace(case, batch=Batch((64, 21))))]
                     way = record.Way(policy, num_layers=1 + at % 2, head_dim=HEAD_DIM, dtype=dtype)
                     record.record(plans, 1 + 2 * (at % 2), way)
-            found[str(dtype)] = {
-                "built": len(built),
-                "launches of the start": launches,
-                "launched": len(seen),
-                "launched but not built": sorted(seen - built),
-            }
+            counts = {"built": len(built), "launches of the start": launches, "launched": len(seen)}
+            found[str(dtype)] = {**counts, "launched but not built": sorted(seen - built)}
     print(json.dumps(found))  # noqa: T201  read by the test that started this process
 
 

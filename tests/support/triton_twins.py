@@ -28,6 +28,8 @@ CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 SUM_TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# (rows, heads) of each buffer.
+Sizes = dict[int, tuple[int, int]]
 few = settings(max_examples=8, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 
 
@@ -47,8 +49,8 @@ def packed_of(runs: list[tuple[int, list[int], int, int, int]], num_heads: int) 
 
 
 @st.composite
-def packings(draw: st.DrawFn, *, distinct: bool, max_runs: int = 4) -> tuple[Packed, dict[int, tuple[int, int]]]:
-    # Packed rows, and (rows, heads) of each buffer. `distinct`: no row and head of a buffer is
+def packings(draw: st.DrawFn, *, distinct: bool, max_runs: int = 4) -> tuple[Packed, Sizes]:
+    # `distinct`: no row and head of a buffer is
     # named twice.
     num_heads = draw(st.integers(1, 3))
     sizes = {b: (draw(st.integers(1, 21)), num_heads + draw(st.integers(0, 2))) for b in range(draw(st.integers(1, 3)))}
@@ -90,10 +92,13 @@ def compare(results: Sequence[Sequence[Tensor]], tolerance: Callable[[torch.dtyp
         close(found.masked_fill(found.isinf(), 0), expected.masked_fill(expected.isinf(), 0), tolerance(found.dtype))
 
 
-def space_of(
-    sizes: dict[int, tuple[int, int]], full: tuple[int, ...], dim: int, dtype: torch.dtype, wide: torch.dtype
-) -> Space:
+def space_of(sizes: Sizes, full: tuple[int, ...], dim: int, dtype: torch.dtype, wide: torch.dtype) -> Space:
     return Space(sizes, full, dim, dtype, wide, lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
+
+
+def block(at: Any) -> Site:
+    # A place in the messages' memory.
+    return Site("block", at.begin, at.strides[0])
 
 
 def messages_of(carried: Sequence[tuple[Kind, int, int]], form: CallForm) -> list[tuple[Tensor, ...]]:
@@ -102,7 +107,7 @@ def messages_of(carried: Sequence[tuple[Kind, int, int]], form: CallForm) -> lis
     return [tuple(one) for one in unpack(torch.zeros(size, dtype=torch.uint8), carried, form)]
 
 
-shapes = st.sampled_from([(8,), (16,), (5,), ()])
+dtypes, shapes = st.sampled_from(DTYPES), st.sampled_from([(8,), (16,), (5,), ()])
 kinds = st.sampled_from([(a, b) for a in DTYPES for b in (a, torch.float32, torch.bfloat16)])
 
 
@@ -125,25 +130,17 @@ def fill(one: tuple, two: tuple, tail: tuple[int, ...], kind: tuple[torch.dtype,
 @few
 @given(one=packings(distinct=True), two=packings(distinct=True), tail=shapes, kind=kinds)
 def place(one: tuple, two: tuple, tail: tuple[int, ...], kind: tuple[torch.dtype, torch.dtype]) -> None:
-    compare_placed(lambda mover: mover.place, (one, two), tail, kind, 0.0 if kind[0] == kind[1] else ONE_PLACE[kind[1]])
+    compare_placed("place", (one, two), tail, kind, 0.0 if kind[0] == kind[1] else ONE_PLACE[kind[1]])
 
 
 @few
-@given(
-    one=packings(distinct=False, max_runs=6), two=packings(distinct=False), tail=shapes, dtype=st.sampled_from(DTYPES)
-)
+@given(one=packings(distinct=False, max_runs=6), two=packings(distinct=False), tail=shapes, dtype=dtypes)
 def add(one: tuple, two: tuple, tail: tuple[int, ...], dtype: torch.dtype) -> None:
     # Gradients: the rows of a run may repeat, and runs may overlap in some of their heads.
-    compare_placed(lambda mover: mover.add, (one, two), tail, (dtype, torch.float32), SUM_TOLERANCE[torch.float32])
+    compare_placed("add", (one, two), tail, (dtype, torch.float32), SUM_TOLERANCE[torch.float32])
 
 
-def compare_placed(
-    call: Callable[[Mover], Callable[[list[RowMove]], None]],
-    drawn: tuple,
-    tail: tuple[int, ...],
-    kind: tuple,
-    tolerance: float,
-) -> None:
+def compare_placed(call: str, drawn: tuple, tail: tuple[int, ...], kind: tuple, tolerance: float) -> None:
     results = []
     for mover in movers():
         places, held = [], []
@@ -152,7 +149,7 @@ def compare_placed(
             source = values((packed.num_rows, packed.num_heads, *tail), kind[0], 99 + seed)
             places.append(RowMove(packed, tuple(buffers[run.buffer] for run in packed.runs), source))
             held += list(buffers.values())
-        call(mover)(places)
+        getattr(mover, call)(places)
         results.append(held)
     compare(results, lambda _: tolerance)
 
@@ -172,11 +169,9 @@ def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     adds = []
     for seed in range(num_parts):
-        chosen = (
-            list(range(rows))
-            if data.draw(st.booleans())
-            else data.draw(st.lists(st.integers(0, rows - 1), max_size=25))
-        )
+        chosen = list(range(rows))
+        if not data.draw(st.booleans()):
+            chosen = data.draw(st.lists(st.integers(0, rows - 1), max_size=25))
         own_heads = heads if data.draw(st.booleans()) else data.draw(st.integers(1, heads))
         head = data.draw(st.integers(0, heads - own_heads))
         # A query of several entries of a launch is several runs there, as `regions.grouped_runs`
@@ -205,7 +200,7 @@ def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype
 @given(
     packs=st.lists(packings(distinct=True), min_size=2, max_size=10),
     widths=st.sampled_from([(5,), (8,), (16,), (16, 8), (8, 16)]),
-    dtype=st.sampled_from(DTYPES),
+    dtype=dtypes,
 )
 def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     # Messages in one memory, whose tables are made ahead: filled, placed and added in one launch
@@ -215,7 +210,7 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     carried = [(kind, packed.num_rows, packed.num_heads) for packed, _ in packs]
     places = layout(tuple(carried), form).places
     moved = tuple(
-        Moved(packed, (dtype, dtype, width), own=Site("block", of.begin, of.strides[0]))
+        Moved(packed, (dtype, dtype, width), own=block(of))
         for (packed, _), parts in zip(packs, places, strict=True)
         for width, of in zip(widths, parts, strict=True)
     )
@@ -257,7 +252,7 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     packs=st.lists(packings(distinct=False), min_size=1, max_size=6),
     fresh=st.sets(st.integers(0, 2)),
     ahead=st.booleans(),
-    dtype=st.sampled_from(DTYPES),
+    dtype=dtypes,
 )
 def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
     # Gradients that peers send of the same rows, in one memory, added to the same buffers, of which
@@ -266,16 +261,11 @@ def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
     carried = [(Kind.Q, packed.num_rows, packed.num_heads) for packed, _ in packs]
     lies = layout(tuple(carried), form).places
     size = {b: tuple(max(sizes.get(b, (1, 1))[i] for _, sizes in packs) for i in (0, 1)) for b in range(3)}
+    targets = [tuple(Site(("sum", run.buffer)) for run in packed.runs) for packed, _ in packs]
     new = [tuple(i for i, run in enumerate(packed.runs) if run.buffer in fresh) for packed, _ in packs]
     moved = tuple(
-        Moved(
-            packed,
-            (dtype, torch.float32, 8),
-            tuple(Site(("sum", run.buffer)) for run in packed.runs),
-            Site("block", at.begin, at.strides[0]),
-            tuple((i, size[packed.runs[i].buffer]) for i in own),
-        )
-        for (packed, _), (at,), own in zip(packs, lies, new, strict=True)
+        Moved(p, (dtype, torch.float32, 8), sites, block(at), tuple((i, size[p.runs[i].buffer]) for i in own))
+        for (p, _), (at,), own, sites in zip(packs, lies, new, targets, strict=True)
     )
     results = []
     for mover in movers():
@@ -298,18 +288,18 @@ def added_at_once() -> None:
     packs = [packed_of([(0, [*range(1, 1 + n)], 0, 2, 0)], 2) for n in counts]
     carried = [(Kind.Q_GRAD, n, 2) for n in counts]
     moved = [
-        Moved(p, (form.wide, form.wide, 16), (Site("sum"),), Site("block", at.begin, at.strides[0]), ((0, (8, 2)),))
+        Moved(p, (form.wide, form.wide, 16), (Site("sum"),), block(at), ((0, (8, 2)),))
         for p, (at,) in zip(packs, layout(tuple(carried), form).places, strict=True)
     ]
     tables = _add_tables(moved, CPU)
     assert len(tables) == 1
     assert len(tables[0].pairs) == 1
     rows = [[0] * 8 for _ in range(2)]
-    for block in tables[0].blocks.tolist():
-        begin, count = block[AddBlock.TARGET_LIST], block[AddBlock.COUNT]
+    for each in tables[0].blocks.tolist():
+        begin, count = each[AddBlock.TARGET_LIST], each[AddBlock.COUNT]
         for row in tables[0].index[begin : begin + count].tolist():
             rows[0][row] += 1
-            rows[1][row] += block[AddBlock.FRESH]
+            rows[1][row] += each[AddBlock.FRESH]
     assert rows == [[1] * 8] * 2  # each is written once, also where nothing is added
 
 
@@ -320,7 +310,7 @@ def apart() -> None:
     packs = [packed_of([(0, [*range(b, b + n)], 0, 2, 0)], 2) for b, n in zip(first, counts, strict=True)]
     carried = [(Kind.KV, n, 2) for n in counts]
     moved = tuple(
-        Moved(packed, (form.dtype, form.dtype, width), (Site(name),), Site("block", at.begin, at.strides[0]))
+        Moved(packed, (form.dtype, form.dtype, width), (Site(name),), block(at))
         for packed, parts in zip(packs, layout(tuple(carried), form).places, strict=True)
         for name, width, at in zip("kv", form.kv_widths, parts, strict=True)
     )
@@ -340,7 +330,7 @@ def apart() -> None:
     rows=st.lists(st.integers(1, 12), min_size=3, max_size=6),
     heads=st.integers(1, 3),
     num_parts=st.integers(1, 4),
-    dtype=st.sampled_from(DTYPES),
+    dtype=dtypes,
     data=st.data(),
 )
 def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: st.DataObject) -> None:
@@ -353,15 +343,11 @@ def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: 
         named = {b: data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=n)) for b, n in enumerate(rows)}
         order = data.draw(st.permutations([b for b in named if named[b]])) or [0]
         parts.append(packed_of([(b, named[b] or [0], 0, heads, 0) for b in order], heads))
-    out = [
-        packed_of([(b, list(range(n))[:: data.draw(st.sampled_from([1, -1]))], 0, heads, 0)], heads)
-        for b, n in enumerate(rows)
-    ]
+    orders = [list(range(n))[:: data.draw(st.sampled_from([1, -1]))] for n in rows]
+    out = [packed_of([(b, order, 0, heads, 0)], heads) for b, order in enumerate(orders)]
     carried = [(Kind.OUT, p.num_rows, heads) for p in out]
     places = layout(tuple(carried), form).places
-    ends = [
-        Moved(p, own=Site("block", at.begin, at.strides[0])) for p, both in zip(out, places, strict=True) for at in both
-    ]
+    ends = [Moved(p, own=block(at)) for p, both in zip(out, places, strict=True) for at in both]
     results = []
     for mover in movers():
         moves = [*(MoverCall("partial", (Moved(p),)) for p in parts), MoverCall("send", tuple(ends))]

@@ -12,8 +12,6 @@ import pytest
 
 FOLDER = Path(sys.prefix) / "upstream"
 TRANSFORMER_ENGINE, FLASH_ATTN_4 = "transformer_engine-2.17.1", "flash_attn_4-4.0.0b11"
-
-
 # Stands for a default that is an expression.
 NOT_LITERAL = "..."
 

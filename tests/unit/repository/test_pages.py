@@ -45,7 +45,7 @@ def without_outputs(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
+    # Of a page's headings, as GitHub makes them.
     headings = re.findall(r"^#+ (.+)$", without_outputs(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -85,7 +85,7 @@ def test_paths_on_the_pages_that_send_a_reader_to_files_exist():
 
 
 def known(name: str, names: Iterable[str]) -> bool:
-    """Whether one of the names begins with `name`, "..." in which stands for anything."""
+    # Whether one of the names begins with `name`, "..." in which stands for anything.
     pattern = re.compile(".*".join(map(re.escape, name.removesuffix(".py").split("..."))))
     return any(pattern.match(other) for other in names)
 
@@ -109,8 +109,11 @@ def test_tests_that_pages_name_are_there():
 
 def test_the_page_of_costs_names_fitted_constants_and_the_glossary_has_at_most_25_terms():
     # The page of costs names every constant that is fitted to a result.
-    page = read(ROOT / "docs" / "costs.md")
-    section = page.partition("## Constants that are fitted to a result\n")[2].partition("\n## ")[0]
+    section = (
+        read(ROOT / "docs" / "costs.md")
+        .partition("## Constants that are fitted to a result\n")[2]
+        .partition("\n## ")[0]
+    )
     skew, pages = cast("Pareto", DISTRIBUTIONS["wlb-skew"]), cast("LogNormal", DISTRIBUTIONS["commoncrawl"])
     fitted = (RATE, skew.exponent, pages.sigma, f"{GRADIENT_ROUNDS} blocks and {GRADIENT_COPIES} copies")
     rows = re.findall(r"^\| (\d.+)", section, re.MULTILINE)
@@ -164,13 +167,12 @@ def test_files_configurations_and_figures_that_the_page_of_clusters_names_are_th
 ROOMS = ("megatron_balance", "patches", "tests", "tools", "scripts")
 # First words of a docstring that name neither what is done nor what is returned.
 OPENINGS = ("Nothing", "What", "Who", "Which", "So many", "The same")
-
 WIDTH = 100
 WIDTH_PAGES = [page for page in PAGES if page.parent.name != "measurements" and page.name != "CHANGELOG.md"]
 
 
 def docstrings(source: str) -> list[tuple[int, str]]:
-    """(line, text) of every docstring: of modules, classes and functions, and under an assignment."""
+    # (line, text) of every docstring: of modules, classes and functions, and under an assignment.
     texts = []
     below: list[ast.AST] = [ast.parse(source)]
     for node in below:  # grows: blocks of statements, whose expressions hold no docstring
@@ -187,21 +189,20 @@ def docstrings(source: str) -> list[tuple[int, str]]:
     return texts
 
 
-def refused(text: str) -> bool:
-    return re.match(rf"\s*(?:{'|'.join(OPENINGS)})\b", text) is not None
+REFUSED = re.compile(rf"\s*(?:{'|'.join(OPENINGS)})\b")
 
 
 def test_docstrings_say_what_is_done_or_returned():
     wrong = ["Nothing, if a plan can run.", "So many layers.", "The same of rows."]
     right = ["Whole rows of a table.", "Reject arguments under which a plan cannot run."]
-    assert [text for text in wrong + right if refused(text)] == wrong
+    assert [text for text in wrong + right if REFUSED.match(text)] == wrong
     read_ = docstrings('"""A."""\nX = 1\n"""B."""\ndef f():\n    """C."""\n    "not one"\n')
     assert read_ == [(1, "A."), (3, "B."), (5, "C.")], "those of values are seen too"
     found = []
     for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         text = read(path)
-        if re.search(rf'"""\s*(?:{"|".join(OPENINGS)})\b', text):  # or there is nothing to parse it for
-            found += [f"{ids(path)}:{line}: {text}" for line, text in docstrings(text) if refused(text)]
+        if re.search(f'"""{REFUSED.pattern}', text):  # or there is nothing to parse it for
+            found += [f"{ids(path)}:{line}: {text}" for line, text in docstrings(text) if REFUSED.match(text)]
     assert not found, "begin with an imperative, or with a noun phrase for what is returned:\n" + "\n".join(found)
 
 
@@ -222,10 +223,8 @@ def test_prose_fits_the_width():
 # balance` commands that take longer than some seconds are `product` cases.
 
 TOUR = ROOT / "docs" / "tour.md"
-
 PROGRAMS = ["megatron-balance", "python", "python3.12", "torchrun", "pip", "pytest", "bash", "sh", "cd", "echo"]
 PROGRAMS += ["export", "source", "docker", "enroot", "sbatch", "srun", "git", "apt-get", "curl", "wget", "ncu", "nsys"]
-
 PAPERS = ("distca", "knapformer", "wlb_llm", "zeppelin")
 # Beginnings of commands that are not run here, and why.
 ELSEWHERE = {
@@ -261,14 +260,9 @@ ELSEWHERE = {
     "torchrun ... -m megatron_balance.launch": "the reader's own script; tests/megatron/test_launch.py has one",
 }
 
+# Beginnings of commands of `megatron-balance` that take longer than 5 s on a quiet machine.
 LONG = ("reproduce ", "report --dataset", "report --planner", "report --run", "profile ", "compare  --dataset github")
 LONG += ("compare --ranks 64 --cluster a800-ib", "simulate --planner te_ring --lengths 40000")
-"""Beginnings of commands of `megatron-balance` that take longer than 5 s on a quiet machine."""
-
-
-def blocks(page: Path) -> list[str]:
-    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```", read(page), re.DOTALL | re.MULTILINE)
-    return [text for language, text in fenced if language in ("", "sh", "bash", "console")]
 
 
 def is_command(line: str) -> bool:
@@ -281,7 +275,8 @@ def commands(page: Path) -> list[str]:
     # Commands of a page's shell blocks without comments, each on one line; where lines have a prompt,
     # the others are output.
     found: list[str] = []
-    for block in blocks(page):
+    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```", read(page), re.DOTALL | re.MULTILINE)
+    for block in (text for language, text in fenced if language in ("", "sh", "bash", "console")):
         lines = block.replace("\\\n", " ").splitlines()
         prompted = [line[2:] for line in lines if line.startswith("$ ")]
         if prompted or (lines and is_command(lines[0])):
@@ -291,7 +286,6 @@ def commands(page: Path) -> list[str]:
 
 # Commands that test_tour.py runs, whose outputs it compares with the page.
 TOURED = re.findall(r"^\$ (megatron-balance .*)", read(TOUR), re.MULTILINE)
-
 COMMANDS = sorted({each for page in PAGES for each in commands(page)}.difference(TOURED))
 
 
@@ -302,10 +296,6 @@ def why_elsewhere(command: str) -> str | None:
 OWN = [each for each in COMMANDS if each.startswith("megatron-balance ") and why_elsewhere(each) is None]
 
 
-def is_long(command: str) -> bool:
-    return command.removeprefix("megatron-balance ").startswith(LONG)
-
-
 def test_every_command_of_a_page_is_run_or_listed_with_the_reason_why_not():
     assert [each for each in COMMANDS if each not in OWN and why_elsewhere(each) is None] == []
     begun = [*ELSEWHERE, *(f"megatron-balance {each}" for each in LONG)]
@@ -313,7 +303,7 @@ def test_every_command_of_a_page_is_run_or_listed_with_the_reason_why_not():
 
 
 def furnish(desk: Path) -> None:
-    """Put the files into a folder that pages say a reader has."""
+    # Put the files into a folder that pages say a reader has.
     desk.mkdir()
     table = made()
     wide = dataclasses.replace(table.attention, num_heads=32, num_kv_heads=32, head_dim=128)
@@ -338,7 +328,8 @@ def furnish(desk: Path) -> None:
 @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.product)])
 def test_commands_run_as_their_pages_have_them(long, run, tmp_path, monkeypatch):
     failed = []
-    for at, command in enumerate(each for each in OWN if is_long(each) == long):
+    own = [each for each in OWN if each.removeprefix("megatron-balance ").startswith(LONG) == long]
+    for at, command in enumerate(own):
         furnish(tmp_path / str(at))
         monkeypatch.chdir(tmp_path / str(at))
         code, _, err = run("", *shlex.split(command)[1:])
@@ -350,12 +341,12 @@ def test_commands_run_as_their_pages_have_them(long, run, tmp_path, monkeypatch)
 
 
 def spans(pages: Iterable[Path] = PAGES) -> set[str]:
-    """Code within lines, each on one line."""
+    # Code within lines, each on one line.
     return {" ".join(each.split()) for each in re.findall(r"`([^`]+)`", "".join(map(without_outputs, pages)))}
 
 
 def options(command: str) -> list[str]:
-    """Options of a command, those behind `--` left out."""
+    # Of a command, those behind `--` left out.
     words = command.split()
     own = words[: words.index("--")] if "--" in words else words
     return [word.partition("=")[0] for word in own if word.startswith("--")]
@@ -367,7 +358,7 @@ def verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]
 
 
 def accepted(parser: argparse.ArgumentParser) -> set[str]:
-    """Options of a verb, and of the verbs below it."""
+    # Options of a verb, and of the verbs below it.
     return set(parser._option_string_actions).union(*(accepted(each) for each in verbs(parser).values()))
 
 
@@ -410,14 +401,14 @@ README = read(ROOT / "README.md")
 
 
 def commands_and_output(page: str) -> list[tuple[str, str]]:
-    """(command, output) of every `$ megatron-balance` in a code block, up to the next command."""
+    # Of every `$ megatron-balance` in a code block, up to the next command.
     blocks_ = re.findall(r"```\n(\$ megatron-balance .*?)```", page, re.DOTALL)
     parts = [part for block in blocks_ for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
     return [(part.partition("\n")[0], part.partition("\n")[2]) for part in parts]
 
 
 def without_times(text: str) -> list[str]:
-    """Lines without planning times: `12.3 ms`, and the column `plan ms` of a table."""
+    # Planning times: `12.3 ms`, and the column `plan ms` of a table.
     lines, column = [], None
     for line in text.strip().splitlines():
         cells = re.split("[┃│]", line)
@@ -440,7 +431,7 @@ def test_every_command_prints_what_the_tour_says(capsys, monkeypatch, tmp_path):
 
 
 def strategies() -> dict[str, list[str]]:
-    """Cells of each row of the README's table of strategies, by planner."""
+    # Cells of each row of the README's table of strategies, by planner.
     section = README.partition("## Strategies")[2].partition("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     rows = [[cell.strip(" *†") for cell in cells] for cells in lines]

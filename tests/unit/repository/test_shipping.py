@@ -34,9 +34,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 MODELS = {"llama-3b": 1, "llama-7b": 1, "llama-13b": 2, "llama-30b": 2, "moe-8x550m": 1}
 # Of the experiments whose paper did not run on A800.
 PAPERS_MACHINES = {"llama-30b": "h200"}
-SHELL = sorted(
-    [*ROOT.glob("scripts/*.sh"), *SLURM.glob("*.sh"), *SLURM.glob("*.sbatch"), ROOT / "tools" / "gpu" / "run"]
-)
+SHELL = [*ROOT.glob("scripts/*.sh"), *SLURM.glob("*.sh"), *SLURM.glob("*.sbatch"), ROOT / "tools" / "gpu" / "run"]
 
 
 def program(path: Path, text: str) -> None:
@@ -46,14 +44,16 @@ def program(path: Path, text: str) -> None:
 
 
 def tool(name: str) -> str:
-    """A linter: beside this Python, or on PATH."""
+    # A linter: beside this Python, or on PATH.
     found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if found is None:
         pytest.skip(f"{name} is not installed; the extra `dev` brings it")
     return found
 
 
-@pytest.mark.parametrize("words", [("hadolint", str(ROOT / "Dockerfile")), ("shellcheck", "-x", *map(str, SHELL))])
+@pytest.mark.parametrize(
+    "words", [("hadolint", str(ROOT / "Dockerfile")), ("shellcheck", "-x", *map(str, sorted(SHELL)))]
+)
 def test_the_dockerfile_and_scripts_are_clean(words):
     assert len(SHELL) > len(list(SLURM.glob("*.sh")))
     checked = ended([tool(words[0]), *words[1:]], cwd=ROOT)
@@ -69,7 +69,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 
 def requirements(*extras: str) -> list[Any]:
-    """Those of the package, or of extras of it."""
+    # Those of the package, or of extras of it.
     parse = pytest.importorskip("packaging.requirements").Requirement
     return [parse(word) for words in map(EXTRAS.get, extras) for word in words or PROJECT["dependencies"]]
 
@@ -113,7 +113,7 @@ def test_each_cuda_has_extras_of_its_own_whose_pins_fit_each_other():
 
 
 def installation(package: str, installed: str, folder: Path) -> str:
-    """Arguments of the installation that the image makes of a package beside what is `installed`."""
+    # Arguments of the installation that the image makes of a package beside what is `installed`.
     step = next(each for each in DOCKERFILE.split("RUN ") if f"s/^{package}" in each).split("\n\n")[0]
     pip = f'if [ "$1" = list ]; then printf "%b" "{installed}"; else echo "$@" >>"{folder}/installed"; fi'
     for name, body in (("pip", pip), ("python", "echo 12")):
@@ -126,37 +126,23 @@ def installation(package: str, installed: str, folder: Path) -> str:
     return (folder / "installed").read_text()
 
 
-@pytest.mark.parametrize(
-    ("installed", "builds"),
-    [
-        ("", True),
-        ("transformer_engine==2.9.0+abc\\n", True),
-        ("transformer-engine==2.17.1\\n", False),
-        ("transformer_engine==2.17.1+c4f2d1a\\n", False),
-        ("transformer_engine==2.20.0\\nnumpy==1.26\\n", False),
-        ("transformer_engine==3.0\\n", False),
-    ],
-)
-def test_the_image_keeps_any_transformer_engine_from_the_minimum_up(tmp_path, installed, builds):
-    done = installation("transformer", installed, tmp_path)
+OLD = ("", "transformer_engine==2.9.0+abc\\n")
+NEW = ("transformer-engine==2.17.1\\n", "transformer_engine==2.17.1+c4f2d1a\\n", "transformer_engine==3.0\\n")
+
+
+@pytest.mark.parametrize("installed", [*OLD, *NEW, "transformer_engine==2.20.0\\nnumpy==1.26\\n"])
+def test_the_image_keeps_any_transformer_engine_from_the_minimum_up(tmp_path, installed):
+    done, builds = installation("transformer", installed, tmp_path), installed in OLD
     assert ("transformer-engine-cu12==" in done) == bool(done) == builds, "the extension for the CUDA of its torch"
 
 
-@pytest.mark.parametrize(
-    ("installed", "replaced"),
-    [
-        ("", True),
-        ("pydantic==1.10.27\\n", True),
-        ("pydantic==2.6.4\\n", True),
-        ("pydantic==2.7.0\\npydantic_core==2.18.1\\n", False),
-        ("pydantic==2.13.5\\n", False),
-        ("pydantic==2.14.0\\n", True),
-        ("pydantic==3.0\\n", True),
-        ("pydantic_core==2.46.5\\npydantic-settings==2.9.0\\n", True),
-    ],
-)
-def test_the_image_keeps_a_pydantic_that_serves_us_and_megatron(tmp_path, installed, replaced):
-    done = installation("pydantic", installed, tmp_path)
+SERVE = ("pydantic==2.7.0\\npydantic_core==2.18.1\\n", "pydantic==2.13.5\\n")
+DO_NOT = ("", *(f"pydantic=={version}\\n" for version in ("1.10.27", "2.6.4", "2.14.0", "3.0")))
+
+
+@pytest.mark.parametrize("installed", [*SERVE, *DO_NOT, "pydantic_core==2.46.5\\npydantic-settings==2.9.0\\n"])
+def test_the_image_keeps_a_pydantic_that_serves_us_and_megatron(tmp_path, installed):
+    done, replaced = installation("pydantic", installed, tmp_path), installed not in SERVE
     ours = next(r.specifier for r in requirements("") if r.name == "pydantic")
     version = dict(line.split("==") for line in installed.split("\\n") if line).get("pydantic")
     # Megatron 0.19's own pyproject.toml: below 2.14, for what Transformer Engine imports.
@@ -215,7 +201,7 @@ def test_an_experiment_is_the_papers_model_and_lengths_on_whatever_machine():
 
 
 def words(path: Path) -> list[str]:
-    """The flags of an .args file, as the launcher reads them."""
+    # The flags of an .args file, as the launcher reads them.
     return [word for line in path.read_text().splitlines() for word in line.partition("#")[0].split()]
 
 
@@ -239,8 +225,7 @@ def test_the_flags_are_megatrons_and_the_sizes_are_those_of_the_preset(model):
 
 
 class Cluster:
-    """Slurm's programs as stand-ins that write down how they were called, and a job's variables."""
-
+    # Slurm's programs as stand-ins that write down how they were called, and a job's variables.
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
         for name, answer in (("srun", ""), ("sbatch", ""), ("scontrol", "printf 'node7\\nnode8\\n'")):
@@ -255,7 +240,7 @@ class Cluster:
         return ended(["bash", str(SLURM / script), *options], env={**self.environment, **variables})
 
     def printed(self, *options: str, script: str = "single_node.sbatch", **variables: str) -> list[str]:
-        """The words of the command that a dry run prints."""
+        # The words of the command that a dry run prints.
         done = self.run(script, "--dry-run", *options, **variables)
         assert done.returncode == 0, done.stderr
         return shlex.split(done.stdout)
@@ -370,7 +355,7 @@ def megatrons_parser():
 
 
 def job_of(command: list[str], num_ranks: int) -> Any:
-    """The job that a launcher's command makes, as far as planning reads it; on H100s."""
+    # The job that a launcher's command makes, as far as planning reads it; on H100s.
     from megatron_balance.megatron import ping_pong, ways
     from megatron_balance.runtime.groups import single
     from megatron_balance.training.pool import Pool
@@ -382,14 +367,10 @@ def job_of(command: list[str], num_ranks: int) -> Any:
     config: Any = load_config(args.balance_config, planner=args.balance_planner)
     alone = args.context_parallel_size if config.planner.planner.pipelines else num_ranks
     layout = ways.layout_of(args)
+    told = {"args": args, "config": config, "layout": layout, "joint": False, "row_multiple": 1}
+    told |= {"ping_pong": ping_pong.wanted(args, config), "candidates": ways.candidates_of(args, config, layout)}
     return SimpleNamespace(
-        args=args,
-        config=config,
-        joint=False,
-        row_multiple=1,
-        layout=layout,
-        ping_pong=ping_pong.wanted(args, config),
-        candidates=ways.candidates_of(args, config, layout),
+        **told,
         pool=Pool(single(), 1, (0,), (0,)),
         cluster=lambda: load_cluster("h100").build(num_ranks=alone, ranks_per_node=min(alone, 8)),
         model=lambda _=1: load_model("llama-7b"),
@@ -557,13 +538,6 @@ def test_continuous_integration_says_what_it_installs():
 # scripts/setup_env.sh: finds a Python that is new enough, or says what to install.
 
 SETUP = ROOT / "scripts" / "setup_env.sh"
-# The answer of an interpreter that is too old, or of a pyenv shim without a version, to any check.
-OLD = "#!/bin/sh\nexit 1\n"
-
-
-def find_python(home: Path) -> subprocess.CompletedProcess[str]:
-    bash = ["bash", "-c", f"PATH={home}/bin; source {SETUP}; find_python"]
-    return ended(bash, env={"HOME": str(home), "PATH": os.environ["PATH"]})
 
 
 def test_a_wheel_that_cannot_be_had_is_said_and_leaves_the_others(tmp_path):
@@ -589,16 +563,19 @@ def test_a_wheel_that_cannot_be_had_is_said_and_leaves_the_others(tmp_path):
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="the interpreter that is found must be 3.12 or later")
 def test_python_is_found_or_it_is_said_what_to_install(tmp_path):
-    program(tmp_path / "bin" / "python3", OLD)
-    program(tmp_path / "bin" / "python3.12", OLD)
-    found = find_python(tmp_path)
+    bash = ["bash", "-c", f"PATH={tmp_path}/bin; source {SETUP}; find_python"]
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    # The answer of an interpreter that is too old, or of a pyenv shim without a version, to any check.
+    for name in ("python3", "python3.12"):
+        program(tmp_path / "bin" / name, "#!/bin/sh\nexit 1\n")
+    found = ended(bash, env=environment)
     assert (found.returncode, found.stdout) == (1, "")
     assert "error: no Python 3.12 or later" in found.stderr
     assert "pyenv install 3.12" in found.stderr
     # of pyenv, behind shims that do not work; and on PATH
     for where in (tmp_path / ".pyenv" / "versions" / "3.12.1" / "bin" / "python", tmp_path / "bin" / "python3.12"):
         program(where, f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-        found = find_python(tmp_path)
+        found = ended(bash, env=environment)
         assert found.returncode == 0, found.stderr
         assert os.path.samefile(found.stdout.strip(), sys.executable)
         where.unlink()

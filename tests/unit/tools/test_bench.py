@@ -17,16 +17,7 @@ from tools.bench.emulated import __main__ as command
 from tools.bench.emulated import report
 from tools.bench.emulated.ablation import ABLATION, BASELINE, WARM_UP, Ablation
 from tools.bench.emulated.device import share_of_core
-from tools.bench.emulated.point import (
-    DATASETS,
-    SHAPES,
-    TOKENS,
-    TRANSFER_TO_ROUND,
-    Kernels,
-    Point,
-    draw_batches,
-    scaled,
-)
+from tools.bench.emulated.point import DATASETS, SHAPES, TOKENS, TRANSFER_TO_ROUND, Kernels, Point, draw_batches, scaled
 from tools.bench.simulated import __main__ as simulated_command
 from tools.bench.simulated import piece
 from tools.bench.simulated import report as simulated_report
@@ -155,9 +146,7 @@ def test_all_ranks_together_leave_room_for_transfers() -> None:
     assert share_of_core(0.01, 8) == 0.01
 
 
-def test_where_namespaces_are_not_permitted_it_says_so_and_runs_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_where_namespaces_are_not_permitted_it_says_so_and_runs_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "check", lambda: "needs root or user namespaces")
     assert command.main(["--out", str(tmp_path / "out")]) == 77
     assert capsys.readouterr().out == "SKIP: no emulated cluster on this machine: needs root or user namespaces\n"
@@ -237,21 +226,16 @@ def written(folder: Path) -> Path:
     # A run's folder, with times that are made up.
     save_table(made(), folder / "costs.json")
     same = {"costs": "costs.json", "repeats": [[1.0, 2.0], [1.1, 2.1], [1.2, 2.2]], "late_share": 0.01}
+    keys = [field.name for field in fields(Key)]
     entries = [
-        {
-            **same,
-            **{field.name: getattr(case, field.name) for field in fields(Key)},
-            "plan": json.loads(to_json(case.plan)),
-        }
+        {**same, **{key: getattr(case, key) for key in keys}, "plan": json.loads(to_json(case.plan))}
         for case in cases_of(GRID, 4, 1e10)
     ]
     (folder / piece.CASES).write_text(json.dumps(entries))
     return folder
 
 
-def test_a_folder_is_simulated_with_its_own_costs_and_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_simulated_with_its_costs_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = piece.all_rows([written(tmp_path)])
     assert rows[0].table == load_table(tmp_path / "costs.json")
     found = simulated_report.line_of(rows[0])
@@ -290,11 +274,9 @@ def test_close_planners_are_in_order_where_their_repetitions_do_not_overlap() ->
     assert not simulated_report.close_pairs(others)
 
 
-@pytest.mark.parametrize(
-    "wrong", [["--planners", "te_rin"], ["--datasets", "x"], ["--tokens", "1000"], ["--share", "0.5"]]
-)
-def test_wrong_options_are_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulated_command.main(["measure", *wrong]) == simulated_command.USAGE_ERROR
+@pytest.mark.parametrize("wrong", ["--planners te_rin", "--datasets x", "--tokens 1000", "--share 0.5"])
+def test_wrong_options_are_one_line(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated_command.main(["measure", *wrong.split()]) == simulated_command.USAGE_ERROR
     assert capsys.readouterr().err.startswith("error: ")
 
 

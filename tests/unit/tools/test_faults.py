@@ -54,9 +54,7 @@ def test_a_run_goes_on_where_it_was_ended_and_a_line_cut_short_is_tried_again(tm
     assert tally.faults == [{"number": 5, "kind": "odd", "fault": "a fault"}]
 
 
-def test_the_command_shows_a_table_and_its_exit_code_says_whether_a_fault_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_a_table_and_its_exit_code_says_whether_a_fault_was_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "SUITES", {"some": suite([], faults=(3,))})
     for given, code in (("some --count 3", 0), ("all --share 0.2", 1), ("show", 0), ("some --only 3", 1)):
         monkeypatch.setattr(sys, "argv", ["tools.faults", *given.split(), "--folder", str(tmp_path)])

@@ -59,13 +59,24 @@ def measure(context):
 def part(tmp_path, monkeypatch):
     # Rows of a part that does `then` between its two figures, in a process of its own, with
     # `seconds` for it.
+    popen = subprocess.Popen
+
     def rows(then: str, seconds: float = 30.0, device: str = "cpu") -> list[Row]:
         (tmp_path / "made_up_part.py").write_text(PART.format(then=then))
         sys.modules.pop("made_up_part", None)
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setitem(parts.PARTS, "syncs", "made_up_part")
-        started = apart(monkeypatch, "made_up_part")
+        started = []
+        # the part's process knows the made-up part too
+        code = "from tools.gpu import parts, run; parts.PARTS['syncs'] = 'made_up_part'"
+
+        def start(command, **kwargs):
+            started.append(command)
+            words = ["-c", f"{code}; raise SystemExit(run.main({command[3:]!r}))"]
+            return popen([sys.executable, *words], **kwargs)
+
+        monkeypatch.setattr(run.subprocess, "Popen", start)
         found = run.rows_of("syncs", device, time.monotonic() + seconds, None)  # pyright: ignore[reportArgumentType]
         assert started or device == "cuda"
         return found
@@ -73,31 +84,10 @@ def part(tmp_path, monkeypatch):
     return rows
 
 
-def apart(monkeypatch, module):
-    # Make the part's process know the made-up part too; the list of command lines that were
-    # started.
-    started: list[list[str]] = []
-    popen = subprocess.Popen
-
-    def start(command, **kwargs):
-        started.append(command)
-        code = (
-            f"from tools.gpu import parts, run; parts.PARTS['syncs'] = {module!r}; raise "
-            f"SystemExit(run.main({command[3:]!r}))"
-        )
-        return popen([sys.executable, "-c", code], **kwargs)
-
-    monkeypatch.setattr(run.subprocess, "Popen", start)
-    return started
-
-
-def test_a_part_yields_its_rows_and_the_rest_needs_a_gpu(part):
+def test_a_part_yields_its_rows_and_keeps_those_it_had_where_it_breaks(part, capsys):
     first, second, fast = part("pass")
     assert (first.value, first.ok, first.note, second.value) == (0.5, True, "cpu", 2.0)
     assert (fast.kind, fast.ok, fast.note) == ("not measured", None, "needs a GPU")
-
-
-def test_a_part_that_breaks_keeps_the_rows_it_had(part, capsys):
     first, second, _ = part("raise ValueError('of the planted kind')")
     assert first.value == 0.5
     assert (second.ok, second.note) == (False, "failed: ValueError: of the planted kind")

@@ -87,9 +87,7 @@ SAMPLES: dict[str, Any] = {"MODEL_ARGS": {"--train-samples": 100}}
         ("without_steps", {"MODEL_ARGS": None}, False),
     ],
 )
-def test_a_configuration_is_counted_by_the_words_of_its_name_and_by_its_steps(
-    name: str, config: dict[str, Any], counted: bool
-) -> None:
+def test_a_configuration_is_counted_by_its_name_and_steps(name: str, config: dict[str, Any], counted: bool) -> None:
     assert pretrains(Path(name) / "model_config.yaml", config) == counted
 
 

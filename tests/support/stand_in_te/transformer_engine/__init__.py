@@ -1,10 +1,8 @@
 # type: ignore  # modules made at run time
-"""A package with the name and a few classes of Transformer Engine, which needs a GPU to be
-installed.
+"""A package with the name and a few classes of Transformer Engine, which needs a GPU."""
 
-As much as Megatron imports at version 1.3, so that Megatron defines its real TEDotProductAttention
-over a base class that cannot attend.
-"""
+# As much as Megatron imports at version 1.3, so that Megatron defines its real
+# TEDotProductAttention over a base class that cannot attend.
 
 import sys
 import types
@@ -15,10 +13,7 @@ __version__ = "1.3.0"
 
 
 class DotProductAttention(torch.nn.Module):
-    """Base of Megatron's TEDotProductAttention; whoever reaches its forward has not been given a
-    plan.
-    """
-
+    # Base of Megatron's TEDotProductAttention; whoever reaches its forward has not been given a plan.
     def __init__(self, **options: object) -> None:
         super().__init__()
         self.layer_number = options.get("layer_number", 1)
@@ -29,14 +24,13 @@ class DotProductAttention(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron closes the block with it wherever Transformer Engine is installed."""
-
+    # Megatron closes the block with it wherever Transformer Engine is installed.
     def __init__(self, normalized_shape: int, eps: float, **_options: object) -> None:
         super().__init__(normalized_shape, eps=eps)
 
 
-class _Unused(torch.nn.Module):
-    """A class that Megatron derives from and these tests never make."""
+# Megatron derives from it, and these tests never make one.
+class _Unused(torch.nn.Module): ...
 
 
 def _module(name: str, **content: object) -> types.ModuleType:
@@ -49,14 +43,8 @@ def _module(name: str, **content: object) -> types.ModuleType:
     return module
 
 
-pytorch = _module(
-    "pytorch",
-    DotProductAttention=DotProductAttention,
-    Linear=_Unused,
-    LayerNormLinear=_Unused,
-    LayerNorm=_Unused,
-    RMSNorm=RMSNorm,
-)
+unused = dict.fromkeys(("Linear", "LayerNormLinear", "LayerNorm"), _Unused)
+pytorch = _module("pytorch", DotProductAttention=DotProductAttention, RMSNorm=RMSNorm, **unused)
 pytorch.distributed = _module(
     "pytorch.distributed", CudaRNGStatesTracker=type("CudaRNGStatesTracker", (), {}), activation_recompute_forward=None
 )
