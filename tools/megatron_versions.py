@@ -23,7 +23,6 @@ helpers: `make -C PATH/megatron/core/datasets`, with pybind11.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import importlib.util
 import json
@@ -36,6 +35,7 @@ from typing import Any
 
 import yaml
 
+from megatron_balance.cli.doctor import source_version
 from megatron_balance.planners import PLANNERS
 from tests.megatron.conftest import EXPERTS, MODEL, RUN, Run, write_corpus
 from tests.megatron.test_parity import two_nodes
@@ -70,7 +70,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """By layout: flags of a model that is not the plain one."""
 SOURCES = re.compile(r"accepted_sources: (\{.*\})")
-NUMBERS = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = (.+)$", re.MULTILINE)
 SAID = re.compile(r"^error(?: \(rank \d+\))?: (.*)$", re.MULTILINE)
 REFUSED = 2
 """Exit code of a run that a sentence of ours refuses."""
@@ -99,9 +98,7 @@ def root_of(path: str) -> Path:
 
 
 def version_of(root: Path) -> str:
-    text = (root / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
-    said = {name: ast.literal_eval(value) for name, value in NUMBERS.findall(text)}
-    return ".".join(str(said[name]) for name in ("MAJOR", "MINOR", "PATCH")) + str(said.get("PRE_RELEASE", ""))
+    return source_version(root / "megatron" / "core") or "unknown"
 
 
 class Version:

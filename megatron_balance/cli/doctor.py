@@ -311,9 +311,15 @@ def _core_version() -> str | None:
     if found is not None or importlib.util.find_spec("megatron") is None:
         return found
     core = importlib.util.find_spec("megatron.core")
-    info = None if core is None or core.origin is None else Path(core.origin).with_name("package_info.py")
-    text = info.read_text(encoding="utf-8") if info is not None and info.is_file() else ""
-    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)) or None
+    return None if core is None or core.origin is None else source_version(Path(core.origin).parent)
+
+
+def source_version(core: Path) -> str | None:
+    """The version that a folder `megatron/core` says of itself; None: it says none."""
+    info = core / "package_info.py"
+    text = info.read_text(encoding="utf-8") if info.is_file() else ""
+    said = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?", text, re.MULTILINE))
+    return ".".join(said[name] for name in ("MAJOR", "MINOR", "PATCH")) + said.get("PRE_RELEASE", "") if said else None
 
 
 def _show(checks: list[Check], ready: dict[str, bool]) -> None:
