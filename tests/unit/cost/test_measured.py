@@ -281,8 +281,6 @@ def test_every_model_says_where_its_sizes_come_from_has_its_flops_and_can_be_pri
     model = load_model(name)
     router = 2 * model.hidden_size * model.num_experts
     assert sum(module.flops for module in layer_modules(model)) == pytest.approx(model.linear_flops_per_token + router)
-    travels = replace(model, latent_travels=model.latent_rank > 0)
-    assert model_flops(travels, [512]) == pytest.approx(model_flops(model, [512])), "launches make keys of latents"
     assert rank_memory(model, 1024, 1024).total > 0
     for cluster in names("cluster"):
         cost = AnalyticCost(load_cluster(cluster).build(), model)
@@ -293,8 +291,11 @@ def test_every_model_says_where_its_sizes_come_from_has_its_flops_and_can_be_pri
 
 
 def test_models_have_the_flops_that_papers_count() -> None:
-    # Flux has knapformers FLOPs.
-    # Eq. 1: 24 l d^2 outside attention, 4 l^2 d in it.
+    # Also where launches make keys and values of latents that travel.
+    latents = Model(16, 16, 192, 4, 2048, 1024, value_dim=128, latent_rank=512, latent_rope=64)
+    assert latents.latent_flops > 0
+    assert model_flops(replace(latents, latent_travels=True), [512]) == pytest.approx(model_flops(latents, [512]))
+    # KnapFormer, Eq. 1: 24 l d^2 outside attention, 4 l^2 d in it.
     flux = load_model("flux-12b")
     assert flux.linear_flops_per_token == 24 * 3072**2
     assert flux.attention_flops_per_pair == 4 * 3072

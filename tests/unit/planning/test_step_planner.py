@@ -133,6 +133,7 @@ def test_a_process_that_is_gone_is_started_once_more_and_then_never(
     by: signal.Signals, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with planning_ahead(SMALL) as ahead:
+        ahead._longest_s = 0.1  # as after quick answers
         for key in (1, 2):
             stop(ahead, by)
             ahead.submit(key, FITS, EMPTY)
