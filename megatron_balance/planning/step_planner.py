@@ -208,6 +208,8 @@ class _Process:
         with suppress(OSError), stream:
             while (frame := self._unsent.get()) is not None:
                 write_frame(stream, *frame)
+            # Processes that were forked meanwhile (a DataLoader's) hold the pipe open, too.
+            write_frame(stream, 0, b"")
 
     def _read(self, stream: IO[bytes]) -> None:
         with stream:
@@ -328,7 +330,7 @@ def read_frame(stream: IO[bytes]) -> tuple[int, bytes] | None:
 
 
 def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """The process itself: the first frame is a PlanSpec, each other one a step."""
+    """The process itself: the first frame is a PlanSpec, others a step each, an empty one the end."""
     first = read_frame(requests)
     if first is None:
         return
@@ -337,7 +339,7 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
     planner = StepPlanner(spec)
     carry: Carry | None = Carry()
     try:
-        while (frame := read_frame(requests)) is not None:
+        while (frame := read_frame(requests)) is not None and frame[1]:
             number, request = frame
             start = time.perf_counter()
             body = json.loads(request)

@@ -115,7 +115,7 @@ class SequenceBalancer:
         self.device = torch.device(settings.device) if settings.device is not None else device_of(mesh)
         self._group = self.pool.groups.pool if averaged_over is None else group_of(averaged_over)
         choice = choose_planner(planner, options, "SequenceBalancer", settings.layers)
-        cluster = settings.cluster_of(self.pool)
+        cluster = settings.cluster_of(self.pool, self.device)
         choice.check_mask(model)
         choice.num_holders(cluster)  # options that cannot be are told before a model is built
         costs = None if settings.plan_costs is None else str(settings.plan_costs)

@@ -18,6 +18,7 @@ from megatron_balance.ir.mask import mask_named
 from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.step import Layers
 from megatron_balance.model_config import check, facts, num_layers, value
+from megatron_balance.profiling.machine import cluster_of_machine
 from megatron_balance.runtime.kernels import KERNELS
 from megatron_balance.training.pool import Pool
 
@@ -29,7 +30,7 @@ class Settings:
     Attributes:
         ranks_per_node: ranks of the job on a node; None: nodes are told apart by host name.
         cluster: the machine that planners count on: a `Cluster`, a preset such as "h200", or a
-            YAML file. Sizes are the job's.
+            YAML file; None: GPUs say what they are, and a CPU counts as an H200. Sizes are the job's.
         layers: remapping and routing around the planner; None: what its own system does.
         plan_costs: cost table of `megatron-balance profile`; None: data sheets.
         mask: of attention within a document: "causal", "full", or "window_4096" for a sliding window
@@ -103,12 +104,15 @@ class Settings:
         if self.trace_steps and self.trace_folder is None:
             raise ConfigError(f"trace_steps {list(self.trace_steps)}: give trace_folder too, where traces go")
 
-    def cluster_of(self, pool: Pool) -> Cluster:
-        """The pool as planners see it."""
+    def cluster_of(self, pool: Pool, device: torch.device) -> Cluster:
+        """The pool as planners see it. Collective over the world where the machine is read."""
         if isinstance(self.cluster, str):
             return load_cluster(self.cluster).build(num_ranks=pool.size, ranks_per_node=pool.ranks_per_node)
         if self.cluster is None:
-            return Cluster(pool.size, pool.ranks_per_node, name="job")
+            read = cluster_of_machine(None) if device.type == "cuda" else None
+            if read is None:
+                return Cluster(pool.size, pool.ranks_per_node, name="job")
+            return read.build(num_ranks=pool.size, ranks_per_node=pool.ranks_per_node).with_kernel(self.kernel)
         if (self.cluster.num_ranks, self.cluster.node_size) != (pool.size, min(pool.ranks_per_node, pool.size)):
             raise ConfigError(
                 f"cluster {self.cluster.name} has {self.cluster.num_ranks} ranks, {self.cluster.node_size} on a node; "

@@ -18,8 +18,8 @@ from megatron_balance.config import ClusterChoice, load_cluster
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import entry, flags
 from megatron_balance.megatron.flags import add_balance_arguments, check_arguments, device_of, leave_out, row_multiple
-from megatron_balance.megatron.groups import Reading, cluster_of
 from megatron_balance.megatron.planning import masks_of
+from megatron_balance.profiling.machine import Reading, cluster_of
 
 WORKS = ("--balance-config", "x.yaml", "--attention-dropout", "0", "--position-embedding-type", "rope")
 EXPERTS = ("--num-experts", "8", "--moe-token-dispatcher-type", "alltoall")

@@ -154,6 +154,26 @@ def test_a_process_that_is_gone_is_started_once_more_and_then_never(
     assert last.endswith("planning on the spot from here on")
 
 
+def test_a_process_ends_when_told_though_others_hold_its_pipes_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []  # as the workers of a DataLoader that were forked meanwhile do
+
+    def pipe() -> tuple[int, int]:
+        made = os_pipe()
+        if len(held) < 4:  # then comes the one on which subprocess hears that the program began
+            held.extend(map(os.dup, made))
+        return made
+
+    os_pipe = os.pipe
+    monkeypatch.setattr(os, "pipe", pipe)
+    process = step_planner._Process(spec())
+    monkeypatch.undo()
+    try:
+        assert process.end(60.0) == 0
+    finally:
+        for each in held:
+            os.close(each)
+
+
 def test_large_steps_are_asked_for_without_waiting_for_a_process_that_does_not_read() -> None:
     # Each is larger than a pipe holds; more of them than may wait are not asked for.
     with planning_ahead(SMALL) as ahead:

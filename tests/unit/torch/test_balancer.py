@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import megatron_balance
 from megatron_balance import Cluster, Model
+from megatron_balance.config import load_cluster
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
 from megatron_balance.model_config import unproved
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
+from megatron_balance.profiling.machine import Reading, cluster_of
 from megatron_balance.torch import IGNORED, SequenceBalancer, Settings, balanced_attention, hf, knapformer, model_of
 from megatron_balance.torch.settings import check_layer
 
@@ -70,6 +72,17 @@ def test_the_mean_loss_counts_the_targets_of_all_microbatches() -> None:
     torch.testing.assert_close(torch.cat([x.grad for x in logits if x.grad is not None]), whole.grad)
     shares = [float(batch.global_loss(summed, attended=0)) for batch, summed in zip(batches, sums, strict=True)]
     assert sum(shares) == pytest.approx(mean.item())
+
+
+def test_without_a_cluster_gpus_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = cluster_of(None, [Reading("base: h100\nname: machine\nnum_ranks: 8\nnic_bytes_per_s: 25e9\n")])
+    monkeypatch.setattr("megatron_balance.torch.settings.cluster_of_machine", lambda _: read)
+    pool = balancer().pool
+    found = Settings(kernel="flash_attn").cluster_of(pool, torch.device("cuda"))
+    assert (found.name, found.num_ranks, found.nic_bytes_per_s) == ("machine", 1, 25e9)
+    assert (found.flops_per_s, found.attention_kernel) == (load_cluster("h100").build().flops_per_s, "flash_attn")
+    assert Settings().cluster_of(pool, torch.device("cpu")) == Cluster(1, 1, name="job")
+    assert Settings(cluster="a800").cluster_of(pool, torch.device("cuda")).name == "a800"
 
 
 def test_a_step_without_documents_is_a_row_of_padding() -> None:
