@@ -27,7 +27,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "ffn_size": ("intermediate_size", "ffn_size", "n_inner", "ffn_hidden_size"),
     "vocab_size": ("vocab_size", "padded_vocab_size"),
     "num_experts": ("num_local_experts", "n_routed_experts", "num_experts"),
-    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_router_topk"),
+    "experts_per_token": (
+        *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_router_topk"),
+        *("moe_topk", "moe_k", "top_k_experts"),
+    ),
 }
 
 # Names of an expert's width, where it is not that of a dense layer.
@@ -136,6 +139,9 @@ def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     found.setdefault("num_kv_heads", found["num_heads"])
     found.setdefault("head_dim", found["hidden_size"] // found["num_heads"])
     found.setdefault("ffn_size", 4 * found["hidden_size"])
+    if found.get("num_experts") == 1:  # as Hunyuan says that a model has none
+        del found["num_experts"]
+        found.pop("experts_per_token", None)
     if found.get("num_experts"):
         found |= _experts(config, found["ffn_size"], found.get("num_layers", 1))
     if (mask := _nearest(config)["mask"]) and not value(config, "is_decoder"):

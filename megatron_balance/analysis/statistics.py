@@ -137,7 +137,8 @@ class _InterNodeTraffic:
         base = 1 if plan.moves else 0
         for index, zone in enumerate(plan.zones):
             pattern = pattern_of(zone)
-            self._add(index, base, pattern.messages(zone, context, across=True), spared.get(index, self._nothing))
+            if index in spared or pattern.crosses_nodes(zone, context):
+                self._add(index, base, pattern.messages(zone, context, across=True), spared.get(index, self._nothing))
             base += pattern.num_exchanges(zone)
         if plan.moves:
             self._add_remap(base, np.concatenate([self._nothing, *hops]))

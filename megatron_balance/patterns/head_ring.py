@@ -197,6 +197,8 @@ class HeadRing(base.CommPattern[Zone]):
         place = None if rank is None else divmod(zone.ranks.index(rank), shape.size)
         among = context.crosses if across else None
         forward = shape.hops(place, among)
+        if across and shape.size == 1:  # for messages, of which a replay has none of its own
+            return Sends(forward, shape.tokens, shape.blocks)
         # In round t the replay brings what the forward brought in hop G - t.
         back = shape.hops(place, among, step=-1)
         if shape.size == 1:

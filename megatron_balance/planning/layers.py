@@ -133,11 +133,20 @@ def _layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
     cluster, cost, layers = context.cluster, context.cost, context.layers
     plan = _under(plan, context.model)
     made = with_layers(plan, cluster, cost, layers)
-    if not made.moves or layers.remap_when != "pays":
+    if not made.moves or layers.remap_when != "pays" or _num_rounds(plan) > _MOST_ROUNDS:
         return made
     stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
     machine = Machine(cluster, context.model, cost, memory=context.memory)
     return (made, stays)[best_first([estimate(each, machine) for each in (made, stays)])[0]]
+
+
+# Rounds of a plan's rings, one after the other, up to which it is estimated with a remap and without,
+# some milliseconds; of more the linear part alone says whether a remap pays.
+_MOST_ROUNDS = 256
+
+
+def _num_rounds(plan: MicrobatchPlan) -> int:
+    return sum(len(zone.ranks) for zone in plan.zones if isinstance(zone, Zone) and len(zone.ranks) > 1)
 
 
 def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:

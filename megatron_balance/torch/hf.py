@@ -89,10 +89,16 @@ def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[st
     if NAME in given:
         if given.get("labels") is not None:
             raise ConfigError(_OwnLoss.why)
-        if any(isinstance(each, Mapping) for each in (*args, given.get("attention_mask"))):
+        if any(map(_are_masks, (*args, given.get("attention_mask")))):
             raise ConfigError(f"expected no attention masks beside a batch, got a dict of them. {_NO_MASK}")
         _check_positions(model, args, given)  # pyright: ignore[reportCallIssue]
     positions.begin_forward(model, given.get(NAME))
+
+
+def _are_masks(given: object) -> bool:
+    # A dict of masks by kind of layer, but for what a model that has another one inside hands it
+    # (Gemma 3), which are our own.
+    return isinstance(given, Mapping) and not all(isinstance(each, _MaskRequest) for each in given.values())
 
 
 @disable

@@ -37,6 +37,9 @@ def test_a_config_json_and_its_folder_are_a_model_and_may_be_a_base(tmp_path: Pa
     experts = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 50}
     model = load_model(written(tmp_path, experts))
     assert (model.num_experts, model.experts_per_token, model.ffn_size) == (8, 2, 50)
+    longcat = load_model(written(tmp_path, {**LLAMA, "n_routed_experts": 8, "moe_topk": 3}))
+    assert (longcat.num_experts, longcat.experts_per_token) == (8, 3)
+    assert load_model(written(tmp_path, {**LLAMA, "num_experts": 1, "moe_topk": 1})).num_experts == 0  # Hunyuan
     mixtral = {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2}
     assert load_model(written(tmp_path, mixtral)).ffn_size == 200
     with pytest.raises(ConfigError, match=r"none\.json: No such file or directory; a model is"):

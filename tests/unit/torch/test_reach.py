@@ -314,6 +314,20 @@ def test_a_window_that_only_the_mask_has_is_applied() -> None:
             attend(batch, asked(create), sliding_window=2)
 
 
+def test_a_model_that_hands_masks_to_the_one_inside_it_is_that_of_eager() -> None:
+    sizes = SIZES | HEADS | {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    outer: list[Any] = []
+    for attention in ("eager", hf.register()):
+        config = transformers.Gemma3Config(text_config=sizes, vision_config=vision)
+        config._attn_implementation = config.text_config._attn_implementation = attention
+        torch.manual_seed(0)
+        outer.append(transformers.Gemma3ForConditionalGeneration(config).eval())
+    wanted = torch.cat([outer[0](each[None]).logits[0] for each in DOCUMENTS])
+    found = outer[1](**hf.inputs(dealt(outer[1]))).logits[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_users_mask_of_ones_changes_nothing_and_zeros_or_documents_beside_the_batch_are_refused() -> None:
     model = made("Llama")
     batch = dealt(model)
