@@ -63,6 +63,7 @@ class Shape:
     imported: set[str] = field(default_factory=set)
 
 
+@cache
 def num_comments(source: str) -> int:
     """Lines that hold only a comment."""
     marked = {number for number, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
