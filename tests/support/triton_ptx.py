@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,7 +22,11 @@ from tools.gpu.compiled import faults, for_hopper, grid, measure, source, tile
 from tools.gpu_model import record, stand_ins
 
 
-def broken(*, kernel: Any) -> None:
+def nothing(**_: Any) -> None:
+    pass
+
+
+def broken(**_: Any) -> None:
     raise ZeroDivisionError
 
 
@@ -38,9 +43,15 @@ def compiled() -> None:
         compile_all([Variant("merge_rows of nothing", kernels.merge_rows, broken)] * 3, torch.device("cpu"))
     except ZeroDivisionError as error:
         named = error.__notes__
+    devices = list[str]()
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=3),
+        mock.patch.object(torch.cuda, "device", lambda device: devices.append(str(device)) or nullcontext()),
+    ):
+        compile_all([Variant("nothing", kernels.merge_rows, nothing)] * 2, torch.device("cuda"))
     wrong = {name: [code] if isinstance(code, str) else faults(name, code) for name, code in made}
     found = {"compiled": wrong, "grid": sorted(grid()), "source": source(), "triton": triton.__version__}
-    print(json.dumps({**found, "named": named}))  # noqa: T201  read by the test that started this process
+    print(json.dumps({**found, "named": named, "devices": devices}))  # noqa: T201  read by the test that started this process
 
 
 HEAD_DIM = 128

@@ -36,13 +36,14 @@ def for_hopper() -> list[Any]:
 
 def test_kernels_equal_their_twins() -> None:
     (found,) = in_child("from tests.support import triton_twins; triton_twins.main()", interpreted=True)
-    asked = "fill place add partials shared sums added_at_once apart sent empty"
+    asked = "fill place add partials shared sums added_at_once apart sent empty built"
     assert found == dict.fromkeys(asked.split(), True)
 
 
 def test_a_variant_of_each_tile_compiles_for_hopper_and_the_table_is_of_todays_kernels(for_hopper: list[Any]) -> None:
     found, table = for_hopper[1], json.loads((REPOSITORY / "docs/measurements/compiled-kernels.json").read_text())
     assert {name: wrong for name, wrong in found["compiled"].items() if wrong} == {}
+    assert found["devices"] == ["cuda:3"] * 2  # threads begin on device 0
     assert found["named"] == ["while Triton compiled merge_rows of nothing"]
     again = "python -m tools.gpu.compiled"
     assert {version: of["source"] for version, of in table.items()} == dict.fromkeys(table, found["source"]), again

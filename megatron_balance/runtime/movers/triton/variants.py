@@ -103,6 +103,8 @@ def build(device: torch.device, dtype: torch.dtype, shape: AttentionShape, wire:
 def compile_all(found: Sequence[Variant], device: torch.device, threads: int | None = None) -> None:
     """Compile variants, or read them from Triton's cache, by as many threads as processors."""
     begin = told = monotonic()
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # a new thread is on device 0
     with ThreadPoolExecutor(threads or min(len(found), len(os.sched_getaffinity(0)))) as pool:
         futures = [pool.submit(_compile, one, device) for one in found]
         for number, future in enumerate(as_completed(futures), 1):
@@ -130,7 +132,6 @@ class Compiling:
 
 
 def _compile(one: Variant, device: torch.device) -> None:
-    # A new thread is on device 0.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         try:
             one.launch(kernel=Compiling(one.kernel))
