@@ -47,7 +47,8 @@ def test_a_variant_of_each_tile_compiles_for_hopper_and_the_table_is_of_todays_k
     assert found["named"] == ["while Triton compiled merge_rows of nothing"]
     again = "python -m tools.gpu.compiled"
     assert {version: of["source"] for version, of in table.items()} == dict.fromkeys(table, found["source"]), again
-    assert found["triton"] in table, again
+    # The oldest torch that pyproject.toml admits, 2.8, brings 3.4.0.
+    assert {found["triton"], "3.4.0"} <= table.keys(), again
     for of in table.values():
         assert sorted(of["variants"]) == found["grid"], again
 
