@@ -18,7 +18,7 @@ from megatron_balance.runtime.movers.triton import kernels
 from megatron_balance.runtime.movers.triton.variants import Compiling, Variant, compile_all
 from megatron_balance.runtime.movers.triton.variants import variants as ahead
 from tests.support.strategies import Case, plan
-from tools.gpu.compiled import faults, for_hopper, grid, measure, source, tile
+from tools.gpu.compiled import Code, faults, for_hopper, grid, measure, read, source, tile
 from tools.gpu_model import record, stand_ins
 
 
@@ -50,7 +50,12 @@ def compiled() -> None:
     ):
         compile_all([Variant("nothing", kernels.merge_rows, nothing)] * 2, torch.device("cuda"))
     wrong = {name: [code] if isinstance(code, str) else faults(name, code) for name, code in made}
-    found = {"compiled": wrong, "grid": sorted(grid()), "source": source(), "triton": triton.__version__}
+    rows = [(name, Code(*row)) for of in read().values() for name, row in of["variants"].items()]
+    wrong |= {f"table: {name}": faults(name, code) for name, code in rows}
+    # As Triton 3.6 compiled it, and a tile of 64 elements a thread.
+    bad = Code(registers=224, spilled_bytes=0, wide_loads=6, wide_stores=0, narrow=16, atomics=0, wide_offsets=30)
+    seen = faults("merge_rows bfloat16 to bfloat16, 5 places, 16 x 128 by 8, 4 warps", bad)
+    found = {"compiled": wrong, "seen": seen, "grid": sorted(grid()), "source": source(), "triton": triton.__version__}
     print(json.dumps({**found, "named": named, "devices": devices}))  # noqa: T201  read by the test that started this process
 
 

@@ -126,9 +126,11 @@ def faults(name: str, code: Code) -> list[str]:
     source, target, rows, cols, vec, warps = tile(name)
     if code.narrow and vec > 1:
         found.append(f"{code.narrow} accesses of single elements")
-    expected = rows * cols * target // (_ACCESS_BYTES * 32 * warps)
-    if vec * min(source, target) == _ACCESS_BYTES and expected > code.wide_stores:
-        found.append(f"{code.wide_stores} stores of 16 bytes, of a tile {expected}")
+    if vec * min(source, target) == _ACCESS_BYTES:
+        for what, made, size in (("loads", code.wide_loads, source), ("stores", code.wide_stores, target)):
+            expected = rows * cols * size // (_ACCESS_BYTES * 32 * warps)
+            if made < expected:
+                found.append(f"{made} {what} of 16 bytes, of a tile {expected}")
     return found
 
 
