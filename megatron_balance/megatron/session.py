@@ -213,10 +213,8 @@ class Session:
     def binder(self, groups: Groups, shape: AttentionShape | None = None) -> Binder:
         """Facts by which plans are bound over ranks that attend together; `shape`: of this rank."""
         # Before the first plan is bound, whatever a step would otherwise have to compile is built.
-        carried = () if self.shape.latent_dim is None else (self.shape.latent_dim,)
-        for width in dict.fromkeys((*self.shape.widths, *carried)):
-            build_variants(job_device(), self.dtype, width)
         config, recorder = self.config, self.steps.tracer.recorder
+        build_variants(job_device(), self.dtype, self.shape, config.gradient_wire)
         options = BindOptions(
             *(shape or self.shape, groups, job_device(), self.dtype, self.kernel), gradient_wire=config.gradient_wire
         )

@@ -6,7 +6,7 @@ work per token. Only the phases that will run are looked up.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -96,7 +96,7 @@ class Prepared:
         for bound in self.bounds:
             if bound.peak_bytes is not None:
                 groups.buffers.reserve(bound.peak_bytes.call_bytes)
-        ship(self.tables, self.device)
+        ship(self.tables, self.device, groups.buffers.pinned_bytes)
         return self.bounds
 
 
@@ -248,9 +248,9 @@ def _of_packed(*packed: Packed) -> Iterator[Tensor]:
     return (index for one in packed for index in one.indices if index is not None)
 
 
-def ship(tables: Iterable[Tensor], device: torch.device) -> int:
+def ship(tables: Iterable[Tensor], device: torch.device, pinned_bytes: Callable[[int], int] = int) -> int:
     """Make tables on the host views of one block on `device`; the bytes of that block. In place:
-    the tensors are the same objects afterwards.
+    the tensors are the same objects afterwards. `pinned_bytes`: `BufferPool`'s.
     """
     # Hundreds of them, copied one by one from pageable memory, would hold up the host for longer
     # than a layer's kernels run. The copy is issued to the device's current stream, and the host
@@ -267,7 +267,8 @@ def ship(tables: Iterable[Tensor], device: torch.device) -> int:
         num_bytes += sum(sizes) * dtype.itemsize
     if not num_bytes:
         return 0
-    pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    pins = device.type == "cuda"
+    pinned = torch.empty(pinned_bytes(num_bytes) if pins else num_bytes, dtype=torch.uint8, pin_memory=pins)[:num_bytes]
     for dtype, held, sizes, begin in parts:
         for table, place in zip(held, _places(pinned, dtype, sizes, begin), strict=True):
             place[: table.numel()] = table.numpy().reshape(-1)

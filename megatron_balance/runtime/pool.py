@@ -25,6 +25,7 @@ from torch import Tensor
 
 ALIGN = 256  # bytes; as CUDA's own allocations begin, so that the widest accesses and bulk copies serve
 SLAB = 1 << 20  # least bytes of a slab
+_PINNED_ROOM = 2  # pinned blocks over the power of two above the largest need: two to four times of that
 Extent = tuple[int, int]  # bytes [start, stop) of a slab
 
 
@@ -124,6 +125,7 @@ class BufferPool:
         self._num_fences = 0
         self.passed = _Passed()
         self.slab_bytes = SLAB
+        self._pinned_bytes = 0
         self.held_bytes = 0
         self.used_bytes = 0
         self.peak_bytes = 0
@@ -135,6 +137,17 @@ class BufferPool:
     def reserve(self, num_bytes: int) -> None:
         """Make slabs from now on no smaller than what a plan needs for a call."""
         self.slab_bytes = max(self.slab_bytes, _aligned(num_bytes))
+
+    def pinned_bytes(self, num_bytes: int) -> int:
+        """The size to ask torch for where so many bytes of pinned host memory are needed: mostly that
+        of the last time.
+        """
+        # torch keeps pinned blocks by the power of two above their size and lends those of exactly
+        # that class again; a new one stops the device. Tables of ever-new plans cross a power of two
+        # at any time, so all take one class, with room above the largest so far.
+        if num_bytes > self._pinned_bytes:
+            self._pinned_bytes = _PINNED_ROOM << (num_bytes - 1).bit_length()
+        return self._pinned_bytes
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, received: bool = False

@@ -469,7 +469,7 @@ class SequenceBalancer:
     ) -> Bound:
         model, recorder = self.model, self._tracer.recorder if training else None
         shape = shape or AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim)
-        build_variants(device, dtype, shape.head_dim)
+        build_variants(device, dtype, shape, self.settings.gradient_wire)
         bound = bind(
             plan,
             self.pool.rank,

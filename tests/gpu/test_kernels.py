@@ -244,6 +244,26 @@ def test_a_kernel_whose_first_launch_is_wrong_is_skipped(machine, caplog):
     assert "flash_attn_4 is installed, but is skipped: its first call fails: ValueError: too many" in caplog.text
 
 
+def test_windows_are_refused_where_torchs_backward_of_flash_attention_4_does(machine, monkeypatch):
+    # As torch 2.11 and 2.13 define it.
+    def without(grad_out, query, key, value, out, logsumexp, cu_seq_q, cu_seq_k, scale, is_causal):
+        raise AssertionError
+
+    def with_windows(grad_out, query, key, value, window_size_left, window_size_right):
+        raise AssertionError
+
+    machine((9, 0), FA2, FA4)
+    for backward, expected in ((without, "flash_attn"), (with_windows, "flash_attn_4")):
+        monkeypatch.setattr(torch.nn.attention, "_fa4", SimpleNamespace(_fa4_run_backward=backward), raising=False)
+        kernel = choose_kernel("auto", torch.device("cuda"), torch.bfloat16, 128, windows=True)
+        assert (kernel.name, chosen()) == (expected, "flash_attn_4")
+    monkeypatch.setattr(torch.nn.attention._fa4, "_fa4_run_backward", without)
+    with pytest.raises(
+        ConfigError, match=r"flash_attn_4 cannot be called with sliding windows: backward torch .* refuses"
+    ):
+        choose_kernel("flash_attn_4", torch.device("cuda"), torch.bfloat16, 128, windows=True)
+
+
 def test_a_cudnn_that_wants_multiples_of_64_is_skipped(machine, monkeypatch):
     machine((9, 0), TE, cudnn="cuDNN 9.6.0: ")
     assert chosen() == "torch_varlen"
@@ -329,7 +349,7 @@ def test_padded_head_dims_give_exact_results(entries, dim):
 def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
     # Modules of the libraries' names and signatures, that compute by the plain formula and refuse
     # what the real ones would.
-    if entries.windows and not KERNELS[name.split(" ")[0]].windows:
+    if entries.windows and KERNELS[name.split(" ")[0]].window_fault():
         pytest.skip(f"{name} is not called with windows")
     for module, stand_in in stand_ins.LIBRARIES[name].items():
         monkeypatch.setitem(sys.modules, module, stand_in)

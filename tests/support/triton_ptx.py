@@ -1,11 +1,8 @@
-"""The Triton mover's launches compiled for a Hopper GPU, with no GPU here: their PTX, as JSON."""
-
-# Only the driver is stood in for; the arguments go through Triton's own specialisation, as they
-# would for a launch.
+"""The Triton mover's launches compiled for a Hopper GPU (`tools.gpu.compiled`), as JSON."""
 
 import json
-import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,88 +10,53 @@ from unittest import mock
 import torch
 import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 
 from megatron_balance import Batch, Cluster, Model
-from megatron_balance.runtime.movers.base import RowMove
-from megatron_balance.runtime.movers.triton import kernels, mover
+from megatron_balance.ir.model import GradientWire
+from megatron_balance.runtime.lower.memory import AttentionShape
+from megatron_balance.runtime.movers.triton import kernels
+from megatron_balance.runtime.movers.triton.variants import Compiling, Variant, compile_all
+from megatron_balance.runtime.movers.triton.variants import variants as ahead
 from tests.support.strategies import Case, plan
-from tests.support.triton_twins import packed_of, space_of
+from tools.gpu.compiled import Code, faults, for_hopper, grid, measure, read, source, tile
 from tools.gpu_model import record, stand_ins
 
-SHAPE = {"q": (300, 32, 128), "kv": (300, 8, 128)}
-MERGED_DIMS = (16, 32, 64, 80, 128, 192, 256)
+
+def nothing(**_: Any) -> None:
+    pass
 
 
-class Hopper:
-    # As much of a driver as compiling takes.
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return device
-
-
-class Compiled:
-    # A kernel that is compiled instead of launched.
-    def __init__(self, kernel: Any, found: dict[str, str]) -> None:
-        self.kernel, self.found = kernel, found
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **constants: Any) -> None:
-            self.found[self.kernel.fn.__name__] = self.kernel.run(*args, grid=grid, warmup=True, **constants).asm["ptx"]
-
-        return launch
+def broken(**_: Any) -> None:
+    raise ZeroDivisionError
 
 
 def compiled() -> None:
-    triton.runtime.driver.set_active(Hopper())  # pyright: ignore[reportArgumentType]
-    found: dict[str, str] = {}
-    for name in ("copy_rows", "add_rows", "merge_rows"):
-        setattr(mover, name, Compiled(getattr(kernels, name), found))
-    moved = mover.TritonMover(torch.device("cpu"))
-    rows = [*range(0, 300, 2), *range(1, 300, 2)]
-    fills, places = [], []
-    for shape in (SHAPE["q"], SHAPE["kv"], SHAPE["kv"]):
-        packed = packed_of([(0, rows, 0, shape[1], 0)], shape[1])
-        source = torch.zeros(shape, dtype=torch.bfloat16)
-        fills.append(RowMove(packed, (source,), torch.zeros_like(source)))
-        places.append(RowMove(packed, (torch.zeros(shape),), source))
-    moved.fill(fills)
-    moved.add(places)
-    space = space_of({0: SHAPE["q"][:2]}, (), 128, torch.bfloat16, torch.float32)
-    held = moved.partials(space)
-    for _ in range(3):
-        held.add(fills[0].packed, (True,), fills[0].own, torch.zeros(SHAPE["q"][:2]))
-    held.final()
-    kernels_of_calls = {name: counted(ptx) for name, ptx in found.items()}
-    merges = {dim: merged(moved, dim, found) for dim in MERGED_DIMS}
-    print(json.dumps({"kernels": kernels_of_calls, "merges": merges}))  # noqa: T201  read by the test that started this process
-
-
-def merged(moved: mover.TritonMover, dim: int, found: dict[str, str]) -> dict[str, int] | str:
-    # Counts of a merge of heads of `dim` elements, or why it does not compile.
-    part = mover.partial_of(torch.zeros((1, 1, dim), dtype=torch.bfloat16), torch.zeros((1, 1)))
+    # One variant of each kernel, tile and size of an element, by the threads of a job's start.
+    for_hopper()
+    chosen: dict[object, Variant] = {}
+    for name, one in grid().items():
+        chosen[one.kernel.fn.__name__, tile(name)] = one
+    compile_all(list(chosen.values()), torch.device("cpu"), 2)
+    made = measure({one.name: one for one in chosen.values()}, 2)
+    named = list[str]()
     try:
-        mover._merge_parts(moved, [part] * 2, torch.empty((1, 1, dim), dtype=torch.bfloat16), torch.empty((1, 1)))
-    except RuntimeError as error:
-        return str(error)
-    return counted(found["merge_rows"])
-
-
-def counted(ptx: str) -> dict[str, int]:
-    # `narrow_data`: accesses of single bf16 values; `wide_offsets`: multiplications into 64 bits.
-    patterns = {
-        "wide_loads": r"ld\.global[.\w]*\.v4\.b32",
-        "wide_stores": r"st\.global[.\w]*\.v4\.b32",
-        "narrow_data": r"(ld|st)\.global[.\w]*\.b16",
-        "atomics": r"\batom\b|\bred\b",
-        "wide_offsets": r"mul\.wide|mul\.lo\.s64|mad\.wide|mad\.lo\.s64|shl\.b64",
-    }
-    return {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
+        compile_all([Variant("merge_rows of nothing", kernels.merge_rows, broken)] * 3, torch.device("cpu"))
+    except ZeroDivisionError as error:
+        named = error.__notes__
+    devices = list[str]()
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=3),
+        mock.patch.object(torch.cuda, "device", lambda device: devices.append(str(device)) or nullcontext()),
+    ):
+        compile_all([Variant("nothing", kernels.merge_rows, nothing)] * 2, torch.device("cuda"))
+    wrong = {name: [code] if isinstance(code, str) else faults(name, code) for name, code in made}
+    rows = [(name, Code(*row)) for of in read().values() for name, row in of["variants"].items()]
+    wrong |= {f"table: {name}": faults(name, code) for name, code in rows}
+    # As Triton 3.6 compiled it, and a tile of 64 elements a thread.
+    bad = Code(registers=224, spilled_bytes=0, wide_loads=6, wide_stores=0, narrow=16, atomics=0, wide_offsets=30)
+    seen = faults("merge_rows bfloat16 to bfloat16, 5 places, 16 x 128 by 8, 4 warps", bad)
+    found = {"compiled": wrong, "seen": seen, "grid": sorted(grid()), "source": source(), "triton": triton.__version__}
+    print(json.dumps({**found, "named": named, "devices": devices}))  # noqa: T201  read by the test that started this process
 
 
 HEAD_DIM = 128
@@ -104,10 +66,16 @@ CASES = [
     for heads, layered, routing in (((4, 2), True, (1, 1)), ((8, 8), False, None))
 ]
 
+WAYS: tuple[tuple[torch.dtype, GradientWire], ...] = (
+    (torch.bfloat16, "fp32"),
+    (torch.bfloat16, "bf16"),
+    (torch.float32, "fp32"),
+)
+
 
 def variants() -> None:
     # Those that calls launch, and those built at the start; nothing is compiled.
-    triton.runtime.driver.set_active(Hopper())  # pyright: ignore[reportArgumentType]
+    for_hopper()
     seen: set[tuple[str, str]] = set()
 
     def note(*, key: str, fn: Any, **_: Any) -> bool:
@@ -127,18 +95,21 @@ def variants() -> None:
 
     found: dict[str, Any] = {}
     with mock.patch.object(knobs.runtime, "jit_cache_hook", note), mock.patch.object(stand_ins, "TritonLaunch", Looked):
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype, wire in WAYS:
             seen.clear()
-            launches = mover.build(torch.device("cpu"), dtype, HEAD_DIM)
+            built_ahead = ahead(torch.device("cpu"), dtype, AttentionShape(4, 2, HEAD_DIM), wire)
+            for one in built_ahead:
+                one.launch(kernel=Compiling(one.kernel))
             built = set(seen)
             seen.clear()
             for at, planner in enumerate(PLANNERS):
                 for case, policy in zip(CASES, ("keep", "replay"), strict=True):
                     plans = [plan(planner, each) for each in (case, replace(case, batch=Batch((64, 21))))]
-                    way = record.Way(policy, num_layers=1 + at % 2, head_dim=HEAD_DIM, dtype=dtype)
+                    way = record.Way(policy, num_layers=1 + at % 2, head_dim=HEAD_DIM, dtype=dtype, gradient_wire=wire)
                     record.record(plans, 1 + 2 * (at % 2), way)
-            counts = {"built": len(built), "launches of the start": launches, "launched": len(seen)}
-            found[str(dtype)] = {**counts, "launched but not built": sorted(seen - built)}
+            counts = {"built": len(built), "variants": len(built_ahead), "launched": len(seen)}
+            apart = {"launched but not built": sorted(seen - built), "built but not launched": sorted(built - seen)}
+            found[f"{dtype} {wire}"] = {**counts, **apart}
     print(json.dumps(found))  # noqa: T201  read by the test that started this process
 
 

@@ -23,6 +23,7 @@ from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover, PlainMover, RowMove, Sent, Space
 from megatron_balance.runtime.movers.triton.kernels import AddBlock
 from megatron_balance.runtime.movers.triton.mover import TritonMover, _add_tables
+from megatron_balance.runtime.movers.triton.variants import build
 
 CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -383,13 +384,18 @@ def empty() -> None:
         assert (tuple(out.shape), tuple(lse.shape)) == ((0, 2, 4), (0, 2))
 
 
+def built() -> None:
+    # Check that what a job builds at its start runs on nothing: latents, and gradients in bf16.
+    assert build(CPU, torch.bfloat16, AttentionShape(8, 1, 48, 32, (96, 16)), "bf16") == 16
+
+
 def movers() -> tuple[Mover, Mover]:
     return choose_mover("triton", CPU), PlainMover()
 
 
 def main() -> None:
     passed = {}
-    for test in (fill, place, add, partials, shared, sums, added_at_once, apart, sent, empty):
+    for test in (fill, place, add, partials, shared, sums, added_at_once, apart, sent, empty, built):
         test()
         passed[test.__name__] = True
     print(json.dumps(passed))  # noqa: T201  read by the test that started this process

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.compile.transpose import Policy
+from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun
@@ -33,6 +34,7 @@ class Way:
         num_layers: attention calls forward, then as many backward.
         head_dim: of the tensors.
         dtype: of the tensors.
+        gradient_wire: as `bind` has it.
     """
 
     policy: Policy = "keep"
@@ -40,6 +42,7 @@ class Way:
     num_layers: int = 2
     head_dim: int = 4
     dtype: torch.dtype = torch.bfloat16
+    gradient_wire: GradientWire = "fp32"
 
 
 @dataclass
@@ -94,6 +97,7 @@ class _Run:
             policy=self.way.policy,
             mover=self.way.mover,
             nano_batch=number,
+            gradient_wire=self.way.gradient_wire,
         )
 
     def take(self, segments: Sequence[Segment], bounds: Sequence[Bound], *, backward: bool) -> None:

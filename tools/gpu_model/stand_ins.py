@@ -278,8 +278,8 @@ class TritonLaunch:
     def merge(
         self, outs: Sequence[Tensor], lses: Sequence[Tensor], maps: Sequence[Tensor], *rest: Any, **_: Any
     ) -> None:
-        rows, out, lse = rest[8], rest[10], rest[11]
-        self.recorder.rows("merge_rows", [*outs, *lses, *maps, rows], [out, lse])
+        sums, rows, ends = rest[2:4], rest[5], rest[7:9]
+        self.recorder.rows("merge_rows", [*outs, *lses, *maps, *sums, rows], ends)
 
 
 def _rows(index: Any, first: int, listed: int, count: int) -> list[int]:

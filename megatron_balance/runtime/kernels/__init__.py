@@ -68,6 +68,15 @@ def _flash_attention_4_fault() -> str:
     return f"torch {torch.__version__} cannot put it behind its operators, 2.13 can"
 
 
+def _flash_attention_4_window_fault() -> str:
+    """The reason why FlashAttention-4 behind torch's operators takes no windows; "" if it does."""
+    # In torch 2.11 it takes them forward, and its backward raises.
+    backward = getattr(getattr(attention, "_fa4", None), "_fa4_run_backward", None)
+    if backward is None or "window_size_left" in inspect.signature(backward).parameters:
+        return ""
+    return f"cannot be called with sliding windows: backward torch {torch.__version__} refuses them, 2.13 takes them"
+
+
 def _restore_flash_attention() -> None:
     if _current_impl() is not None:
         attention.restore_flash_attention_impl()
@@ -292,8 +301,8 @@ class _Offer:
     capabilities: _Capabilities = _Capabilities((0, 0))
     # Further needs; the reason why it cannot be used here, "" if it can.
     check: Callable[[], str] = str
-    # Whether its calls here take sliding windows.
-    windows: bool = True
+    # The reason why its calls here take no sliding windows, "" if they do.
+    window_fault: Callable[[], str] = str
     # Values may have another width than keys; else the narrower are padded.
     two_widths: bool = False
 
@@ -310,8 +319,8 @@ class _Offer:
 
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False) -> str:
         """The reason why it does not serve such tensors; "" if it does."""
-        if windows and not self.windows:
-            return "is not called with sliding windows here"
+        if windows and self.window_fault():
+            return self.window_fault()
         if device.type not in self.devices:
             return f"does not serve {device.type} tensors"
         if dtype not in self.dtypes:
@@ -526,7 +535,7 @@ KERNELS: dict[str, _Offer] = {
         *(("cuda",), _BF16_FP16, (256, 256), FLASH_ATTN_3),
         "build hopper/ of https://github.com/Dao-AILab/flash-attention",
         _Capabilities((9, 0), (9, 0)),
-        windows=False,
+        window_fault=lambda: "is not called with sliding windows here",
     ),
     "flash_attn_4": _Offer(
         _varlen("flash_attn_4", lambda: TorchCalls("FA4")),
@@ -534,6 +543,7 @@ KERNELS: dict[str, _Offer] = {
         "pip install 'flash-attn-4==4.0.0b11' (torch 2.13 reads two results of its forward; later ones return five)",
         _Capabilities((9, 0), (10, 9)),
         _flash_attention_4_fault,
+        _flash_attention_4_window_fault,
     ),
     "te_fused": _Offer(
         _varlen("te_fused", _TeFusedCalls),

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 import torch
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.model import GradientWire
+from megatron_balance.runtime.lower.memory import AttentionShape
 from megatron_balance.runtime.movers.base import Mover, PlainMover
 
 MOVERS = ("auto", "plain", "triton")
@@ -33,10 +35,12 @@ def choose_mover(name: str, device: torch.device) -> Mover:
 
 
 @lru_cache(maxsize=8)
-def build_variants(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
-    """Compile all that the mover of `device` will launch; the number of variants."""
+def build_variants(device: torch.device, dtype: torch.dtype, shape: AttentionShape, wire: GradientWire = "fp32") -> int:
+    """Compile all that the mover of `device` will launch for calls of `shape`; the number of variants.
+    Nobody else need call it: ranks of a node that do find what the first of them compiled.
+    """
     if choose_mover("auto", device).name != "triton":
         return 0
-    from megatron_balance.runtime.movers.triton.mover import build
+    from megatron_balance.runtime.movers.triton.variants import build
 
-    return build(device, dtype, head_dim)
+    return build(device, dtype, shape, wire)

@@ -230,6 +230,7 @@ PAPERS = ("distca", "knapformer", "wlb_llm", "zeppelin")
 ELSEWHERE = {
     "./scripts/demo.sh": "trains for minutes, in network namespaces",
     "./scripts/test.sh": "is what runs this test",
+    "PYTHONPATH=DIR:. python -m tools.gpu.compiled": "needs another Triton",
     "DATA=": "needs Slurm; tests/unit/repository/test_shipping.py submits the scripts to a stand-in",
     "bash scripts/slurm/": "the same",
     "docker build": "needs Docker and the base image; tests/unit/repository/test_shipping.py reads the Dockerfile",
@@ -249,6 +250,7 @@ ELSEWHERE = {
     "python -m tools.bench.simulated": "needs network namespaces, and minutes",
     "python -m tools.emulated_cluster": "needs network namespaces; tests/emulated runs it",
     "python -m tools.faults": "searches for hours",
+    "python -m tools.gpu.compiled": "two minutes; tests/unit/runtime/test_triton.py compiles some",
     "python -m tools.megatron_": "needs checkouts of other Megatrons",
     "python -m tools.torch_parity": "hours; tests/distributed/test_torch.py has one of each kind",
     "python -m tools.zoo": "half an hour; tests/distributed/test_torch.py has one of each kind",

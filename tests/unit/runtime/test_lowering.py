@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_balance import Batch, Cluster, Model
 from megatron_balance.compile.ping_pong import Cuts
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime import groups, recorder, transport
+from megatron_balance.runtime import bind, groups, recorder, transport
 from megatron_balance.runtime.bind import ALIGN, _tensors_in, ship
 from megatron_balance.runtime.lower import memory, messages, steps
+from megatron_balance.runtime.pool import BufferPool
 from tests.support.strategies import ALL_PLANNERS, EVERY_PATTERN, Case, plan
 
 torch = pytest.importorskip("torch")
@@ -158,6 +161,43 @@ def test_a_shipment_is_one_aligned_block_and_one_copy(monkeypatch):
     a, b, c = (torch.arange(n) for n in (1, 2, 3))
     found = list(_tensors_in(([Held("x", (a, None))], (b, slice(0, 1), 3), {"not": "a table"}, c)))
     assert [x.numel() for x in found] == [1, 2, 3]
+
+
+class PinnedMemory:
+    # torch's allocator of pinned memory (CachingHostAllocator.h): blocks by the power of two above
+    # their size, lent again when the copy out of them is over.
+
+    def __init__(self):
+        self.free, self.made, self.copying = defaultdict(int), 0, deque()
+
+    def empty(self, num_bytes, *, dtype, pin_memory):
+        assert pin_memory
+        while len(self.copying) > 2:  # copies in flight
+            self.free[self.copying.popleft()] += 1
+        kind = (num_bytes - 1).bit_length()
+        if self.free[kind]:
+            self.free[kind] -= 1
+        else:
+            self.made += 1
+        self.copying.append(kind)
+        return torch.tensor([], dtype=dtype).new_empty(num_bytes)
+
+
+def test_tables_of_ever_new_sizes_take_the_pinned_blocks_of_the_first_steps(monkeypatch):
+    memory, pool, sizes = PinnedMemory(), BufferPool(), np.random.default_rng(3).integers(9_000, 40_000, 200)
+    monkeypatch.setattr(torch, "empty", memory.empty)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: x.clone())
+    monkeypatch.setattr(bind, "connect", lambda *_: None)
+    bound: Any = SimpleNamespace(groups=SimpleNamespace(buffers=pool), phases={}, peak_bytes=None)
+    made = []
+    for size in [40_000, *sizes]:
+        bind.Prepared((bound,), [torch.arange(size)], torch.device("cuda")).ship()
+        made.append(memory.made)
+    assert made[:4] == [1, 2, 3, 3]
+    assert made[-1] == 3
+    before = pool.pinned_bytes(1)
+    assert 2 * 8 * 40_000 <= before < 4 * 8 * 40_000
+    assert pool.pinned_bytes(before + 1) == 4 * before  # the next class has room, too
 
 
 CASE = Case(Batch((300, 90, 41, 17, 130, 6)), Cluster(4, 2), Model(8, 4, 8), 160, seed=5)

@@ -7,12 +7,12 @@ its arguments. Offsets are of 64 bits: rows x stride exceed 2**31 elements at 64
 heads of 128. No atomics: each destination row is written by one program.
 
 Triton compiles a kernel anew for every number of tensors, type, alignment, constant, and integer
-that is 1 or a multiple of 16. Here those are few and known (`movers.triton.mover.build`): a launch has
+that is 1 or a multiple of 16. Here those are few and known (`movers.triton.variants`): a launch has
 tensors of one kind, in a fixed number of places; integers are never specialised. `VEC`: elements of
-16 bytes, where `dim` is a multiple, else 1. Strides come in units of it, and data begins at a
-multiple of 16 bytes, so the compiler can use accesses of 16 bytes. Integers in tuples come as
-`disguised` ones, which are odd and more than 1: Triton 3.7 specialises on those that are 1 or
-multiples of 16, also where it is told not to.
+16 bytes, or as many of those as divide a head's. Widths and strides come in units of it, and data
+begins at a multiple of 16 bytes, so the compiler can use accesses of 16 bytes. Integers in tuples
+come as `disguised` ones, which are odd and more than 1: Triton 3.7 specialises on those that are 1
+or multiples of 16, also where it is told not to.
 """
 
 import triton
@@ -47,6 +47,18 @@ class AddBlock:
     SOURCE_HEAD, TARGET_HEAD, HEADS, BEHIND, TARGET_BEGIN, FRESH = range(6, 12)
 
 
+class MapHeader:
+    """Integers in front of a row map, which `merge_rows` reads by number.
+
+    Of the buffer's heads [`BUFFER_HEAD`, + `NUM_HEADS`) are those from `HEAD` on of the partial's
+    tensors, of `ROWS` rows and `HEADS` heads. `MAPPED` 1: behind the header stands the partial's row
+    of each row of the buffer, -1: nowhere. 0: rows are the buffer's, and nothing stands there.
+    """
+
+    WIDTH = 8
+    BUFFER_HEAD, NUM_HEADS, HEAD, MAPPED, ROWS, HEADS = range(6)
+
+
 def disguised(value: int) -> int:
     """An integer in a tuple of a launch, which is not negative."""
     return 2 * value + 3
@@ -59,9 +71,12 @@ def plain(value):
 
 
 @triton.jit
-def elements(heads, DIM: tl.constexpr, VEC: tl.constexpr):
-    """Elements of `heads` heads; the compiler may rely on a multiple of VEC."""
-    return tl.multiple_of(heads * DIM, VEC)
+def chosen(values, number):
+    """The value of this number in a tuple. A branch for each would be the kernel's body as often."""
+    found = values[0]
+    for i in tl.static_range(1, len(values)):  # pyright: ignore[reportGeneralTypeIssues]
+        found = tl.where(number == i, values[i], found)
+    return found
 
 
 @triton.jit
@@ -70,7 +85,7 @@ def units(begin, pointer):
     return begin.to(tl.int64) * (128 // pointer.dtype.element_ty.primitive_bitwidth)
 
 
-@triton.jit(do_not_specialize=["source_strides", "target_strides", "blocks", "index"])
+@triton.jit(do_not_specialize=["source_strides", "target_strides", "blocks", "index", "width"])
 def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touches
     sources,
     targets,
@@ -78,12 +93,15 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
     target_strides,
     blocks,
     index,
-    DIM: tl.constexpr,
+    width,
     VEC: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """target[pair][rows, heads] = source[pair][rows, heads], converted, for every `CopyBlock`."""
+    """target[pair][rows, heads] = source[pair][rows, heads], converted, for every `CopyBlock`.
+
+    `width`: of a head, in units of VEC.
+    """
     # `CopyBlock.WIDTH`, and below its columns: Triton's functions read no numbers of the module.
     block = blocks + tl.program_id(0).to(tl.int64) * 11
     pair = tl.load(block)
@@ -101,21 +119,18 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
     to_row = target_row + row
     if target_at >= 0:
         to_row = tl.load(index + target_at + row, mask=live, other=0)
-    for i in tl.static_range(len(sources)):  # pyright: ignore[reportGeneralTypeIssues]
-        if pair == i:
-            mask = live[:, None] & (col < elements(heads, DIM, VEC))[None, :]
-            from_col = elements(source_head, DIM, VEC) + col
-            to_col = elements(target_head, DIM, VEC) + col
-            source = sources[i] + units(source_begin, sources[i])
-            target = targets[i] + units(target_begin, targets[i])
-            moved = tl.load(
-                source + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :], mask=mask
-            )
-            place = target + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
-            tl.store(place, moved.to(targets[i].dtype.element_ty), mask=mask)
+    mask = live[:, None] & (col < heads * width * VEC)[None, :]
+    from_col = source_head * width * VEC + col
+    to_col = target_head * width * VEC + col
+    source = chosen(sources, pair) + units(source_begin, sources[0])
+    target = chosen(targets, pair) + units(target_begin, targets[0])
+    from_stride, to_stride = plain(chosen(source_strides, pair)), plain(chosen(target_strides, pair))
+    moved = tl.load(source + from_row.to(tl.int64)[:, None] * from_stride * VEC + from_col[None, :], mask=mask)
+    place = target + to_row.to(tl.int64)[:, None] * to_stride * VEC + to_col[None, :]
+    tl.store(place, moved.to(targets[0].dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["source_strides", "target_strides", "blocks", "index"])
+@triton.jit(do_not_specialize=["source_strides", "target_strides", "blocks", "index", "width"])
 def add_rows(  # noqa: PLR0913, PLR0917
     sources,
     targets,
@@ -123,7 +138,7 @@ def add_rows(  # noqa: PLR0913, PLR0917
     target_strides,
     blocks,
     index,
-    DIM: tl.constexpr,
+    width,
     VEC: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -146,61 +161,65 @@ def add_rows(  # noqa: PLR0913, PLR0917
     to_row = tl.load(index + target_at + row, mask=live, other=0)
     first = tl.load(index + first_at + row, mask=live, other=0)
     number = tl.load(index + number_at + row, mask=live, other=0)
-    for i in tl.static_range(len(sources)):  # pyright: ignore[reportGeneralTypeIssues]
-        if pair == i:
-            within = (col < elements(heads, DIM, VEC))[None, :]
-            from_col = elements(source_head, DIM, VEC) + col
-            to_col = elements(target_head, DIM, VEC) + col
-            target = targets[i] + units(target_begin, targets[i])
-            place = target + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
-            total = tl.load(place, mask=live[:, None] & within & (fresh == 0), other=0.0)
-            for j in range(most):
-                some = j < number
-                from_row = tl.load(index + first + j, mask=some, other=0)
-                begin = tl.load(index + first + behind + j, mask=some, other=0)
-                source = sources[i] + units(begin, sources[i])[:, None]
-                added = tl.load(
-                    source + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :],
-                    mask=some[:, None] & within,
-                    other=0.0,
-                )
-                total += added.to(targets[i].dtype.element_ty)
-            tl.store(place, total, mask=live[:, None] & within)
+    within = (col < heads * width * VEC)[None, :]
+    from_col = source_head * width * VEC + col
+    to_col = target_head * width * VEC + col
+    source = chosen(sources, pair)
+    target = chosen(targets, pair) + units(target_begin, targets[0])
+    from_stride, to_stride = plain(chosen(source_strides, pair)), plain(chosen(target_strides, pair))
+    place = target + to_row.to(tl.int64)[:, None] * to_stride * VEC + to_col[None, :]
+    total = tl.load(place, mask=live[:, None] & within & (fresh == 0), other=0.0)
+    for j in range(most):
+        some = j < number
+        from_row = tl.load(index + first + j, mask=some, other=0)
+        begin = tl.load(index + first + behind + j, mask=some, other=0)
+        at = units(begin, sources[0]) + from_row.to(tl.int64) * from_stride * VEC
+        added = tl.load(source + at[:, None] + from_col[None, :], mask=some[:, None] & within, other=0.0)
+        total += added.to(targets[0].dtype.element_ty)
+    tl.store(place, total, mask=live[:, None] & within)
+
+
+@triton.jit
+def weighed(peak, total, merged, lse, part):
+    """Sums of partials weighed by exp(LSE - `peak`), `total` [N] and `merged` [N, V], and one more."""
+    top = tl.maximum(peak, lse)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    kept, weight = tl.exp(peak - base), tl.exp(lse - base)
+    return top, total * kept + weight, merged * kept[:, None] + part * weight[:, None]
 
 
 # Compiled once for all rows and heads.
 @triton.jit(
     do_not_specialize=[
-        *("lses", "maps", "mapped", "out_rows", "out_heads", "lse_rows", "lse_heads", "first_heads", "num_heads"),
-        *("own_heads", "rows", "listed", "lse", "out_stride", "lse_stride", "count", "first_row", "first_head"),
-        *("out_begins", "lse_begins", "placed"),
+        *("lses", "maps", "by_head", "num_parts", "sum_lse", "sum_heads", "rows", "listed", "lse", "out_row"),
+        *("out_head", "lse_row", "lse_head", "count", "first_row", "first_head", "out_begins", "lse_begins"),
+        *("placed", "width"),
     ]
 )
 def merge_rows(  # noqa: PLR0913, PLR0917
     outs,
     lses,
     maps,
-    mapped,
-    out_rows,
-    out_heads,
-    lse_rows,
-    lse_heads,
-    first_heads,
-    num_heads,
-    own_heads,
+    by_head,
+    num_parts,
+    sum_out,
+    sum_lse,
+    sum_heads,
     rows,
     listed,
     out,
     lse,
-    out_stride,
-    lse_stride,
+    out_row,
+    out_head,
+    lse_row,
+    lse_head,
     count,
     first_row,
     first_head,
     out_begins,
     lse_begins,
     placed,
-    DIM: tl.constexpr,
+    width,
     VEC: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -208,56 +227,60 @@ def merge_rows(  # noqa: PLR0913, PLR0917
     """Partials of the same queries merged by LSE, written once in the type of `out`.
 
     Program (i, h): head h of rows [i x ROWS, ...) of the result. Row t of it is row `rows[t]` of
-    the buffer where `listed` is 1, else `first_row` + t, and head h the buffer's `first_head` + h. A
-    partial r has buffer row b at row `maps[r][b]` (-1: nowhere; `mapped[r]` 0: at b) and heads
-    [first_heads[r], + num_heads[r]) of the buffer at `own_heads[r]`; none: the place is empty. Where
-    there is no partial, the output is zero and LSE -inf. Rows of the result follow one another or,
-    where `placed` is 1, row t of the output begins `out_begins[t]` units of 16 bytes behind the first,
-    and its LSE `lse_begins[t]` elements.
+    the buffer where `listed` is 1, else `first_row` + t, and head h the buffer's `first_head` + h.
+    The first is `sum_out` where `sum_heads` is not 0, with all rows and so many heads. What another
+    holds, and where, is in `maps[r]` (`MapHeader`); both have no gaps, LSE by row or, where bit r of
+    `by_head` is 1, by head. Where there is no partial, the output is zero and LSE -inf. `out_row` to
+    `lse_head`: strides, of the output in units of VEC, as `width` of a head. Rows of the result
+    follow one another or, where `placed` is 1, row t of the output begins `out_begins[t]` units of 16
+    bytes behind the first, and its LSE `lse_begins[t]` elements.
     """
     wide = lse.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     col = tl.arange(0, COLS)
     live = row < count
-    at = tl.where(listed != 0, tl.load(rows + row, mask=live & (listed != 0), other=0), first_row + row)
+    within = (col < width * VEC)[None, :]
+    at = tl.where(listed != 0, tl.load(rows + row, mask=live & (listed != 0), other=0), first_row + row).to(tl.int64)
     held = first_head + head
-    peak = tl.full([ROWS], float("-inf"), wide)
-    total = tl.zeros([ROWS], wide)
-    merged = tl.zeros([ROWS, COLS], wide)
-    for r in tl.static_range(len(outs)):  # pyright: ignore[reportGeneralTypeIssues]
-        own = held - plain(first_heads[r])
-        if (own >= 0) & (own < plain(num_heads[r])):
-            found = tl.load(maps[r] + at, mask=live & (plain(mapped[r]) != 0), other=-1)
-            source = tl.where(plain(mapped[r]) != 0, found.to(tl.int64), at.to(tl.int64))
-            here = live & (source >= 0)
-            place = (own + plain(own_heads[r])).to(tl.int64)
-            its = tl.load(
-                lses[r] + source * plain(lse_rows[r]) + place * plain(lse_heads[r]), mask=here, other=float("-inf")
-            )
-            its = its.to(wide)
-            part = tl.load(
-                outs[r] + source[:, None] * plain(out_rows[r]) * VEC + place * plain(out_heads[r]) * VEC + col[None, :],
-                mask=here[:, None] & (col < DIM)[None, :],
-                other=0.0,
-            )
-            top = tl.maximum(peak, its)
-            base = tl.where(top == float("-inf"), 0.0, top)
-            kept, weight = tl.exp(peak - base), tl.exp(its - base)
-            merged = merged * kept[:, None] + part.to(wide) * weight[:, None]
-            total = total * kept + weight
-            peak = top
+    first = live & (sum_heads > 0)
+    before = at * sum_heads + held
+    peak = tl.load(sum_lse + before, mask=first, other=float("-inf"))
+    total = tl.where(peak == float("-inf"), 0.0, 1.0).to(wide)
+    merged = (
+        tl.load(sum_out + before[:, None] * width * VEC + col[None, :], mask=first[:, None] & within, other=0.0)
+        * total[:, None]
+    )
+    for r in range(num_parts):
+        of_part = chosen(maps, r)
+        # `MapHeader`: its columns in order.
+        own = held - tl.load(of_part)
+        some = live & (own >= 0) & (own < tl.load(of_part + 1))
+        own += tl.load(of_part + 2)
+        mapped, its_rows, its_heads = tl.load(of_part + 3), tl.load(of_part + 4), tl.load(of_part + 5)
+        found = tl.load(of_part + 8 + at, mask=some & (mapped != 0), other=-1).to(tl.int64)
+        source = tl.where(mapped != 0, found, at)
+        here = some & (source >= 0)
+        place = source * its_heads + own
+        of_lse = tl.where(((by_head >> r) & 1) != 0, own.to(tl.int64) * its_rows + source, place)
+        its = tl.load(chosen(lses, r) + of_lse, mask=here, other=float("-inf"))
+        part = tl.load(
+            chosen(outs, r) + place[:, None] * width * VEC + col[None, :], mask=here[:, None] & within, other=0.0
+        )
+        peak, total, merged = weighed(peak, total, merged, its.to(wide), part.to(wide))
     some = total > 0
     merged = merged / tl.where(some, total, 1.0)[:, None]
-    out_row = row.to(tl.int64) * plain(out_stride[0]) * VEC
-    lse_row = row.to(tl.int64) * plain(lse_stride[0])
+    to_row = row.to(tl.int64) * out_row * VEC
+    to_lse = row.to(tl.int64) * lse_row
     if placed != 0:
-        out_row = units(tl.load(out_begins + row, mask=live, other=0), out)
-        lse_row = tl.load(lse_begins + row, mask=live, other=0).to(tl.int64)
+        to_row = units(tl.load(out_begins + row, mask=live, other=0), out)
+        to_lse = tl.load(lse_begins + row, mask=live, other=0).to(tl.int64)
     tl.store(
-        lse + lse_row + head * plain(lse_stride[1]),
+        lse + to_lse + head * lse_head,
         tl.where(some, peak + tl.log(tl.where(some, total, 1.0)), float("-inf")),
         mask=live,
     )
-    target = out + out_row[:, None] + head.to(tl.int64) * plain(out_stride[1]) * VEC + col[None, :]
-    tl.store(target, merged.to(out.dtype.element_ty), mask=live[:, None] & (col < DIM)[None, :])
+    # Triton 3.6 forgets behind a branch what rows begin at multiples of, and stores single elements.
+    aligned: tl.constexpr = VEC if VEC * out.dtype.element_ty.primitive_bitwidth <= 128 else VEC // 2
+    begin = tl.multiple_of(to_row[:, None] + head.to(tl.int64) * out_head * VEC, (1, aligned))
+    tl.store(out + begin + col[None, :], merged.to(out.dtype.element_ty), mask=live[:, None] & within)

@@ -1,16 +1,16 @@
 """Rows moved by Triton. Tables of launches are made once, and kept with the bound plan.
 
 A launch moves tensors of one kind: type of the sources, type of the targets, elements of a head. It
-has `PLACES` for them and fills what it does not need, so that its compiled variants are those of
-`build`, made when training starts.
+has `PLACES` for them and fills what it does not need, so that its compiled variants are those that
+`variants` makes when training starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.runtime.lower.memory import CallForm, made, wide_dtype
+from megatron_balance.runtime.lower.memory import CallForm, made
 from megatron_balance.runtime.lower.moves import Alike, Call, Moved, MoverCall, Site
 from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers.base import HELD_PARTS, Partials, PlainMover, RowMove, Sent, Space
@@ -27,6 +27,7 @@ from megatron_balance.runtime.movers.triton.kernels import (
     BLOCK_ROWS,
     AddBlock,
     CopyBlock,
+    MapHeader,
     add_rows,
     copy_rows,
     disguised,
@@ -34,17 +35,20 @@ from megatron_balance.runtime.movers.triton.kernels import (
 )
 
 _CPU = torch.device("cpu")
+_NO_TABLE = torch.empty(0, dtype=torch.int32)
 T = TypeVar("T")
-MAX_PAIRS = 8  # tensor pairs of one launch. The kernels have a branch for each.
+MAX_PAIRS = 8  # tensor pairs of one launch
 UNIT = 16  # bytes that begins in a table are counted in
 ACCESS_BYTES = 16
-TILE_BYTES = 2048  # of one row in a program: eight such rows are 128 bytes for each of its 128 threads
+# Of one row in a program, in the wider type: eight of them are 128 bytes for each of its 128 threads.
+# Fewer where accesses are narrower than 16 bytes, since each takes registers for its address.
+TILE_BYTES = 2048
 PLACES = (2, MAX_PAIRS)  # tensor pairs of one launch: as many places as a launch may have
-PARTS = (2, 5, 9)  # partials of one merge, beside an accumulator. The kernel is unrolled over them.
-LSE_COLS = 128  # heads of one row in a program, where a head has one element
+PARTS = (5, 9)  # partials of one merge, beside an accumulator
 # Most elements of one program of the merge, one head of some rows, and most rows: Triton 3.7 does
 # not compile it for Hopper with 32 or 64 rows on four warps, which heads of 17 to 64 elements had.
 MERGE_TILE, MERGE_ROWS = 2048, 16
+_WARP_ELEMENTS = 256  # of them: 16 bytes of bf16 for each thread of a warp
 
 # Tables of blocks for the kernels, from the runs of packed tensors. NumPy, once for a bound plan.
 _TablePair = tuple[int, int]  # (place of a packed tensor in the call, run of it whose buffer is meant)
@@ -62,7 +66,7 @@ class _Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockTable:
+class BlockTable:
     """Blocks of one launch."""
 
     # The tensors that it is given.
@@ -120,12 +124,12 @@ class _TableBuilder:
         self.num_index += len(rows)
         return self.num_index - len(rows)
 
-    def done(self, device: torch.device) -> _BlockTable:
+    def done(self, device: torch.device) -> BlockTable:
         blocks = np.concatenate(self.blocks) if self.blocks else np.empty((0, self.width), dtype=np.int64)
         index = np.concatenate(self.index) if self.index else np.zeros(1, dtype=np.int64)
         heads = int(blocks[:, CopyBlock.HEADS].max()) if len(blocks) else 0  # the same column of both
         shares = tuple(dict.fromkeys(self.shares))
-        return _BlockTable(tuple(self.pairs), _to(device, blocks), _to(device, index), heads, shares)
+        return BlockTable(tuple(self.pairs), _to(device, blocks), _to(device, index), heads, shares)
 
 
 def _to(device: torch.device, values: Ints) -> Tensor:
@@ -134,7 +138,7 @@ def _to(device: torch.device, values: Ints) -> Tensor:
     return torch.from_numpy(values.astype(np.int32)).to(device, non_blocking=True)  # no wait
 
 
-def _copy_tables(moved: Sequence[Moved], device: torch.device, *, take: bool) -> list[_BlockTable]:
+def _copy_tables(moved: Sequence[Moved], device: torch.device, *, take: bool) -> list[BlockTable]:
     """Launches (usually one) that copy all runs of packed tensors: from buffers (`take`), or there."""
     launches: list[_TableBuilder] = []
     numbers: dict[tuple[object, ...], int] = {}
@@ -229,7 +233,7 @@ class _Sum:
         return np.concatenate([one.of_buffer for one in self.added])
 
 
-def _add_tables(moved: Sequence[Moved], device: torch.device) -> list[_BlockTable]:
+def _add_tables(moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
     """Launches that add all runs of the packed tensors to their buffers. Blocks: `AddBlock`."""
     # Usually one; more where an element gets rows from several memories, or heads of the same rows
     # are split differently, since no two programs of a launch may write the same element.
@@ -252,7 +256,7 @@ def _add_tables(moved: Sequence[Moved], device: torch.device) -> list[_BlockTabl
         if at == len(waves):
             waves.append([])
         waves[at].append(one)
-    tables: list[_BlockTable] = []
+    tables: list[BlockTable] = []
     for wave, of_wave in enumerate(waves):
         launches: list[_TableBuilder] = []
         numbers: dict[tuple[object, ...], int] = {}
@@ -320,22 +324,36 @@ class _RowMap:
     """Packed rows of a partial by row of a buffer, each at most once."""
 
     buffer: int
-    # int32 [rows of the buffer], the packed row of each or -1; None: all rows, in order.
-    rows: Tensor | None
-    # Heads [head, head + num_heads) of the packed rows are those at `buffer_head` of the buffer.
-    head: int
-    num_heads: int
-    buffer_head: int
-    # Rows of it.
-    count: int = 0
+    # int32: a `MapHeader` and, where it says so, the packed row of each row of the buffer or -1.
+    table: Tensor
+    # Rows x heads of the buffer that it has.
+    elements: int
+    # Heads of the buffer, if they are all of the packed ones, and rows likewise, in order; else 0.
+    covers: int = 0
 
-    def covers(self, num_heads: int) -> bool:
-        """Whether it is all of a buffer of `num_heads` heads, in order."""
-        return self.rows is None and (self.head, self.num_heads, self.buffer_head) == (0, num_heads, 0)
+    @property
+    def header(self) -> list[int]:
+        return self.table[: MapHeader.WIDTH].tolist()
+
+    @classmethod
+    def of(cls, buffer: int, rows: Ints, heads: tuple[int, int, int], size: tuple[int, int]) -> _RowMap:
+        """Of packed tensors of `size`, (rows, heads): the row of each buffer row or -1, and heads
+        (head, number, head of the buffer). On the host.
+        """
+        head, num_heads, buffer_head = heads
+        mapped = bool((rows != np.arange(len(rows))).any())
+        header = np.array([buffer_head, num_heads, head, mapped, *size, 0, 0])
+        table = _to(_CPU, np.concatenate([header, rows]) if mapped else header)
+        covers = not mapped and (head, buffer_head, len(rows), num_heads) == (0, 0, *size)
+        return cls(buffer, table, num_heads * int((rows >= 0).sum()), num_heads * covers)
+
+    def rows_of(self, rows: Ints) -> Ints:
+        """Packed rows of these rows of the buffer, from a table on the host."""
+        return self.table[MapHeader.WIDTH :].numpy()[rows] if self.header[MapHeader.MAPPED] else rows
 
 
-def _row_maps(packed: Packed, num_rows: Mapping[int, int], device: torch.device) -> tuple[_RowMap, ...]:
-    """The packed rows as row maps, as few as hold them. `num_rows`: of each buffer."""
+def _row_maps(packed: Packed, num_rows: Mapping[int, int]) -> tuple[_RowMap, ...]:
+    """The packed rows as row maps on the host, as few as hold them. `num_rows`: of each buffer."""
     maps_of: dict[tuple[int, int, int, int], list[Ints]] = {}
     for run in packed.runs:
         maps = maps_of.setdefault((run.buffer, run.head, run.num_heads, run.buffer_head), [])
@@ -347,11 +365,9 @@ def _row_maps(packed: Packed, num_rows: Mapping[int, int], device: torch.device)
         else:
             maps += _maps_of_run(of_buffer, packed_rows, num_rows[run.buffer])
     made: list[_RowMap] = []
-    for (buffer, head, num_heads, buffer_head), maps in maps_of.items():
+    for (buffer, *heads), maps in maps_of.items():
         for one in maps:
-            whole = bool((one == np.arange(len(one))).all())
-            rows = None if whole else _to(device, one)
-            made.append(_RowMap(buffer, rows, head, num_heads, buffer_head, int((one >= 0).sum())))
+            made.append(_RowMap.of(buffer, one, (heads[0], heads[1], heads[2]), (packed.num_rows, packed.num_heads)))
     return tuple(made)
 
 
@@ -402,7 +418,7 @@ def _send_table(
     ):
         return None
     total = sum(one.packed.num_rows for one in outs)
-    maps: dict[tuple[object, int, int, int], list[tuple[tuple[int, int], Ints]]] = {}
+    maps: dict[tuple[int, ...], list[tuple[tuple[int, int], Ints]]] = {}
     out_begins, lse_begins = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
     at = 0
     shares = [tuple(own.begin - base.begin for own, base in zip(pair, sites[0], strict=True)) for pair in sites]
@@ -417,13 +433,15 @@ def _send_table(
             for number, (part, row_map, owned) in enumerate(held.get(run.buffer, ())):
                 if owned:
                     return None
-                whole = row_map.rows is None
-                found = of_buffer if whole else row_map.rows.numpy()[of_buffer]  # pyright: ignore[reportOptionalMemberAccess]
-                key = (part, row_map.head, row_map.num_heads, row_map.buffer_head)
+                found, header = row_map.rows_of(of_buffer), row_map.header
+                key = (part, *header[: MapHeader.MAPPED], *header[MapHeader.ROWS : MapHeader.HEADS + 1])
                 _enter(maps.setdefault(key, []), packed + at, found, total, (run.buffer, number))
         at += len(rows)
     parts = [(key, place, one) for key, own in maps.items() for place, one in own]
-    row_maps = [_RowMap(place[0], _to(_CPU, one), *key[1:]) for key, place, one in parts]
+    row_maps = [
+        _RowMap.of(place[0], one, (head, heads, buffer_head), (size[0], size[1]))
+        for (_, buffer_head, heads, head, *size), place, one in parts
+    ]
     made = _SendTable(
         tuple(place for _, place, _ in parts),
         tuple(row_maps),
@@ -471,10 +489,10 @@ class TritonMover:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._tables: dict[tuple[object, ...], list[_BlockTable]] = {}
+        self._tables: dict[tuple[object, ...], list[BlockTable]] = {}
         self._row_maps: dict[int, tuple[_RowMap, ...]] = {}
         self._kept: list[Packed] = []
-        self._launches: dict[tuple[object, ...], list[tuple[_BlockTable, tuple[_TablePair, ...]]]] = {}
+        self._launches: dict[tuple[object, ...], list[tuple[BlockTable, tuple[_TablePair, ...]]]] = {}
         self._unchecked: set[tuple[object, ...]] = set()  # tables that no launch has used
         self._sends: dict[tuple[object, ...], _SendTable] = {}
         self._plain = PlainMover()
@@ -488,13 +506,13 @@ class TritonMover:
     def prepare(
         self, moves: Iterable[MoverCall], sizes: Mapping[int, tuple[int, int]], form: CallForm
     ) -> Sequence[Tensor]:
-        tables: list[_BlockTable] = []
+        tables: list[BlockTable] = []
         maps: list[_RowMap] = []
         expected = _Expected(sizes, HELD_PARTS)
         sends: list[_SendTable] = []
         for call, moved in moves:
             if call == "partial":
-                own = self._map_rows(moved[0].packed, {buffer: rows for buffer, (rows, _) in sizes.items()}, _CPU)
+                own = self._map_rows(moved[0].packed, sizes)
                 expected.add(own)
                 maps += own
                 continue
@@ -511,7 +529,7 @@ class TritonMover:
         maps += [row_map for table in sends for row_map in table.row_maps]
         return [
             *(x for table in tables for x in (table.blocks, table.index)),
-            *(row_map.rows for row_map in maps if row_map.rows is not None),
+            *(row_map.table for row_map in maps),
             *(x for table in sends for x in (table.out_begins, table.lse_begins)),
         ]
 
@@ -560,7 +578,7 @@ class TritonMover:
         found = self._launches.get(key)
         if found is None:
             found = self._launches[key] = self._launches_of(call, moves)
-        launches: list[tuple[_BlockTable, list[Tensor], list[Tensor]]] = []
+        launches: list[tuple[BlockTable, list[Tensor], list[Tensor]]] = []
         for table, pairs in found:
             buffers = [moves[place].buffers[run] for place, run in pairs]
             packed = [made(moves[place].own) for place, _ in pairs]
@@ -571,9 +589,9 @@ class TritonMover:
         for table, buffers, packed in launches:
             launch(kernel, table, *((buffers, packed) if call == "fill" else (packed, buffers)))
 
-    def _launches_of(self, call: Call, moves: Sequence[RowMove]) -> list[tuple[_BlockTable, tuple[_TablePair, ...]]]:
+    def _launches_of(self, call: Call, moves: Sequence[RowMove]) -> list[tuple[BlockTable, tuple[_TablePair, ...]]]:
         """Launches of a call, alike in every layer: tables, and where their pairs are in `moves`."""
-        found: list[tuple[_BlockTable, tuple[_TablePair, ...]]] = []
+        found: list[tuple[BlockTable, tuple[_TablePair, ...]]] = []
         for numbers in _by_kind(moves):
             some = [moves[number] for number in numbers]
             self._kept += [move.packed for move in some]  # the key holds their ids: they must not go away
@@ -587,17 +605,19 @@ class TritonMover:
     def row_maps(self, packed: Packed, space: Space) -> tuple[_RowMap, ...]:
         maps = self._row_maps.get(id(packed))
         if maps is None:
-            maps = self._map_rows(packed, {buffer: rows for buffer, (rows, _) in space.sizes.items()}, self.device)
+            made = self._map_rows(packed, space.sizes)
+            maps = tuple([replace(one, table=one.table.to(self.device)) for one in made])
+            self._row_maps[id(packed)] = maps
         return maps
 
-    def _map_rows(self, packed: Packed, rows: Mapping[int, int], device: torch.device) -> tuple[_RowMap, ...]:
+    def _map_rows(self, packed: Packed, sizes: Mapping[int, tuple[int, int]]) -> tuple[_RowMap, ...]:
         if id(packed) in self._row_maps:  # of a forward that plans of two policies share
             return self._row_maps[id(packed)]
         self._kept.append(packed)
-        self._row_maps[id(packed)] = maps = _row_maps(packed, rows, device)
+        self._row_maps[id(packed)] = maps = _row_maps(packed, {buffer: rows for buffer, (rows, _) in sizes.items()})
         return maps
 
-    def _tables_of(self, call: Call, moves: Sequence[RowMove]) -> list[_BlockTable]:
+    def _tables_of(self, call: Call, moves: Sequence[RowMove]) -> list[BlockTable]:
         width = prod(made(moves[0].own).shape[2:])
         key = (call, width, _fresh(call, moves), *[id(move.packed) for move in moves])
         tables = self._tables.get(key)
@@ -609,7 +629,7 @@ class TritonMover:
                 _check(table.shares, moves)
         return tables
 
-    def _table(self, call: Call, width: int, moved: Sequence[Moved], device: torch.device) -> list[_BlockTable]:
+    def _table(self, call: Call, width: int, moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
         """Tables of a call on these packed tensors, made once: by `prepare`, or here and now."""
         # `width`: elements of a head; keys and values of two widths have the same packed rows, and
         # lie apart in a message.
@@ -655,7 +675,7 @@ def _check(shares: Sequence[_Share], moves: Sequence[RowMove]) -> None:
         )
 
 
-def launch(kernel: Any, table: _BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Launch over a table's blocks. `sources`, `targets`: of its pairs, [T, H, ...], of one type."""
     num_blocks = table.blocks.shape[0]
     if not num_blocks:
@@ -663,9 +683,9 @@ def launch(kernel: Any, table: _BlockTable, sources: Sequence[Tensor], targets: 
     sources = [x if x.is_contiguous() or _in_rows(x) else x.contiguous() for x in sources]
     assert all([x.is_contiguous() or _in_rows(x) for x in targets]), "a target with gaps inside its rows"  # noqa: C419
     dim = prod(targets[0].shape[2:])
-    element_bytes = min(sources[0].element_size(), targets[0].element_size())
-    vec = _vector(dim, element_bytes)
-    cols = LSE_COLS if dim == 1 else TILE_BYTES // element_bytes
+    both = sources[0].element_size(), targets[0].element_size()
+    vec = vector(dim, min(both))
+    cols = TILE_BYTES // max(both) * vec * min(both) // ACCESS_BYTES
     places = next(places for places in PLACES if places >= len(sources))
     kernel[(num_blocks, triton.cdiv(table.heads * dim, cols))](
         _padded(sources, places),
@@ -674,15 +694,11 @@ def launch(kernel: Any, table: _BlockTable, sources: Sequence[Tensor], targets: 
         _padded([disguised(x.stride(0) // vec) for x in targets], places),
         table.blocks,
         table.index,
-        DIM=dim,
+        dim // vec,
         VEC=vec,
         ROWS=BLOCK_ROWS,
         COLS=cols,
     )
-
-
-def _disguised(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple([disguised(value) for value in values])
 
 
 def _padded(values: Sequence[T], places: int) -> tuple[T, ...]:
@@ -715,10 +731,9 @@ def _in_rows(x: Tensor) -> bool:
     return True
 
 
-def _vector(dim: int, element_bytes: int) -> int:
-    """Elements of one access: 16 bytes of the narrower type where `dim` allows, else 1."""
-    wanted = ACCESS_BYTES // element_bytes
-    return wanted if dim % wanted == 0 else 1
+def vector(dim: int, element_bytes: int) -> int:
+    """Elements of one access: 16 bytes of the narrower type, or as many of them as divide `dim`."""
+    return gcd(dim, ACCESS_BYTES // element_bytes)
 
 
 class _Partial(NamedTuple):
@@ -732,7 +747,8 @@ class _Partial(NamedTuple):
 
 def partial_of(out: Tensor, lse: Tensor) -> _Partial:
     """A partial of all rows and heads of a buffer."""
-    return _Partial(out, lse, _RowMap(0, None, 0, out.shape[1], 0))
+    row_map = _RowMap.of(0, np.arange(out.shape[0]), (0, out.shape[1], 0), (out.shape[0], out.shape[1]))
+    return _Partial(out, lse, replace(row_map, table=row_map.table.to(out.device)))
 
 
 _P = TypeVar("_P", _Partial, _Entry)
@@ -756,7 +772,7 @@ class _HeldPartials(Generic[_P]):
             if held and len(held) - held[0].owned >= PARTS[-1]:
                 held[:] = [self.accumulated(buffer, held)]
             held.append(partial_of(row_map))
-            if sum([part.row_map.count * part.row_map.num_heads for part in held]) > self.most * rows * heads:
+            if sum([part.row_map.elements for part in held]) > self.most * rows * heads:
                 held[:] = [self.accumulated(buffer, held)]
 
     def accumulated(self, buffer: int, held: list[_P]) -> _P:
@@ -764,8 +780,9 @@ class _HeldPartials(Generic[_P]):
         raise NotImplementedError
 
     def whole(self, buffer: int) -> _RowMap:
+        """Of an accumulator, which the kernel takes without a row map."""
         rows, heads = self.sizes[buffer]
-        return _RowMap(buffer, None, 0, heads, 0, rows)
+        return _RowMap(buffer, _NO_TABLE, rows * heads, heads)
 
 
 class _Expected(_HeldPartials[_Entry]):
@@ -801,7 +818,7 @@ class _TritonPartials(_HeldPartials[_Partial]):
             out = self.space.empty((*self.sizes[buffer], self.space.dim), self.space.wide)
             lse = self.space.empty(self.sizes[buffer], self.space.wide)
             target = _Partial(out, lse, self.whole(buffer), owned=True)
-        _merge_parts(self.mover, held, target.out, target.lse)
+        merge_parts(self.mover, held, target.out, target.lse)
         return target
 
     def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
@@ -817,7 +834,7 @@ class _TritonPartials(_HeldPartials[_Partial]):
             out, lse = map(made, both)
             for run, index in zip(packed.runs, packed.indices, strict=True):
                 own = (slice(run.row, run.row + run.count), slice(run.head, run.head + run.num_heads))
-                _merge_parts(
+                merge_parts(
                     self.mover,
                     self.held.get(run.buffer, []),
                     out[own],
@@ -833,23 +850,23 @@ class _TritonPartials(_HeldPartials[_Partial]):
             for (buffer, number), row_map in zip(table.parts, table.row_maps, strict=True)
         ]
         assert not any(part.owned for part in parts), "rows that were merged before they were sent"
-        _merge_parts(self.mover, parts, made(first.out), made(first.lse), first_head=table.first_head, table=table)
+        merge_parts(self.mover, parts, made(first.out), made(first.lse), first_head=table.first_head, table=table)
 
     def final(self) -> tuple[Tensor, Tensor]:
         rows, heads = self.space.sizes[0]
         held = self.held.get(0, [])
-        if len(held) == 1 and held[0].row_map.covers(heads):
+        if len(held) == 1 and held[0].row_map.covers == heads:
             only = held[0].out
             if only.dtype == self.space.dtype and only.is_contiguous():
                 return only, held[0].lse  # of all rows: nothing to merge
         device = self.mover.device
         out = torch.empty((rows, heads, self.space.dim), dtype=self.space.dtype, device=device)
         lse = torch.empty((rows, heads), dtype=self.space.wide, device=device)
-        _merge_parts(self.mover, held, out, lse)
+        merge_parts(self.mover, held, out, lse)
         return out, lse
 
 
-def _merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and head of it
+def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and head of it
     mover: TritonMover,
     held: Sequence[_Partial],
     out: Tensor,
@@ -859,12 +876,14 @@ def _merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows an
     first_row: int = 0,
     first_head: int = 0,
     table: _SendTable | None = None,
+    kernel: Any = None,
 ) -> None:
     """Merge partials of a buffer into rows of `out` [N, H, D] and `lse` [N, H]: its heads from
     `first_head` on, of row `rows` each or from `first_row` on. Without partials: zero and -inf.
     `out` and `lse` may be the first partial's own.
 
-    `table`: the result is all messages of an exchange, of which these are the first.
+    `table`: the result is all messages of an exchange, of which these are the first. `kernel`: in
+    place of `merge_rows`.
     """
     if not held:
         out.zero_()
@@ -876,80 +895,49 @@ def _merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows an
         count = len(table.out_begins)
     if not count or not num_heads:
         return
-    # An accumulator of another type than the partials has a place of its own, the first.
-    gathered = held[:1] if held[0].owned else ()
-    parts = held[len(gathered) :]
-    dtype = parts[0].out.dtype if parts else out.dtype
+    # An accumulator of another type than the partials has a place of its own.
+    gathered, parts = (held[0], held[1:]) if held[0].owned else (None, held)
+    wide = mover.blank(lse.dtype)
+    outs = [x if x.is_contiguous() else x.contiguous() for x, *_ in parts] or [mover.blank(out.dtype)]
+    lses, by_head = [], 0
+    for bit, part in enumerate(parts):
+        turned = not part.lse.is_contiguous()
+        by_head |= turned << bit
+        # The libraries return LSE by row or by head, without gaps.
+        lses.append(part.lse if not turned or part.lse.T.is_contiguous() else part.lse.T.contiguous().T)
     places = next((places for places in PARTS if places >= len(parts)), 0)
     assert places, f"{len(parts)} partials in one merge, at most {PARTS[-1]}"
-    none = _Partial(mover.blank(dtype).view(1, 1, -1), mover.blank(lse.dtype).view(1, -1), _RowMap(-1, None, 0, 0, 0))
-    first = none._replace(out=mover.blank(lse.dtype).view(1, 1, -1))
-    slots = [*(gathered or (first,)), *parts, *([none] * (places - len(parts)))]
-    outs = tuple([part.out if part.out.stride(2) == 1 else part.out.contiguous() for part in slots])
-    lses = tuple([part.lse for part in slots])
-    vec = _vector(dim, min(x.element_size() for x in (*outs, out)))
+    narrow = min(outs[0].element_size(), out.element_size())
+    vec = vector(dim, narrow)
     cols = triton.next_power_of_2(dim)
-    block = max(1, min(MERGE_ROWS, MERGE_TILE // cols))
-    merge: Any = merge_rows[(triton.cdiv(count, block), num_heads)]
-    no_map, row_lists = mover.blank(torch.int32), [part.row_map.rows for part in slots]
+    block = max(1, min(MERGE_ROWS, MERGE_TILE // cols * vec * narrow // ACCESS_BYTES))
+    no_map = mover.blank(torch.int32)
+    merge: Any = (kernel or merge_rows)[(triton.cdiv(count, block), num_heads)]
     merge(
-        outs,
-        lses,
-        tuple([no_map if rows is None else rows for rows in row_lists]),
-        _disguised([int(rows is not None) for rows in row_lists]),
-        _disguised([x.stride(0) // vec for x in outs]),
-        _disguised([x.stride(1) // vec for x in outs]),
-        _disguised([x.stride(0) for x in lses]),
-        _disguised([x.stride(1) for x in lses]),
-        _disguised([part.row_map.buffer_head for part in slots]),
-        _disguised([part.row_map.num_heads for part in slots]),
-        _disguised([part.row_map.head for part in slots]),
+        _padded(outs, places),
+        _padded(lses or [wide], places),
+        _padded([part.row_map.table for part in parts] or [no_map], places),
+        by_head,
+        len(parts),
+        wide if gathered is None else gathered.out,
+        wide if gathered is None else gathered.lse,
+        0 if gathered is None else gathered.out.shape[1],
         mover.blank(torch.int64) if rows is None else rows,
         int(rows is not None),
         out,
         lse,
-        _disguised((out.stride(0) // vec, out.stride(1) // vec)),
-        _disguised((lse.stride(0), lse.stride(1))),
+        out.stride(0) // vec,
+        out.stride(1) // vec,
+        *lse.stride(),
         count,
         first_row,
         first_head,
         no_map if table is None else table.out_begins,
         no_map if table is None else table.lse_begins,
         int(table is not None),
-        DIM=dim,
+        dim // vec,
         VEC=vec,
         ROWS=block,
         COLS=cols,
+        num_warps=max(1, min(4, block * cols // _WARP_ELEMENTS)),
     )
-
-
-def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
-    """Launch each variant of the kernels once, on nothing, before the first step; their number."""
-    # Compiling one takes from a part of a second to several; in a step that would stop this rank,
-    # and with it every rank that waits for it.
-    mover, wide = TritonMover(device), wide_dtype(dtype)
-    types = tuple(dict.fromkeys((dtype, wide)))
-    launches = 0
-    # (source, target, elements of a head). Copied are inputs and outputs, gradients, and these
-    # converted, and LSE; added are gradients as a kernel leaves them, and as they travel.
-    copies: list[Alike] = [(a, b, head_dim) for a in types for b in types]
-    additions: list[Alike] = [(a, wide, head_dim) for a in types]
-    for kernel, width, kinds in (
-        (copy_rows, CopyBlock.WIDTH, dict.fromkeys((*copies, (wide, wide, 1)))),
-        (add_rows, AddBlock.WIDTH, additions),
-    ):
-        blocks = torch.zeros((1, width), dtype=torch.int32, device=device)  # one block of no rows
-        table = _BlockTable((), blocks, mover.blank(torch.int32), 1)
-        for *of_sides, dim in kinds:
-            for places in PLACES:
-                x, y = (torch.zeros((1, 1, dim), dtype=each, device=device) for each in of_sides)
-                launch(kernel, table, [x] * places, [y] * places)
-                launches += 1
-    lse = torch.zeros((1, 1), dtype=wide, device=device)
-    part = partial_of(torch.zeros((1, 1, head_dim), dtype=dtype, device=device), lse)
-    for num_parts in PARTS:
-        for out_dtype in types:
-            out = torch.empty((1, 1, head_dim), dtype=out_dtype, device=device)
-            _merge_parts(mover, [part] * num_parts, out, torch.empty_like(lse))
-            launches += 1
-    return launches
