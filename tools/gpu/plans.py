@@ -57,7 +57,7 @@ class Drawn:
 
 
 def draw(counts: Mapping[int, int]) -> dict[int, list[Drawn]]:
-    """So many plans by number of ranks, the same every time."""
+    """Draw plans by number of ranks, `counts` of each, the same every time."""
     found: dict[int, list[Drawn]] = {size: [] for size in counts}
     number = 0
     while any(len(found[size]) < count for size, count in counts.items()):

@@ -1,4 +1,4 @@
-"""What `tools/gpu/bare prepare` puts into `.gpu/` for a machine that has a GPU and no network.
+"""Make `.gpu/` for a machine that has a GPU and no network: `tools/gpu/bare prepare`.
 
 Wheels, an NCCL that takes several ranks on one GPU, random plans and, if asked for, Triton's kernels
 compiled for Hopper. Nothing of it is committed: git ignores the folder.
@@ -26,7 +26,7 @@ from tools.gpu.bare import COMPILED, NCCL, ROOT, WHEELS
 from tools.gpu.variants import SETS
 
 PACKAGES = ("megatron-core", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions")
-"""What the machine's image lacks, or has in another version; those of .venv are carried."""
+"""Packages of .venv that are carried: the machine's image lacks them, or has another version."""
 NCCL_WHEEL = "nvidia-nccl-cu13>=2.31"
 TRITON = "triton==3.6.0"
 """The machine's: a compiled kernel is found again by Triton's sources."""

@@ -193,7 +193,7 @@ def _run_apart(
     if context.on_gpu:
         # A process that forks ranks may look for a GPU, and must not begin to use it.
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        environment |= {"LD_PRELOAD": str(nccl)} if nccl is not None and name in MANY else {}
+        environment |= {"LD_PRELOAD": str(nccl.absolute())} if nccl is not None and name in MANY else {}
     else:
         environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as folder:

@@ -226,7 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if way.mps and not start_mps(options.state):
         sys.exit(f"error: --way {options.way}: nvidia-cuda-mps-control does not start here; take --way 2")
     num_ranks, port = options.ranks_per_gpu * options.gpus, free_port()
-    shared = {**os.environ, **environment(way, options.state, options.ranks_per_gpu), "LD_PRELOAD": str(library)}
+    shared = {
+        **os.environ,
+        **environment(way, options.state, options.ranks_per_gpu),
+        "LD_PRELOAD": str(Path(library).absolute()),
+    }
     try:
         return _watch(
             [

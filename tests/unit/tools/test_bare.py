@@ -36,7 +36,7 @@ FAILS = "import os, sys, time; time.sleep(600) if os.environ['RANK'] == '0' else
 def test_a_command_runs_once_a_rank_with_neighbours_on_one_gpu(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(sharing, "refusal", lambda _: "")
     monkeypatch.setattr(sharing, "GRACE_S", 0.2)
-    monkeypatch.setattr(sharing, "torchs_own", lambda: "")
+    monkeypatch.setattr(sharing, "torchs_own", lambda: Path("none"))
     words = ["--ranks-per-gpu", "2", "--gpus", "2", "--state", str(tmp_path / "state"), "--", sys.executable, "-c"]
     assert sharing.main([*words, SAYS]) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 0 4 1", "1 0 4 1", "2 1 4 1", "3 1 4 1"]
