@@ -26,8 +26,8 @@ from tools.gpu.rows import Context, Figure, Row, Target
 BUDGET_S = 75.0
 SHARES = {2: 0.2, 4: 0.4, 8: 0.4}
 """Of the time, by number of ranks."""
-START_S = 8.0
-"""Until ranks have their communicators, kept out of those shares."""
+CLOSE_S = 4.0
+"""Of each share, for the plan under way at its end and for the ranks to leave."""
 FEW = 12
 """Plans of each number of ranks where none were drawn ahead."""
 HEAD_DIM = 64
@@ -85,9 +85,9 @@ def measure(context: Context) -> Iterator[Row]:
         for figure in (WORST[size], RAN[size]):
             yield figure.not_measured(f"{context.ranks} ranks here")
     for size in context.worlds:
-        seconds = max(2.0, SHARES[size] / whole * left - START_S)
-        given = (drawn[size], seconds)
-        found = ranks.run_ranks(_rank, size, given, context, seconds=min(context.left_s(), seconds + 30.0)).results()
+        until = time.monotonic() + SHARES[size] / whole * left - CLOSE_S
+        given, most_s = (drawn[size], until), context.left_s() - 2.0
+        found = ranks.run_ranks(_rank, size, given, context, seconds=most_s).results()
         bad = [each for rank in found for each in rank["bad"]]
         slowest = max(rank["slowest_s"] for rank in found)
         note = f"slowest {slowest:.2f} s; above it: {'; '.join(bad[:3]) or 'none'}"
@@ -95,17 +95,18 @@ def measure(context: Context) -> Iterator[Row]:
         yield RAN[size].measured(found[0]["ran"], f"of {len(drawn[size])}, {'NCCL' if context.on_gpu else 'gloo'}")
 
 
-def _rank(place: Place, drawn: Sequence[Drawn], seconds: float) -> dict[str, Any]:
-    """Run plans until rank 0 says that the time is over."""
+def _rank(place: Place, drawn: Sequence[Drawn], until: float) -> dict[str, Any]:
+    """Run plans, at least one, until rank 0 says that the time is over (`time.monotonic`, which all
+    processes share).
+    """
     import torch
     import torch.distributed as dist
 
     ranks.join(place)
     pools: dict[int, Any] = {}
     worst, slowest, ran, bad = 0.0, 0.0, 0, list[str]()
-    end = time.monotonic() + seconds
     for number, each in enumerate(drawn):
-        over = torch.tensor([float(time.monotonic() > end)], device=place.device)
+        over = torch.tensor([float(ran > 0 and time.monotonic() > until)], device=place.device)
         dist.broadcast(over, 0)
         if over.item():
             break
