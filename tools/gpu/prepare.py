@@ -16,6 +16,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -142,11 +143,13 @@ def _compiled(kit: Path, work: Path) -> str:
         "PYTHONPATH": os.pathsep.join([str(work / "site"), str(ROOT)]),
         "TRITON_CACHE_DIR": str(work / "cache"),
     }
-    for dtype, head_dim in SETS:
-        compile_one = (
-            "from tools.gpu.prepare import compile_for_hopper as c; import sys; c(sys.argv[1], int(sys.argv[2]))"
-        )
-        subprocess.run([sys.executable, "-c", compile_one, dtype, str(head_dim)], cwd=ROOT, env=environment, check=True)
+    program = "from tools.gpu.prepare import compile_for_hopper as c; import sys; c(sys.argv[1], int(sys.argv[2]))"
+
+    def compile_set(one: tuple[str, int]) -> None:
+        subprocess.run([sys.executable, "-c", program, *map(str, one)], cwd=ROOT, env=environment, check=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(compile_set, SETS))
     shutil.make_archive(str(work / "compiled"), "xztar", work / "cache")
     shutil.move(work / "compiled.tar.xz", kit / COMPILED)
     return f"{len(SETS)} sets by {TRITON}"

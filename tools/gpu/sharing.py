@@ -218,8 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("expected a command behind --, such as: -- python train.py")
     if options.ranks_per_gpu < 1 or options.gpus < 1:
         parser.error(f"--ranks-per-gpu {options.ranks_per_gpu}, --gpus {options.gpus}: expected at least 1")
-    library = options.nccl or torchs_own()
-    if said := refusal(library):
+    library: Path | None = options.nccl or torchs_own()
+    said = refusal(library)
+    if library is None or said:
         sys.exit(f"error: {said}")
     way = WAYS[options.way]
     options.state.mkdir(parents=True, exist_ok=True)
@@ -229,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared = {
         **os.environ,
         **environment(way, options.state, options.ranks_per_gpu),
-        "LD_PRELOAD": str(Path(library).absolute()),
+        "LD_PRELOAD": str(library.absolute()),
     }
     try:
         return _watch(
