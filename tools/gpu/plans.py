@@ -2,7 +2,8 @@
 
 Remapped, routed, of both policies, some as two nano-batches: those of `tools.faults rendezvous`,
 drawn ahead by `tools/gpu/bare prepare` so that no second on a GPU goes to planning. Every other one
-runs in fp32 with the plain formula, whose error is so small that a race shows.
+runs in fp32 with the plain formula, whose error is so small that a race shows, and half of them with
+sinks.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _rank(place: Place, drawn: Sequence[Drawn], until: float) -> dict[str, Any]:
 
 def worst_error(place: Place, pool: Any, drawn: Drawn, dtype: str, seed: int) -> float:
     """The largest error of this rank's outputs and gradients, each of its tensor's largest value;
-    infinite where one is not finite.
+    infinite where one is not finite. `seed`: of the values; of every four, two have sinks.
     """
     import torch
 
@@ -155,12 +156,13 @@ def worst_error(place: Place, pool: Any, drawn: Drawn, dtype: str, seed: int) ->
         return torch.cat([torch.empty(0, heads[which], HEAD_DIM, **how), *parts])
 
     leaves = [[rows(at, which).requires_grad_() for which in range(3)] for at in range(len(bounds))]
-    outs = _attended(leaves, bounds)
+    sink = torch.linspace(-3.0, 4.0, heads[0], device=place.device) if seed % 4 > 1 else None  # below scores, and above
+    outs = _attended(leaves, bounds, sink)
     flat = [leaf for of_plan in leaves for leaf in of_plan]
     grads = torch.autograd.grad(outs, flat, [rows(at, 3) for at in range(len(bounds))])
     worst = 0.0
     for at, values in enumerate(drawn_values):
-        truth = [_dense([x.double() for x in each]) for each in values]
+        truth = [_dense([x.double() for x in each], sink) for each in values]
         for which, ours in enumerate((outs[at].detach(), *grads[3 * at : 3 * at + 3])):
             wanted = [truth[seq][which][start:stop] for seq, start, stop in owned[at]]
             if wanted:
@@ -170,14 +172,14 @@ def worst_error(place: Place, pool: Any, drawn: Drawn, dtype: str, seed: int) ->
     return worst
 
 
-def _attended(leaves: Sequence[Sequence[Any]], bounds: Sequence[Any]) -> list[Any]:
+def _attended(leaves: Sequence[Sequence[Any]], bounds: Sequence[Any], sink: Any) -> list[Any]:
     """Outputs; of two nano-batches as a layer of them runs."""
     from megatron_balance.runtime.attention import AttentionCall, balanced_attention
 
     if len(bounds) == 1:
         q, k, v = leaves[0]
-        return [balanced_attention(q, k, v, bounds[0])]
-    calls = [AttentionCall(bound) for bound in bounds]
+        return [balanced_attention(q, k, v, bounds[0], sink=sink)]
+    calls = [AttentionCall(bound, sink=sink) for bound in bounds]
     for call, (q, k, v) in zip(calls, leaves, strict=True):
         call.start(q, k, v)
     for call in calls:
@@ -185,9 +187,9 @@ def _attended(leaves: Sequence[Sequence[Any]], bounds: Sequence[Any]) -> list[An
     return [call.end() for call in calls]
 
 
-def _dense(given: Sequence[Any]) -> tuple[Any, ...]:
+def _dense(given: Sequence[Any], sink: Any) -> tuple[Any, ...]:
     """Output and gradients (q, k, v) of causal attention, of q [T, H, D], k and v [T, G, D] and the
-    output's gradient.
+    output's gradient. `sink` [H]: the score of one more key, whose value is zero; or None.
     """
     import torch
 
@@ -196,5 +198,8 @@ def _dense(given: Sequence[Any]) -> tuple[Any, ...]:
     keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[2] ** -0.5
     later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-    out = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), values)
+    scores = scores.masked_fill(later, float("-inf"))
+    lse = scores.logsumexp(-1, keepdim=True)
+    whole = lse if sink is None else torch.logaddexp(lse, sink.double()[:, None, None])
+    out = torch.einsum("hqk,khd->qhd", (scores - whole).exp(), values)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]))
