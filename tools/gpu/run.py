@@ -43,6 +43,8 @@ LIMIT_S = {"cuda": 470.0, "cpu": 150.0}
 """Seconds that the whole suite may take by itself."""
 START_S = 5.0
 """With less time left than this no part is begun."""
+END_S = 5.0
+"""For what a part has started to end, once it is killed."""
 RANKS = (1, 2, 4, 8)
 
 
@@ -227,12 +229,26 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 def _end_session(session: int) -> None:
-    """Kill all processes of a session, whatever groups of their own they have made: ranks do."""
-    for _ in range(2):  # what was started while the first were being killed
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if os.getsid(int(folder.name)) == session:
-                    os.kill(int(folder.name), signal.SIGKILL)
+    """Kill all processes of a session, whatever groups of their own they have made (ranks do), and
+    wait until none runs.
+    """
+    until = time.monotonic() + END_S
+    while (left := _running(session)) and time.monotonic() < until:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _running(session: int) -> list[int]:
+    found: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # "1234 (any name) S parent group session ..."
+            state, _, _, of = stat.read_text().rpartition(") ")[2].split()[:4]
+            if int(of) == session and state not in "ZX":
+                found.append(int(stat.parent.name))
+    return found
 
 
 def _append(file: Path, row: Row) -> None:

@@ -47,7 +47,7 @@ def test_a_value_is_held_against_its_target(target, value, met):
 PART = """
 import sys, time
 from tools.gpu.rows import Figure, Target
-BUDGET_S = 5.0
+BUDGET_S = 9.0
 FIGURES = (Figure("first", "x", Target("at most", 1)), Figure("second", "x"), Figure("fast", "x", speed=True))
 def measure(context):
     yield FIGURES[0].measured(0.5, context.device)
@@ -113,8 +113,8 @@ HANGS = """
 
 def test_a_part_that_hangs_is_ended_with_its_ranks_and_its_rest_is_out_of_time(part, tmp_path):
     began = time.monotonic()
-    first, second, _ = part(HANGS.format(file=str(tmp_path / "rank")).strip(), seconds=7.0)
-    assert time.monotonic() - began < 20
+    first, second, _ = part(HANGS.format(file=str(tmp_path / "rank")).strip(), seconds=30.0)
+    assert time.monotonic() - began < 30
     assert first.value == 0.5
     assert (second.kind, second.ok, second.note) == ("not measured", None, "out of time")
     rank = Path("/proc", (tmp_path / "rank").read_text(), "status")
