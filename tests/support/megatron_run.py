@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +84,8 @@ class Job:
     # Whether a rank that saves spawns the process for the results, as Megatron does; a fork takes
     # seconds less, and is no process of its own memory.
     spawns: bool = False
+    # Neighbours that share a GPU, where there are GPUs.
+    ranks_per_gpu: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,16 @@ class Result:
 
 
 class Trainer:
-    # The server, seen from a test.
-    def __init__(self, path: Sequence[str] = ()) -> None:
+    # The server, seen from a test. `variables`: of its environment; `device`: cuda on a real GPU.
+    def __init__(
+        self, path: Sequence[str] = (), variables: Mapping[str, str] | None = None, device: str = "cpu"
+    ) -> None:
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
+        found = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+        environment = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join([*path, str(ROOT), *found])}
         pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        command = [sys.executable, "-W", "ignore", __file__]
+        command = [sys.executable, "-W", "ignore", __file__, device]
+        environment |= variables or {}
         self._server = subprocess.Popen(command, **pipes, text=True, cwd=ROOT, env=environment)
 
     def run(self, job: Job) -> Result:
@@ -136,13 +142,14 @@ class Trainer:
         self._server.wait(timeout=30)
 
 
-def serve() -> None:
+def serve(device: str) -> None:
     # Answer jobs until stdin closes.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever Megatron prints while it is imported is no answer
-    from megatron_balance.megatron import cpu
+    if device == "cpu":
+        from megatron_balance.megatron import cpu
 
-    cpu.install()
+        cpu.install()
     import torch
 
     torch.set_num_threads(1)
@@ -156,6 +163,7 @@ def serve() -> None:
         with suppress(PatchError), applied((patch,)):
             pass
     prepare_ranks()
+    assert device == "cpu" or not torch.cuda.is_initialized(), "ranks that are forked now could not use the GPU"
     for line in sys.stdin:
         body: dict[str, Any] = json.loads(line)
         kill_after = tuple(body["kill_after"]) if body["kill_after"] else None
@@ -271,7 +279,7 @@ def run_rank(job: Job, rank: int, port: int) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.num_ranks))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank // job.ranks_per_gpu), WORLD_SIZE=str(job.num_ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sys.path[:0] = job.path
         if job.fault is not None:
@@ -337,4 +345,4 @@ def _enter(job: Job) -> int:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

@@ -55,6 +55,8 @@ class Way:
     ranks_per_node: int = 2
     # Of the planner.
     options: tuple[tuple[str, int], ...] = ()
+    device: str = "cpu"
+    kernel: str = "auto"
 
     def name(self) -> str:
         # For people: what differs from the plainest way is said.
@@ -189,15 +191,15 @@ def train(world: World, ways: Sequence[Way]) -> list[Trained]:
 
 
 def _train(way: Way, world: World) -> Trained:
-    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_cp",))["dp_cp"]
+    mesh = init_device_mesh(way.device, (world.size,), mesh_dim_names=("dp_cp",))["dp_cp"]
     shape = (way.pools, world.size // way.pools)
-    shared = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))["cp"] if way.pools > 1 else mesh
-    settings = Settings(ranks_per_node=way.ranks_per_node, backward=way.backward)  # pyright: ignore[reportArgumentType]
+    shared = init_device_mesh(way.device, shape, mesh_dim_names=("dp", "cp"))["cp"] if way.pools > 1 else mesh
+    settings = Settings(ranks_per_node=way.ranks_per_node, backward=way.backward, kernel=way.kernel)  # pyright: ignore[reportArgumentType]
     gpt = replace(MODEL, num_heads=way.heads[0], num_kv_heads=way.heads[1])
     config = gpt if way.model == "gpt" else make_model(way, balanced=True).config
     options: dict[str, Any] = {"averaged_over": mesh if way.pools > 1 else None, **dict(way.options)}
     balancer = SequenceBalancer.for_model(config, way.planner, shared, settings=settings, **options)
-    model = make_model(way, balanced=True)
+    model = make_model(way, balanced=True).to(way.device)
     layers: Any = model.layers if way.model == "gpt" else model.model.layers  # pyright: ignore
     counted = CountGraphs(way.backend)
     # Transformers' own checkpointing calls layers past their compiled form
@@ -220,7 +222,7 @@ def _train(way: Way, world: World) -> Trained:
         for batch in balancer.step(drawn):
             summed = F.cross_entropy(logits_of(way, parallel, batch), batch.labels, reduction="sum")
             batch.mean_loss(summed).backward()
-            loss += batch.global_loss(summed)
+            loss += batch.global_loss(summed).cpu()
             if not way.compiled:
                 done.counted.update(asdict(batch.bound(torch.float32, balancer.device).counters))
                 done.patterns.update(zone.pattern for zone in batch.plan.zones)

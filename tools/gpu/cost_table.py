@@ -27,6 +27,8 @@ LAYER = Figure("norms, projections and MLP of a layer, forward", "TFLOP/s", spee
 MERGE = Figure("merge of two fp32 partials", "GB/s", speed=True)
 FIGURES = (POINTS, FORWARD, BACKWARD, LAUNCH, LAYER, MERGE)
 
+FILE = "costs.json"
+"""Where later parts find the table."""
 MODELS = {"cuda": "llama-7b", "cpu": "gpt-tiny"}
 BACKWARD_OVER_FORWARD = 2.5
 """Matrix products of a flash backward (five) over those of its forward (two)."""
@@ -54,6 +56,7 @@ def measure(context: Context) -> Iterator[Row]:
             else context.prefix.with_name(f"{context.prefix.name}-cost-table.json")
         )
         save_table(table, path)
+        save_table(table, context.state / FILE)
         MeasuredCost(load_table(path), load_cluster("h200").build(), model)
     yield POINTS.measured(
         _points(table.attention), f"kernel {table.attention.kernel}, {model.name}, {table.attention.dtype}"

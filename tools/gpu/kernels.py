@@ -24,13 +24,13 @@ from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover, PlainMover, RowMove, Sent, Space
 from tools.gpu.rows import Context, Figure, Row, Target
 
-BUDGET_S = 90.0
+BUDGET_S = 50.0
 PARTIALS = (2, 4, 8)
 _AHEAD_CYCLES = 4_000_000
 """About two milliseconds of work that goes first, so that all calls of a sample are queued."""
 LAST_PLACE = 2.0**-7
 """Of bf16, in parts of a value."""
-SHARE = Target("at least", 0.85)
+SHARE = Target("at least", 0.9)
 MOVES = ("pack q, k and v", "unpack q, k and v", "pack a message's bytes", "add gradients of q, k and v")
 
 

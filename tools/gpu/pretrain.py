@@ -49,7 +49,7 @@ class Job:
 
     `traced`: the step, counted from 0, that is searched for waits of the host; None: none. `flash`:
     with balance off, attend by torch's FlashAttention, which a plan runs too; else by what torch
-    takes for the fastest (cuDNN's attention on Hopper).
+    takes for the fastest (cuDNN's attention on Hopper). `costs`: file of the table that predicts.
     """
 
     device: Device
@@ -60,12 +60,14 @@ class Job:
     out: str
     traced: int | None = None
     flash: bool = True
+    costs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """By step: loss, gradient norm and seconds. `waits`: of the host in the traced step. `layers`:
-    whose they are.
+    whose they are. `predicted_s`: by step, of its layers, with balance on. `peak_bytes`: the most
+    memory that was in use, and what was predicted of it (0: nothing was).
     """
 
     losses: list[float]
@@ -73,6 +75,8 @@ class Trained:
     seconds: list[float]
     waits: list[str]
     layers: str
+    predicted_s: list[float]
+    peak_bytes: tuple[float, float]
 
 
 def train(job: Job) -> None:
@@ -89,13 +93,15 @@ def train(job: Job) -> None:
     impl = {} if engine else LOCAL_LAYERS
     kernel = "auto" if engine or job.device == "cpu" else "torch_varlen"  # the kernel of the other side
     balance = Path(job.out).with_suffix(".yaml")
-    balance.write_text(f"planner: {{name: zeppelin}}\nplan_ahead: false\nkernel: {kernel}\n", encoding="utf-8")
+    costs = "" if job.costs is None else f"plan_costs: {job.costs}\n"
+    balance.write_text(f"planner: {{name: zeppelin}}\nplan_ahead: false\nkernel: {kernel}\n{costs}", encoding="utf-8")
+    records = Path(job.out).with_suffix(".log")
     tokens = sum(job.documents[0])
     flags = {
         **FLAGS, **impl, **job.flags,
         "vocab-size": job.vocabulary, "seq-length": tokens,
         "max-position-embeddings": tokens, "train-iters": len(job.documents),
-        **({"balance-config": balance, "balance-device": job.device} if job.balance else {}),
+        **({"balance-config": balance, "balance-device": job.device, "balance-log": records} if job.balance else {}),
         **({"distributed-backend": "gloo"} if job.device == "cpu" else {}),
     }  # fmt: skip
     sys.argv = ["pretrain", *command_line(flags)]
@@ -109,7 +115,11 @@ def train(job: Job) -> None:
     )
     local = "Megatron's local layers (Transformer Engine is not installed) and torch's FlashAttention on both sides"
     layers = "Transformer Engine's layers, and its attention with balance off" if engine else local
-    Path(job.out).write_text(json.dumps({**meter.figures, "layers": layers}), encoding="utf-8")
+    lines = (records / "steps.jsonl").read_text().splitlines() if job.balance else []
+    predicted_s = [json.loads(line)["predicted_ms"] / 1e3 for line in lines]
+    used = torch.cuda.max_memory_allocated() if job.device == "cuda" else 0
+    said = {"layers": layers, "predicted_s": predicted_s, "peak_bytes": [used, meter.predicted_bytes]}
+    Path(job.out).write_text(json.dumps({**meter.figures, **said}), encoding="utf-8")
     sys.exit(code)
 
 
@@ -232,11 +242,22 @@ class _Meter:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.figures: dict[str, list[Any]] = {"losses": [], "grad_norms": [], "seconds": [], "waits": []}
+        self.predicted_bytes = 0.0
 
     def install(self) -> None:
         from megatron.training import training as megatron_training
 
+        from megatron_balance.training.keeping import Keeping
+
         megatron_training.train_step = self.measured(megatron_training.train_step)
+        decide = Keeping.decide
+
+        def noted(keeping: Keeping, planned: Any) -> Any:
+            decision = decide(keeping, planned)
+            self.predicted_bytes = self.predicted_bytes or decision.peak_bytes  # later ones are corrected
+            return decision
+
+        Keeping.decide = noted  # pyright: ignore[reportAttributeAccessIssue]
 
     def measured(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:

@@ -1,162 +1,172 @@
-"""Several ranks on one device: the contract of all planners, forward and backward.
-
-On CUDA streams, with gloo for NCCL's wire.
-"""
+"""Ranks of a part over several, forked from a process that has imported torch and never used CUDA."""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
 import pickle
+import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_balance import reference
-from megatron_balance.compile.pipeline import layout
-from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
-from megatron_balance.planners import PLANNERS
-from tests.support import dense, jobs
-from tools.gpu.rows import Context, Device, Figure, Row, Target
+from tools.gpu import sharing
+from tools.gpu.rows import Context, Device
 
-BUDGET_S = 40.0
-
-PLACING = tuple(name for name in PLANNERS if PLANNERS[name].plan is not None)
-"""Planners of one microbatch; those of whole steps ask one of them."""
-
-NUM_RANKS, RANKS_PER_NODE = 4, 2
-HEAD_DIM = 64
-LENGTHS = (700, 300, 129, 64, 33, 1)
-TOKENS_PER_RANK = 330
-# bf16 keeps 8 bits: inputs, partials and results are each rounded to a 256th, relative to the
-# largest value of each output.
-FIGURES = tuple(
-    Figure(
-        f"{NUM_RANKS} ranks on one device, {name}: bf16 output and gradients against fp64",
-        "of the largest",
-        Target("at most", 0.02),
-    )
-    for name in PLACING
-)
-WAYS = ("keep", "replay")
 PATIENCE_S = 60.0
+"""Of a rank's collectives: longer than any of them takes where ranks share a GPU by time slices."""
+DUMP_S = 0.5
+GRACE_S = 5.0
+"""For the others to end by themselves once a rank has failed."""
 
 
-def measure(context: Context) -> Iterator[Row]:
-    plans = [_plan(name) for name in PLACING]
-    with tempfile.TemporaryDirectory() as folder:
-        seconds = min(PATIENCE_S, context.left_s())
-        ranks, hung = run_ranks(_rank, NUM_RANKS, (plans, context.device), Path(folder), seconds)
-    if hung:
-        raise RuntimeError(f"{hung} of {NUM_RANKS} ranks did not end within {seconds:.0f} s")
-    for figure, (at, plan) in zip(FIGURES, enumerate(plans), strict=True):
-        errors = [worst(plan, [found[at][way] for found in ranks]) for way in range(len(WAYS))]
-        counted = ranks[0][at][0].counters
-        exchanges = sum(counted[f"exchanges_{kind}"] for kind in ("p2p", "all_to_all", "all_gather"))
-        yield figure.measured(
-            max(errors), f"{', '.join(WAYS)}; {exchanges} exchanges, {counted['kernel_calls']} kernel calls of rank 0"
-        )
+@dataclass(frozen=True)
+class Place:
+    """A rank's place. `gpu`: its device's number; `store`: file where all meet."""
+
+    rank: int
+    size: int
+    device: Device
+    gpu: int
+    store: str
 
 
-def planned(name: str, lengths: Sequence[int], cluster: Cluster, model: Model, tokens_per_rank: int) -> MicrobatchPlan:
-    """A planner's plan of one microbatch."""
-    place = PLANNERS[name].plan
-    assert place is not None, "a planner of whole steps"
-    options = PLANNERS[name].options(tokens_per_rank=tokens_per_rank)
-    return place(Batch(tuple(lengths)), cluster, model, AnalyticCost(cluster, model), options)
-
-
-def routed(plan: MicrobatchPlan) -> MicrobatchPlan:
-    """The plan, routed wherever it can be."""
-    return replace(plan, routing=Routing(1, (REMAP, *range(len(plan.zones)))))
-
-
-def _plan(name: str) -> MicrobatchPlan:
-    """A planner's plan of `LENGTHS` on two nodes of two; zeppelin's is remapped and routed, too."""
-    model = Model(num_heads=8, num_kv_heads=4, head_dim=HEAD_DIM, hidden_size=512, ffn_size=1024)
-    plan = planned(name, LENGTHS, Cluster(NUM_RANKS, RANKS_PER_NODE), model, TOKENS_PER_RANK)
-    return routed(replace(plan, moves=Rows.of(3, [(0, 1, 5), (1, 2, 3)]))) if name == "zeppelin" else plan
-
-
-def worst(plan: MicrobatchPlan, ranks: Sequence[jobs.Ran]) -> float:
-    """The largest difference of output and gradients from dense attention in fp64.
-
-    Each relative to its largest value.
+@dataclass(frozen=True)
+class Ended:
+    """How ranks ended: results and exit codes by rank (None: it hung), and the end of a log that says
+    why.
     """
-    truth = dense.attention(jobs.inputs(plan, HEAD_DIM))
-    owned = [Rows.of(3, layout(plan, rank).tolist()) for rank in range(plan.num_ranks)]
-    errors: list[float] = []
-    for name in ("out", "q_grad", "k_grad", "v_grad"):
-        values = getattr(truth, name)
-        largest = max(float(abs(x).max()) for x in values)
-        for rows, ran in zip(owned, ranks, strict=True):
-            difference = abs(getattr(ran, name) - reference.owned_rows(rows, values))
-            errors.append(float(difference.max()) / largest if difference.size else 0.0)
-    return max(errors)
+
+    found: list[Any] = field(default_factory=list[Any])
+    codes: list[int | None] = field(default_factory=list[int | None])
+    said: str = ""
+
+    @property
+    def hung(self) -> int:
+        return self.codes.count(None)
+
+    @property
+    def well(self) -> bool:
+        return not any(code is None or code for code in self.codes)
+
+    def results(self) -> list[Any]:
+        """By rank. RuntimeError: one failed or hung."""
+        if not self.well:
+            raise RuntimeError(f"ranks ended with {self.codes} (None: it hung): {self.said}")
+        return self.found
 
 
 def run_ranks(
-    target: Callable[..., None], num_ranks: int, given: tuple[Any, ...], folder: Path, seconds: float
-) -> tuple[list[Any], int]:
-    """By rank, what `target(rank, *given, folder)` pickled into its file; and how many did not end in
-    `seconds`.
-
-    Raises RuntimeError: a rank failed.
+    target: Callable[..., Any],
+    size: int,
+    given: Sequence[Any],
+    context: Context,
+    *,
+    seconds: float,
+    environment: dict[str, str] | None = None,
+) -> Ended:
+    """Run `target(place, *given)` as each of `size` ranks. After `seconds`, or soon after one failed,
+    those that are left say where they stand and are killed. `environment`: None: of the way of
+    sharing that is known to work.
     """
-    # Whose server imports torch once, and never touches the device.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", target.__module__]
-    )
-    processes = [context.Process(target=target, args=(rank, *given, folder), daemon=True) for rank in range(num_ranks)]
-    until = time.monotonic() + seconds
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(max(0.0, until - time.monotonic()))
+    if environment is None:
+        environment = sharing.environment(sharing.chosen(context), context.state, context.ranks_per_gpu)
+    # Its server imports torch once, and never touches the device.
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["torch", "torch.distributed", "megatron_balance.runtime.bind", target.__module__])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        places = [
+            Place(rank, size, context.device, rank // context.ranks_per_gpu, str(folder / "store"))
+            for rank in range(size)
+        ]
+        processes = [forks.Process(target=_enter, args=(target, place, given, folder, environment)) for place in places]
+        for process in processes:
+            process.start()
+        codes = _ended(processes, time.monotonic() + seconds)
+        logs = [(folder / f"log{rank}").read_text(errors="replace") for rank in range(size)]
+        failed = next((rank for rank, code in enumerate(codes) if code), codes.index(None) if None in codes else None)
+        files = [folder / f"result{rank}" for rank in range(size)]
+        found = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+        if failed is not None:
+            sys.stderr.write(f"rank {failed} of {size}:\n{logs[failed][-3000:]}\n")
+        return Ended(found, codes, "" if failed is None else " | ".join(logs[failed].strip().splitlines()[-3:])[-600:])
+
+
+def _ended(processes: Sequence[Any], until: float) -> list[int | None]:
+    """Exit codes; None: it had to be killed."""
+    while time.monotonic() < until and any(process.exitcode is None for process in processes):
+        if any(process.exitcode for process in processes):
+            until = min(until, time.monotonic() + GRACE_S)
+        time.sleep(0.02)
     codes = [process.exitcode for process in processes]
-    for process in processes:
+    hung = [process for process in processes if process.exitcode is None]
+    for process in hung:
+        os.kill(process.pid, signal.SIGUSR1)
+    if hung:
+        time.sleep(DUMP_S)
+    for process in hung:
         process.kill()
-    if any(codes):
-        raise RuntimeError(f"ranks ended with {codes} (None: not within {seconds:.0f} s)")
-    if None in codes:
-        return [], codes.count(None)
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(num_ranks)], 0
+        process.join()
+    return codes
 
 
-def _rank(rank: int, plans: Sequence[MicrobatchPlan], device: Device, folder: Path) -> None:
+def _enter(
+    target: Callable[..., Any], place: Place, given: Sequence[Any], folder: Path, environment: dict[str, str]
+) -> None:
+    log = os.open(folder / f"log{place.rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.update({**environment, "LOCAL_RANK": str(place.gpu)})
+    found = target(place, *given)
+    (folder / f"part{place.rank}").write_bytes(pickle.dumps(found))
+    (folder / f"part{place.rank}").rename(folder / f"result{place.rank}")
+
+
+def join(place: Place) -> None:
+    """Make the world of all ranks; its collectives give up after `PATIENCE_S`."""
     import torch
     import torch.distributed as dist
 
-    from megatron_balance.runtime.groups import make_groups
-    from tests.support.pool import World
-    from tools.gpu.staged import with_staged_streams
-
     torch.set_num_threads(1)
-    if device == "cpu":
-        from megatron_balance.megatron import cpu
-
-        cpu.install()
-    torch.cuda.set_device(0)
+    if place.device == "cuda":
+        torch.cuda.set_device(place.gpu)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=NUM_RANKS,
+        "nccl" if place.device == "cuda" else "gloo",
+        init_method=f"file://{place.store}",
+        rank=place.rank,
+        world_size=place.size,
         timeout=timedelta(seconds=PATIENCE_S),
     )
-    groups = with_staged_streams(make_groups([range(NUM_RANKS)], RANKS_PER_NODE), RANKS_PER_NODE)
-    world = World(rank, NUM_RANKS, groups)
-    runs: list[Any] = [jobs.Run(policy, "bfloat16", calls=2, device=device) for policy in ("keep", "replay")]
-    results = [jobs.attend(world, plan, HEAD_DIM, runs) for plan in plans]
-    (folder / f"rank{rank}").write_bytes(pickle.dumps(results))
+
+
+def leave() -> None:
+    """End with all others, so that no store goes before its clients."""
+    import torch.distributed as dist
+
     dist.barrier()
     dist.destroy_process_group()
+
+
+def groups(place: Place, ranks_per_node: int) -> Any:
+    """The pool of all ranks, with threads for streams where there is no GPU."""
+    from megatron_balance.runtime.groups import make_groups
+    from tests.support.stream_threads import with_streams
+
+    made = make_groups([range(place.size)], ranks_per_node)
+    return made if place.device == "cuda" else with_streams(made, ranks_per_node)
+
+
+def settle(device: Device) -> None:
+    """Wait for the device."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.current_stream().synchronize()

@@ -1,4 +1,7 @@
-"""The suite's report: one document, and the same as text and as Markdown."""
+"""The suite's report: one document, and the same as text and as Markdown.
+
+`python -m tools.gpu.report` prints what README's table says of GPUs, from docs/measurements.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,25 @@ if TYPE_CHECKING:
 COLUMNS = ("figure", "value", "unit", "target", "verdict", "note")
 
 
-def document(machine: Machine, rows: Sequence[Row], seconds: float) -> dict[str, Any]:
-    """Everything a run has to say, as plain data."""
+def document(machine: Machine, rows: Sequence[Row], part_s: dict[str, float], command: str) -> dict[str, Any]:
+    """Everything a run has to say, as plain data. `part_s`: seconds by part. `command`: what was run,
+    for whoever repeats it.
+    """
     return {
+        "command": command,
         "machine": dataclasses.asdict(machine),
         "mode": "gpu" if machine.device == "cuda" else "interpreter",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "seconds": round(seconds, 1),
+        "seconds": round(sum(part_s.values()), 1),
+        "part_s": part_s,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
 
 
 def write(report: dict[str, Any], prefix: Path) -> None:
-    """`<prefix>-suite.json` and `<prefix>-suite.md`."""
-    prefix.with_name(f"{prefix.name}-suite.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    prefix.with_name(f"{prefix.name}-suite.md").write_text(markdown(report), encoding="utf-8")
+    """`<prefix>.json` and `<prefix>.md`."""
+    prefix.with_name(f"{prefix.name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    prefix.with_name(f"{prefix.name}.md").write_text(markdown(report), encoding="utf-8")
 
 
 def text(report: dict[str, Any]) -> str:
@@ -55,7 +62,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         f"# {title(report)}",
         "",
-        "`python -m tools.gpu.run`",
+        f"`{report['command']}`",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|" + "---|" * len(COLUMNS),
@@ -87,5 +94,25 @@ def remap_out(report: dict[str, Any]) -> str:
     without = f" Not installed: {', '.join(missing)}." if missing else ""
     return (
         f"{sum(judged)} of {len(judged)} figures with a target are met, {left_out} of {len(rows)} were not measured; "
-        f"{report['seconds']:.0f} s.{without}"
+        f"{report['seconds']:.0f} s: {', '.join(f'{name} {s:.0f}' for name, s in report['part_s'].items())}.{without}"
     )
+
+
+def of_readme(folder: Path) -> str:
+    """README's row "measured on GPUs": what the documents of all runs on a GPU say, or that there are
+    none.
+    """
+    found: list[str] = []
+    for path in sorted(folder.glob("*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(report, dict) and report.get("mode") == "gpu":
+            judged = [row["ok"] for row in report["rows"] if row["ok"] is not None]
+            page = f"[{path.stem}](docs/measurements/{path.stem}.md)"
+            met = f"{sum(judged)} of {len(judged)} targets met"
+            found.append(f"{report['machine']['name']}, {report['date']}, `{report['command']}`: {met} ({page})")
+    none = "**none yet: the NCCL path is written and tested on CPU, and has never run on a GPU**"
+    return f"| measured on GPUs | {'; '.join(found) or none} |"
+
+
+if __name__ == "__main__":
+    print(of_readme(Path(__file__).resolve().parents[2] / "docs" / "measurements"))

@@ -95,17 +95,25 @@ class Context:
 
     `device`: what it runs on; "cpu" is for trying it out. `deadline`: until when, by
     `time.monotonic`. `prefix`: how the files begin that it may leave beside its rows, folder and
-    all, such as docs/measurements/h200; None: it leaves none. `ranks`: of a part over several GPUs.
+    all, such as docs/measurements/h200; None: it leaves none. `ranks`: of a part over several, of
+    which `ranks_per_gpu` share a GPU. `state`: where a part leaves what later ones read.
     """
 
     device: Device
     deadline: float
     prefix: Path | None = None
     ranks: int = 1
+    ranks_per_gpu: int = 1
+    state: Path = Path()
 
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """Numbers of ranks that a part over several runs with, the smallest first."""
+        return tuple(size for size in (2, 4, 8) if size <= self.ranks)
 
     def left_s(self) -> float:
         """Seconds that the part still has; it is ended when they are over."""
@@ -121,7 +129,7 @@ class Part(Protocol):
     FIGURES: tuple[Figure, ...]
     """All that it can measure, in the order of the report."""
     BUDGET_S: float
-    """Seconds it needs on an H200, its start included; it is left out when fewer are left."""
+    """Seconds after which it is ended, its start included; where fewer are left, it has those."""
 
     @staticmethod
     def measure(context: Context) -> Iterator[Row]:

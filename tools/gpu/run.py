@@ -1,12 +1,14 @@
 """Run the GPU suite: `python -m tools.gpu.run [--json] [--parts kernels,step] [--limit-s 470]`.
 
 On a GPU it takes less than eight minutes and writes docs/measurements/<gpu>-suite.json and .md.
-`--gpus 8` runs what takes several GPUs instead, over real NCCL, and writes <gpu>-x8-suite.
-Without one the same parts run small, Triton's kernels in its interpreter, in less than a minute;
-what only a GPU can say is then a row that reads "not measured", and no file is written. Needs
-torch, triton and the wheel of megatron-core.
+`--gpus 8` runs what takes several ranks instead, over real NCCL, and writes <gpu>-x8-suite; with
+`--ranks-per-gpu 8` they share one GPU (`tools/gpu/sharing.py`).
+Without a GPU the same parts run small, Triton's kernels in its interpreter; what only a GPU can say
+is then a row that reads "not measured", and no file is written. Needs torch, triton and the wheel of
+megatron-core. `tools/gpu/bare` runs all of it on a machine that has no network.
 
-Each part runs in a process of its own: one that fails or hangs costs its own rows only.
+Each part runs in a process of its own: one that fails or hangs costs its own rows only. Rows are
+written as they come, to the file that `--rows` names.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from typing import TYPE_CHECKING, cast
 
 from tqdm import tqdm
 
-from tools.gpu import report
+from tools.gpu import report, sharing
 from tools.gpu.parts import MANY, PARTS
-from tools.gpu.rows import NEEDS_GPU, OUT_OF_TIME, Context, Device, Figure, Part, Row
+from tools.gpu.rows import NEEDS_GPU, OUT_OF_TIME, Context, Figure, Part, Row
 
 if TYPE_CHECKING:
     from tools.gpu.machine import Machine
@@ -38,9 +40,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 MEASUREMENTS = ROOT / "docs" / "measurements"
 LIMIT_S = {"cuda": 470.0, "cpu": 150.0}
-"""Seconds that the whole suite may take by itself.
-
-On a CPU it takes less than a minute where the processor is its own."""
+"""Seconds that the whole suite may take by itself."""
+START_S = 5.0
+"""With less time left than this no part is begun."""
+END_S = 5.0
+"""For what a part has started to end, once it is killed."""
+RANKS = (1, 2, 4, 8)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,15 +63,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     machine = describe()
     if machine.device == "cuda" and machine.gpus < options.gpus:
-        sys.exit(f"error: --gpus {options.gpus}: there are {machine.gpus} here; ask for fewer")
-    prefix = _prefix(machine, options.out)
-    if prefix is not None and options.gpus > 1:
-        prefix = prefix.with_name(f"{prefix.name}-x{options.gpus}")
+        sys.exit(f"error: --gpus {options.gpus}: there are {machine.gpus} here; ask for fewer, or --ranks-per-gpu")
+    shares = machine.device == "cuda" and options.ranks_per_gpu > 1
+    nccl = (options.nccl or sharing.torchs_own()) if shares else None
+    refused = sharing.refusal(nccl) if shares else ""
+    if refused and set(options.parts) <= MANY.keys():
+        sys.exit(f"error: --ranks-per-gpu {options.ranks_per_gpu}: {refused}")
+    prefix = _prefix(machine, options)
     deadline = began + (options.limit_s or LIMIT_S[machine.device])
-    rows: list[Row] = []
-    for name in tqdm(options.parts, unit="part", file=sys.stderr, disable=None):
-        rows += rows_of(name, machine.device, deadline, prefix, options.gpus)
-    document = report.document(machine, rows, time.monotonic() - began)
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder)
+        context = Context(
+            machine.device, deadline, prefix, options.gpus * options.ranks_per_gpu, options.ranks_per_gpu, state
+        )
+        file = options.rows or (prefix.with_name(f"{prefix.name}-rows.jsonl") if prefix else state / "rows.jsonl")
+        rows: list[Row] = []
+        part_s: dict[str, float] = {}
+        try:
+            for name in tqdm(options.parts, unit="part", file=sys.stderr, disable=None):
+                begin = time.monotonic()
+                rows += rows_of(name, context, file, nccl, refused if name in MANY else "")
+                part_s[name] = round(time.monotonic() - begin, 1)
+        finally:
+            sharing.stop_mps(state)
+        if prefix is not None and options.rows is None:
+            file.unlink(missing_ok=True)  # the document holds them all
+    command = " ".join(["tools/gpu/run", *(sys.argv[1:] if argv is None else argv)])
+    document = report.document(machine, rows, part_s, options.command or command)
     if prefix is not None:
         report.write(document, prefix)
     print(json.dumps(document) if options.json else report.text(document))
@@ -79,55 +102,75 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.add_argument(
-        "--parts", type=lambda text: text.split(","), default=list(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}"
+        "--parts",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help=f"of {', '.join(PARTS)}, or of {', '.join(MANY)}, which take several ranks (default: all of one kind)",
+    )
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="run what takes several ranks, over N GPUs")
+    parser.add_argument(
+        "--ranks-per-gpu", type=int, default=1, metavar="N", help="the same with N ranks on each GPU, over NCCL >= 2.30"
     )
     parser.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="run over 2, 4, 6 or 8 GPUs, a rank on each, and only that"
+        "--nccl", type=Path, metavar="FILE", help="libnccl.so.2 for --ranks-per-gpu (default: torch's own)"
     )
     parser.add_argument(
         "--limit-s", type=float, metavar="S", help="seconds the suite may take (default: 470 on a GPU, 150 without)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write on a GPU (default: docs/measurements)")
-    # How the suite calls itself for one part.
-    for name in ("part", "device", "until", "rows", "prefix"):
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="append each row to this file as it comes, as JSON")
+    parser.add_argument("--name", default="suite", help="of the files: <gpu>-NAME.json (default: suite)")
+    # How the suite calls itself for one part, and `tools.gpu.bare` the suite.
+    for name in ("part", "device", "until", "prefix", "state", "command"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.gpus not in (1, 2, 4, 6, 8):
-        parser.error(f"--gpus {options.gpus}: expected 1, or 2, 4, 6 or 8 (half of them play one node, half another)")
-    if options.gpus > 1:
-        options.parts = list(MANY)
+    if options.part:
         return options
-    unknown = [name for name in options.parts if name not in PARTS]
-    if unknown:
-        parser.error(f"--parts {unknown[0]}: no such part; choose of {', '.join(PARTS)}")
+    for name in ("gpus", "ranks_per_gpu"):
+        if getattr(options, name) not in RANKS:
+            option = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            parser.error(f"{option}: expected 1, or 2, 4 or 8 (half of the ranks play one node, half another)")
+    several = options.gpus * options.ranks_per_gpu > 1
+    options.parts = options.parts or list(MANY if several else PARTS)
+    for name in options.parts:
+        if name not in PARTS | MANY:
+            parser.error(f"--parts {name}: no such part; choose of {', '.join(PARTS | MANY)}")
+        if name in MANY and not several:
+            parser.error(f"--parts {name}: takes several ranks: add --gpus N or --ranks-per-gpu N")
     if options.limit_s is not None and options.limit_s <= 0:
         parser.error(f"--limit-s {options.limit_s:g}: expected seconds, more than 0")
     return options
 
 
-def _prefix(machine: Machine, out: Path | None) -> Path | None:
-    """Where the files of this run begin; None without a GPU, whose figures are all that is kept."""
+def _prefix(machine: Machine, options: argparse.Namespace) -> Path | None:
+    """How the files of this run begin; None without a GPU, whose figures are all that is kept."""
     if machine.device != "cuda":
-        if out is not None:
-            sys.exit(f"error: --out {out}: there is no GPU here, so there is nothing to keep; leave it out")
+        if options.out is not None:
+            sys.exit(f"error: --out {options.out}: there is no GPU here, so there is nothing to keep; leave it out")
         return None
-    folder = out or MEASUREMENTS
+    folder = options.out or MEASUREMENTS
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / machine.slug
+    several = f"-x{options.gpus}" if options.gpus > 1 else ""
+    return folder / f"{machine.slug}{several}-{options.name}"
 
 
-def rows_of(name: str, device: Device, deadline: float, prefix: Path | None, ranks: int = 1) -> list[Row]:
-    """All rows of a part: those it measured, and for the others why not."""
+def rows_of(name: str, context: Context, file: Path, nccl: Path | None = None, refused: str = "") -> list[Row]:
+    """All rows of a part, appended to `file` as they come: those it measured, and for the others why
+    not. `nccl`: the library that its ranks load; `refused`: why it is not even begun.
+    """
     part = _load(name)
-    asked = [figure for figure in part.FIGURES if device == "cuda" or not figure.speed]
-    left = deadline - time.monotonic()
-    why, lost = OUT_OF_TIME, False
+    asked = [figure for figure in part.FIGURES if context.on_gpu or not figure.speed]
+    left = context.left_s()
+    why, lost = refused or OUT_OF_TIME, bool(refused)
     measured: dict[str, Row] = {}
-    if asked and left > (part.BUDGET_S if device == "cuda" else 0.0):
-        budget = part.BUDGET_S if device == "cuda" else left
-        measured, trouble = _run_apart(name, device, min(left, budget), prefix, ranks)
+    if asked and left > START_S and not refused:
+        measured, trouble = _run_apart(name, context, min(left, part.BUDGET_S), file, nccl)
         why, lost = (trouble or "the part said nothing of it"), trouble != OUT_OF_TIME
-    return [measured.get(figure.name) or _missing(figure, figure in asked, why, lost) for figure in part.FIGURES]
+    missing = {f.name: _missing(f, f in asked, why, lost) for f in part.FIGURES if f.name not in measured}
+    for row in missing.values():
+        _append(file, row)
+    return [(measured | missing)[figure.name] for figure in part.FIGURES]
 
 
 def _missing(figure: Figure, asked: bool, why: str, lost: bool) -> Row:
@@ -137,31 +180,38 @@ def _missing(figure: Figure, asked: bool, why: str, lost: bool) -> Row:
 
 
 def _load(name: str) -> Part:
-    return cast("Part", importlib.import_module((PARTS | MANY)[name]))
+    return cast("Part", importlib.import_module((MANY | PARTS)[name]))
 
 
 def _run_apart(
-    name: str, device: Device, seconds: float, prefix: Path | None, ranks: int
+    name: str, context: Context, seconds: float, file: Path, nccl: Path | None
 ) -> tuple[dict[str, Row], str]:
     """Rows by figure of a part, run in a process of its own, and the reason if it ended early."""
+    words = ["--part", name, "--device", context.device, "--until", str(time.monotonic() + seconds)]
+    words += ["--rows", str(file), "--state", str(context.state)]
+    words += ["--ranks", str(context.ranks), "--ranks-per-gpu", str(context.ranks_per_gpu)]
+    words += ["--prefix", str(context.prefix)] if context.prefix is not None else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if context.on_gpu:
+        # A process that forks ranks may look for a GPU, and must not begin to use it.
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        environment |= {"LD_PRELOAD": str(nccl.absolute())} if nccl is not None and name in MANY else {}
+    else:
+        environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        rows, log = Path(folder, "rows"), Path(folder, "log")
-        words = ["--part", name, "--device", device, "--until", str(time.monotonic() + seconds), "--rows", str(rows)]
-        words += ["--gpus", str(ranks), *(["--prefix", str(prefix)] if prefix is not None else [])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        if device == "cpu":
-            environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+        log, begin = Path(folder, "log"), file.stat().st_size if file.exists() else 0
         with log.open("w") as said:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tools.gpu.run", *words],
                 cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             trouble = _wait(process, seconds)
-        if trouble == "failed":
+        if trouble:
             lines = log.read_text(errors="replace").strip().splitlines()
-            sys.stderr.write("\n".join([f"{name} failed; its log ends:", *lines[-30:], ""]))
-            trouble = f"failed: {lines[-1] if lines else 'it said nothing'}"
-        return {row.name: row for row in _read(rows)}, trouble
+            sys.stderr.write("\n".join([f"{name}: {trouble}; its log ends:", *lines[-30:], ""]))
+            if trouble == "failed":
+                trouble = f"failed: {lines[-1] if lines else 'it said nothing'}"
+    return {row.name: row for row in _read(file, begin)}, trouble
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
@@ -174,14 +224,42 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
     except subprocess.TimeoutExpired:
         return OUT_OF_TIME
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _end_session(process.pid)
         process.wait()
 
 
-def _read(rows: Path) -> Iterator[Row]:
-    if rows.exists():
-        for line in rows.read_text().splitlines():
+def _end_session(session: int) -> None:
+    """Kill all processes of a session, whatever groups of their own they have made (ranks do), and
+    wait until none runs.
+    """
+    until = time.monotonic() + END_S
+    while (left := _running(session)) and time.monotonic() < until:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _running(session: int) -> list[int]:
+    found: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # "1234 (any name) S parent group session ..."
+            state, _, _, of = stat.read_text().rpartition(") ")[2].split()[:4]
+            if int(of) == session and state not in "ZX":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _append(file: Path, row: Row) -> None:
+    with file.open("a", encoding="utf-8") as rows:
+        rows.write(json.dumps(dataclasses.asdict(row)) + "\n")
+
+
+def _read(file: Path, begin: int) -> Iterator[Row]:
+    """Rows of a file from a byte on."""
+    if file.exists():
+        for line in file.read_bytes()[begin:].decode(errors="replace").splitlines():
             # The last line of a part that was ended while it wrote.
             with contextlib.suppress(json.JSONDecodeError):
                 yield Row(**json.loads(line))
@@ -192,12 +270,11 @@ def run_part(options: argparse.Namespace) -> int:
     part = _load(options.part)
     known = {figure.name for figure in part.FIGURES}
     prefix = Path(options.prefix) if options.prefix else None
-    context = Context(options.device, float(options.until), prefix, options.gpus)
-    with Path(options.rows).open("a", encoding="utf-8") as file:
-        for row in part.measure(context):
-            assert row.name in known, f"{row.name} is not among the part's FIGURES"
-            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
-            file.flush()
+    shared = options.ranks_per_gpu
+    context = Context(options.device, float(options.until), prefix, options.ranks, shared, Path(options.state))
+    for row in part.measure(context):
+        assert row.name in known, f"{row.name} is not among the part's FIGURES"
+        _append(options.rows, row)
     return 0
 
 

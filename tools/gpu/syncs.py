@@ -19,7 +19,7 @@ from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import single
 from tools.gpu.rows import Context, Device, Figure, Row, Target
 
-BUDGET_S = 30.0
+BUDGET_S = 25.0
 
 ATTENTION = Figure("host waits in planned attention, forward and backward", "waits", Target("equal", 0))
 # A CPU has no copies to a device.

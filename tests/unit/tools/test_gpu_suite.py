@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.support.processes import ended
-from tools.gpu import machine, many, parts, report, run
+from tools.gpu import bare, machine, parts, report, run, sharing
 from tools.gpu.rows import Context, Figure, Row, Target
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,7 +47,7 @@ def test_a_value_is_held_against_its_target(target, value, met):
 PART = """
 import sys, time
 from tools.gpu.rows import Figure, Target
-BUDGET_S = 5.0
+BUDGET_S = 9.0
 FIGURES = (Figure("first", "x", Target("at most", 1)), Figure("second", "x"), Figure("fast", "x", speed=True))
 def measure(context):
     yield FIGURES[0].measured(0.5, context.device)
@@ -61,7 +62,7 @@ def part(tmp_path, monkeypatch):
     # `seconds` for it.
     popen = subprocess.Popen
 
-    def rows(then: str, seconds: float = 30.0, device: str = "cpu") -> list[Row]:
+    def rows(then: str, seconds: float = 30.0, device: str = "cpu", refused: str = "") -> list[Row]:
         (tmp_path / "made_up_part.py").write_text(PART.format(then=then))
         sys.modules.pop("made_up_part", None)
         monkeypatch.syspath_prepend(str(tmp_path))
@@ -77,8 +78,14 @@ def part(tmp_path, monkeypatch):
             return popen([sys.executable, *words], **kwargs)
 
         monkeypatch.setattr(run.subprocess, "Popen", start)
-        found = run.rows_of("syncs", device, time.monotonic() + seconds, None)  # pyright: ignore[reportArgumentType]
-        assert started or device == "cuda"
+        file = tmp_path / "rows.jsonl"
+        file.unlink(missing_ok=True)
+        context = Context(device, time.monotonic() + seconds, state=tmp_path)  # pyright: ignore[reportArgumentType]
+        found = run.rows_of("syncs", context, file, refused=refused)
+        assert bool(started) == (device == "cpu")
+        # the file has the same, those that were not measured last
+        written = {row["name"]: row for row in map(json.loads, file.read_text().splitlines())}
+        assert written == {row.name: asdict(row) for row in found}
         return found
 
     return rows
@@ -94,22 +101,45 @@ def test_a_part_yields_its_rows_and_keeps_those_it_had_where_it_breaks(part, cap
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_part_that_hangs_is_ended_and_its_rest_is_out_of_time(part):
+HANGS = """
+    import os
+    if not os.fork():
+        os.setpgid(0, 0)  # as a rank has it
+        open({file!r}, "w").write(str(os.getpid()))
+        time.sleep(600)
+    time.sleep(600)
+"""
+
+
+def test_a_part_that_hangs_is_ended_with_its_ranks_and_its_rest_is_out_of_time(part, tmp_path):
     began = time.monotonic()
-    first, second, _ = part("time.sleep(600)", seconds=6.0)
-    assert time.monotonic() - began < 20
+    first, second, _ = part(HANGS.format(file=str(tmp_path / "rank")).strip(), seconds=30.0)
+    assert time.monotonic() - began < 30
     assert first.value == 0.5
     assert (second.kind, second.ok, second.note) == ("not measured", None, "out of time")
-    # a part that no longer fits is not begun
+    rank = Path("/proc", (tmp_path / "rank").read_text(), "status")
+    assert not rank.exists() or "State:\tZ" in rank.read_text(), "its rank lives on"
+    # a part is begun with less than its budget, but not where it could not even start
     assert {row.note for row in part("raise SystemExit(1)", seconds=4.0, device="cuda")} == {"out of time"}
-    context = Context("cpu", time.monotonic() + 5)
+    rows = part("raise SystemExit(1)", device="cuda", refused="NCCL is too old")
+    assert {(row.ok, row.note) for row in rows} == {(False, "NCCL is too old")}
+    context = Context("cpu", time.monotonic() + 5, ranks=4)
     assert 0 < context.left_s() <= 5
     assert not context.on_gpu
+    assert context.worlds == (2, 4)
 
 
-def test_parts_fit_the_limit_together():
-    known = [run._load(name) for name in parts.PARTS]  # pyright: ignore[reportPrivateUsage]
-    assert sum(part.BUDGET_S for part in known) <= run.LIMIT_S["cuda"] < 480
+def test_parts_fit_the_limits_together():
+    def budgets(names):
+        return sum(run._load(name).BUDGET_S for name in names)  # pyright: ignore[reportPrivateUsage]
+
+    for names in (parts.PARTS, parts.MANY):
+        assert budgets(names) <= run.LIMIT_S["cuda"] < 480
+    for call in bare.CALLS.values():
+        assert budgets(call.steps) + bare.UNPACK_S + bare.CLOSE_S <= call.limit_s
+    both = [step for call in bare.CALLS.values() for step in call.steps]
+    assert sorted(both) == sorted(parts.PARTS | parts.MANY)
+    known = [run._load(name) for name in both]  # pyright: ignore[reportPrivateUsage]
     names = [figure.name for part in known for figure in part.FIGURES]
     assert len(names) == len(set(names))
 
@@ -117,16 +147,32 @@ def test_parts_fit_the_limit_together():
 def test_files_are_written_on_a_gpu_only(tmp_path):
     gpu = machine.Machine("cuda", "NVIDIA H200", 141 << 30, "13.0", 16, "3.12.1", {"torch": "2.13.0", "apex": None})
     assert gpu.slug == "h200"
-    document = report.document(gpu, [SPEED.measured(90.0, "a | b"), ERROR.failed("boom")], 12.3)
-    report.write(document, tmp_path / gpu.slug)
-    assert json.loads((tmp_path / "h200-suite.json").read_text()) == document
-    table = (tmp_path / "h200-suite.md").read_text()
+    assert report.of_readme(tmp_path).endswith("has never run on a GPU** |")
+    rows = [SPEED.measured(90.0, "a | b"), ERROR.failed("boom")]
+    document = report.document(gpu, rows, {"links": 8.3, "plans": 4.0}, "tools/gpu/bare first")
+    report.write(document, tmp_path / "h200-first")
+    assert json.loads((tmp_path / "h200-first.json").read_text()) == document
+    table = (tmp_path / "h200-first.md").read_text()
+    said = f"NVIDIA H200, {document['date']}, `tools/gpu/bare first`: 1 of 2 targets met"
+    assert report.of_readme(tmp_path) == (
+        f"| measured on GPUs | {said} ([h200-first](docs/measurements/h200-first.md)) |"
+    )
     assert "| speed | 90 | TFLOP/s | >= 85 | met | a \\| b |" in table
-    assert "1 of 2 figures with a target are met, 1 of 2 were not measured; 12 s. Not installed: apex." in table
+    assert (
+        "1 of 2 figures with a target are met, 1 of 2 were not measured; 12 s: links 8, plans 4. Not installed: apex."
+        in table
+    )
     cpu = SimpleNamespace(device="cpu", slug="x86-64")
-    assert run._prefix(cpu, None) is None  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+    options = SimpleNamespace(out=None, gpus=4, name="suite")
+    assert run._prefix(cpu, options) is None  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+    options.out = tmp_path
+    assert run._prefix(gpu, options) == tmp_path / "h200-x4-suite"  # pyright: ignore[reportArgumentType, reportPrivateUsage]
     with pytest.raises(SystemExit, match="there is no GPU here"):
-        run._prefix(cpu, tmp_path)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+        run._prefix(cpu, options)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+
+
+def test_the_readme_says_what_was_measured_on_gpus():
+    assert report.of_readme(ROOT / "docs" / "measurements") in (ROOT / "README.md").read_text().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +180,9 @@ def test_files_are_written_on_a_gpu_only(tmp_path):
     [
         (["--parts", "kernel"], "kernel: no such part"),
         (["--limit-s", "0"], "expected seconds"),
-        (["--gpus", "3"], "expected 1, or 2, 4, 6 or 8"),
+        (["--gpus", "3"], "expected 1, or 2, 4 or 8"),
+        (["--ranks-per-gpu", "5"], "--ranks-per-gpu 5: expected"),
+        (["--parts", "plans"], "takes several ranks: add --gpus N or --ranks-per-gpu N"),
     ],
 )
 def test_a_users_mistake_is_a_sentence(words, said, capsys):
@@ -144,20 +192,13 @@ def test_a_users_mistake_is_a_sentence(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_more_gpus_than_there_are_is_a_sentence(monkeypatch):
+def test_what_a_machine_cannot_do_is_a_sentence(monkeypatch):
     monkeypatch.setattr(machine, "describe", lambda: SimpleNamespace(device="cuda", gpus=1))
     with pytest.raises(SystemExit, match="--gpus 4: there are 1 here"):
         run.main(["--gpus", "4"])
-
-
-@pytest.mark.dist
-def test_the_part_over_several_gpus_runs_over_gloo():
-    # On two ranks, with the same plans and calls: planners are exact, nobody hangs.
-    rows = {row["name"]: row for row in whole("--gpus", "2")["rows"]}
-    measured = {name for name, row in rows.items() if row["kind"] == "measured"}
-    assert measured == {figure.name for figure in (*many.EXACT.values(), many.HANGS)}
-    assert all(rows[name]["ok"] for name in measured)
-    assert {row["note"] for name, row in rows.items() if name not in measured} == {"needs a GPU"}
+    monkeypatch.setattr(sharing, "version", lambda _: (2, 29, 7))
+    with pytest.raises(SystemExit, match=r"--ranks-per-gpu 4: lib.so is NCCL 2.29.7; .* need 2.30 or later"):
+        run.main(["--ranks-per-gpu", "4", "--nccl", "lib.so"])
 
 
 ATTENTION = {"needs a GPU", "does not serve cpu", "cpu_flash takes a call for each entry"}

@@ -1,0 +1,205 @@
+"""Random plans of every planner over the product's own streams and communicators, against fp64.
+
+Remapped, routed, of both policies, some as two nano-batches: those of `tools.faults rendezvous`,
+drawn ahead by `tools/gpu/bare prepare` so that no second on a GPU goes to planning. Every other one
+runs in fp32 with the plain formula, whose error is so small that a race shows, and half of them with
+sinks.
+"""
+
+from __future__ import annotations
+
+import lzma
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.compile.pipeline import layout
+from megatron_balance.compile.transpose import Policy
+from megatron_balance.ir.plan import MicrobatchPlan
+from tools.faults import rendezvous
+from tools.gpu import ranks
+from tools.gpu.ranks import Place
+from tools.gpu.rows import Context, Figure, Row, Target
+
+BUDGET_S = 75.0
+SHARES = {2: 0.2, 4: 0.4, 8: 0.4}
+"""Of the time, by number of ranks."""
+CLOSE_S = 4.0
+"""Of each share, for the plan under way at its end and for the ranks to leave."""
+FEW = 12
+"""Plans of each number of ranks where none were drawn ahead."""
+HEAD_DIM = 64
+ALLOWED = {"bfloat16": 0.02, "float32": 2e-5}
+"""Error by type, of the largest value: bf16 rounds inputs, partials and results to a 256th each."""
+DRAWN = Path(__file__).resolve().parents[2] / ".gpu" / "plans.pkl.xz"
+
+WORST = {
+    size: Figure(
+        f"random plans on {size} ranks: largest error of outputs and gradients against fp64",
+        "of what the type allows",
+        Target("at most", 1.0),
+    )
+    for size in SHARES
+}
+RAN = {size: Figure(f"random plans on {size} ranks that ran", "plans", Target("at least", 1)) for size in SHARES}
+FIGURES = tuple(figure for size in SHARES for figure in (WORST[size], RAN[size]))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Plans that run together (two: nano-batches), with the policy of their backward."""
+
+    planner: str
+    plans: tuple[MicrobatchPlan, ...]
+    policy: Policy
+
+
+def draw(counts: Mapping[int, int]) -> dict[int, list[Drawn]]:
+    """Draw plans by number of ranks, `counts` of each, the same every time."""
+    found: dict[int, list[Drawn]] = {size: [] for size in counts}
+    number = 0
+    while any(len(found[size]) < count for size, count in counts.items()):
+        program = rendezvous.drawn(number)
+        size = program.plans[0].num_ranks
+        if len(found.get(size, ())) < counts.get(size, 0):
+            found[size].append(Drawn(program.planner, program.plans, program.policy))
+        number += 2  # the odd ones are of 16 ranks and more
+    return found
+
+
+def save(drawn: dict[int, list[Drawn]], path: Path) -> None:
+    path.write_bytes(lzma.compress(pickle.dumps(drawn), preset=6))
+
+
+def load(path: Path) -> dict[int, list[Drawn]]:
+    """Those that `save` wrote, for this very tree: a pickle of our own."""
+    return pickle.loads(lzma.decompress(path.read_bytes()))
+
+
+def measure(context: Context) -> Iterator[Row]:
+    drawn = load(DRAWN) if DRAWN.exists() else draw(dict.fromkeys(context.worlds, FEW))
+    whole, left = sum(SHARES[size] for size in context.worlds), context.left_s()
+    for size in SHARES.keys() - set(context.worlds):
+        for figure in (WORST[size], RAN[size]):
+            yield figure.not_measured(f"{context.ranks} ranks here")
+    for size in context.worlds:
+        until = time.monotonic() + SHARES[size] / whole * left - CLOSE_S
+        given, most_s = (drawn[size], until), context.left_s() - 2.0
+        found = ranks.run_ranks(_rank, size, given, context, seconds=most_s).results()
+        bad = [each for rank in found for each in rank["bad"]]
+        slowest = max(rank["slowest_s"] for rank in found)
+        note = f"slowest {slowest:.2f} s; above it: {'; '.join(bad[:3]) or 'none'}"
+        yield WORST[size].measured(max(rank["worst"] for rank in found), note)
+        yield RAN[size].measured(found[0]["ran"], f"of {len(drawn[size])}, {'NCCL' if context.on_gpu else 'gloo'}")
+
+
+def _rank(place: Place, drawn: Sequence[Drawn], until: float) -> dict[str, Any]:
+    """Run plans, at least one, until rank 0 says that the time is over (`time.monotonic`, which all
+    processes share).
+    """
+    import torch
+    import torch.distributed as dist
+
+    ranks.join(place)
+    pools: dict[int, Any] = {}
+    worst, slowest, ran, bad = 0.0, 0.0, 0, list[str]()
+    for number, each in enumerate(drawn):
+        over = torch.tensor([float(ran > 0 and time.monotonic() > until)], device=place.device)
+        dist.broadcast(over, 0)
+        if over.item():
+            break
+        per_node = each.plans[0].ranks_per_node
+        if per_node not in pools:
+            pools[per_node] = ranks.groups(place, per_node)
+        dtype = ("bfloat16", "float32")[number % 2]
+        began = time.monotonic()
+        error = worst_error(place, pools[per_node], each, dtype, number) / ALLOWED[dtype]
+        worst, slowest, ran = max(worst, error), max(slowest, time.monotonic() - began), ran + 1
+        if error > 1.0:
+            bad.append(f"plan {number}, {each.planner}, {each.policy}, {dtype}, rank {place.rank}: {error:.3g}")
+    ranks.leave()
+    return {"worst": worst, "slowest_s": slowest, "ran": ran, "bad": bad}
+
+
+def worst_error(place: Place, pool: Any, drawn: Drawn, dtype: str, seed: int) -> float:
+    """The largest error of this rank's outputs and gradients, each of its tensor's largest value;
+    infinite where one is not finite. `seed`: of the values; of every four, two have sinks.
+    """
+    import torch
+
+    from megatron_balance.runtime.bind import AttentionShape, bind
+
+    first = drawn.plans[0]
+    shape = AttentionShape(first.num_heads, first.num_kv_heads, HEAD_DIM)
+    how: Any = {"device": place.device, "dtype": getattr(torch, dtype)}
+    kernel = "plain" if dtype == "float32" else "auto"
+    bounds = [
+        bind(plan, place.rank, shape, groups=pool, policy=drawn.policy, kernel=kernel, nano_batch=at, **how)
+        for at, plan in enumerate(drawn.plans)
+    ]
+    generator = torch.Generator(place.device).manual_seed(seed)
+    heads = (first.num_heads, first.num_kv_heads, first.num_kv_heads, first.num_heads)
+    drawn_values = [
+        [
+            [torch.randn(length, h, HEAD_DIM, generator=generator, device=place.device).to(how["dtype"]) for h in heads]
+            for length in plan.lengths
+        ]
+        for plan in drawn.plans
+    ]
+    owned = [layout(plan, place.rank).tolist() for plan in drawn.plans]
+
+    def rows(at: int, which: int) -> Any:
+        parts = [drawn_values[at][seq][which][start:stop] for seq, start, stop in owned[at]]
+        return torch.cat([torch.empty(0, heads[which], HEAD_DIM, **how), *parts])
+
+    leaves = [[rows(at, which).requires_grad_() for which in range(3)] for at in range(len(bounds))]
+    sink = torch.linspace(-3.0, 4.0, heads[0], device=place.device) if seed % 4 > 1 else None  # below scores, and above
+    outs = _attended(leaves, bounds, sink)
+    flat = [leaf for of_plan in leaves for leaf in of_plan]
+    grads = torch.autograd.grad(outs, flat, [rows(at, 3) for at in range(len(bounds))])
+    worst = 0.0
+    for at, values in enumerate(drawn_values):
+        truth = [_dense([x.double() for x in each], sink) for each in values]
+        for which, ours in enumerate((outs[at].detach(), *grads[3 * at : 3 * at + 3])):
+            wanted = [truth[seq][which][start:stop] for seq, start, stop in owned[at]]
+            if wanted:
+                largest = max(float(each[which].abs().max()) for each in truth)
+                error = float((ours.double() - torch.cat(wanted)).abs().max()) / largest
+                worst = max(worst, error if error == error else float("inf"))  # noqa: PLR0124  not a number
+    return worst
+
+
+def _attended(leaves: Sequence[Sequence[Any]], bounds: Sequence[Any], sink: Any) -> list[Any]:
+    """Outputs; of two nano-batches as a layer of them runs."""
+    from megatron_balance.runtime.attention import AttentionCall, balanced_attention
+
+    if len(bounds) == 1:
+        q, k, v = leaves[0]
+        return [balanced_attention(q, k, v, bounds[0], sink=sink)]
+    calls = [AttentionCall(bound, sink=sink) for bound in bounds]
+    for call, (q, k, v) in zip(calls, leaves, strict=True):
+        call.start(q, k, v)
+    for call in calls:
+        call.attend()
+    return [call.end() for call in calls]
+
+
+def _dense(given: Sequence[Any], sink: Any) -> tuple[Any, ...]:
+    """Output and gradients (q, k, v) of causal attention, of q [T, H, D], k and v [T, G, D] and the
+    output's gradient. `sink` [H]: the score of one more key, whose value is zero; or None.
+    """
+    import torch
+
+    q, k, v = (x.requires_grad_() for x in given[:3])
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[2] ** -0.5
+    later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(later, float("-inf"))
+    lse = scores.logsumexp(-1, keepdim=True)
+    whole = lse if sink is None else torch.logaddexp(lse, sink.double()[:, None, None])
+    out = torch.einsum("hqk,khd->qhd", (scores - whole).exp(), values)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]))
