@@ -81,7 +81,9 @@ def test_an_error_that_is_caught_and_an_end_that_comes_early_end_nobody(
 ) -> None:
     for code, said in ended[job]:
         assert code == 0, said
-        assert said.startswith("seconds"), "nothing is said"
+        # torch warns of hosts without a name
+        lines = [line for line in said.splitlines() if "hostname of the client socket" not in line]
+        assert lines[0].startswith("seconds"), "nothing is said"
 
 
 # Ranks that planned differently hear it, all of them, before anyone waits in an exchange.
