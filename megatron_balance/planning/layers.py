@@ -32,6 +32,7 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, dealt, held_back
 from megatron_balance.patterns import ONCE_PER_NODE, pattern_of
 from megatron_balance.patterns.base import Context
+from megatron_balance.patterns.head_ring import HeadRing
 from megatron_balance.patterns.once_per_node import ON
 from megatron_balance.planners.base import JointStages, Planner, StepContext, renumbered
 from megatron_balance.planning.ticks import PlanOwned, plan_ticks, ticks
@@ -146,7 +147,7 @@ _MOST_ROUNDS = 256
 
 
 def _num_rounds(plan: MicrobatchPlan) -> int:
-    return sum(len(zone.ranks) for zone in plan.zones if isinstance(zone, Zone) and len(zone.ranks) > 1)
+    return sum(pattern_of(each).num_exchanges(each) for each in plan.zones if isinstance(pattern_of(each), HeadRing))
 
 
 def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:

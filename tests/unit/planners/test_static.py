@@ -1,5 +1,6 @@
 """The planners that choose nothing: one zone over all ranks."""
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_balance.ir import plan as plans
 from megatron_balance.ir.step import EMPTY, Carry, Layers
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
+from megatron_balance.planning import layers as planning_layers
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.runtime.kernels.latent import check_latent
 from megatron_balance.simulator.setup import Setup
@@ -168,6 +170,22 @@ def test_a_remap_that_gains_less_than_it_moves_is_left_out(monkeypatch: pytest.M
     before = planner(REMAPPED)
     assert before.moves
     assert step_s(plan, cluster) < step_s(before, cluster)
+
+
+def test_a_remap_of_a_plan_of_many_rounds_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ring by ring that takes seconds on 1,024 ranks.
+    asked: list[int] = []
+    monkeypatch.setattr(planning_layers, "estimate", lambda plan, _: asked.append(plan.num_ranks))
+    monkeypatch.setattr(planning_layers, "best_first", lambda _: [0])
+    rng, layers = random.Random(0), Layers(remap=True, remap_when="pays")
+    for num_ranks in (64, 1024):
+        shares = [rng.lognormvariate(0, 1.3) for _ in range(4 * num_ranks)]
+        lengths = [max(1, int(share * num_ranks * 8192 / sum(shares))) for share in shares]
+        paper = {"rule": "paper", "tokens_per_rank": 10240}
+        assert make_planner("zeppelin", Cluster(num_ranks, 8), LLAMA, layers, **paper)(lengths).moves
+    assert asked == [64, 64]
+    by_heads = make_planner("knapformer", Cluster(512, 8), LLAMA, topology="g8n64")([4096] * 512)
+    assert planning_layers._num_rounds(by_heads) == 0  # exchanges of heads are quick to estimate
 
 
 def test_refusals_and_options_of_auto() -> None:
