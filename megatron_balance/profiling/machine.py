@@ -2,7 +2,7 @@
 
 import datetime
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +32,9 @@ def _read_machine() -> Reading:
         return Reading(failure=str(error))
 
 
-def cluster_of_machine(
-    given: ClusterChoice | None, reads: Callable[[], Reading] = _read_machine
-) -> ClusterChoice | None:
+def cluster_of_machine(given: ClusterChoice | None) -> ClusterChoice | None:
     """The cluster that the machine says it is, in sizes `given`; None: unknown. Collective (world)."""
-    mine = reads()
+    mine = _read_machine()
     everyone = [mine]
     if dist.is_initialized():
         everyone *= dist.get_world_size()

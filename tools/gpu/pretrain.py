@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tools.gpu import sharing
 from tools.gpu.rows import Device
 from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
 from tools.megatron_pretrain import Documents, pretrain_balanced, provider
@@ -125,11 +125,7 @@ def train(job: Job) -> None:
 
 def _sole_rank() -> None:
     """The launcher's variables of a world of one rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    os.environ.update(sharing.place(0, 1, 1, sharing.free_port()), CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 
 def _plain(documents: Documents, *, flash: bool) -> None:

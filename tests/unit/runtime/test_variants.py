@@ -12,7 +12,7 @@ import pytest
 PROCESS = """
 import sys
 from pathlib import Path
-from megatron_balance.runtime.first import first_of_node
+from megatron_balance.runtime.movers.triton.variants import first_of_node
 
 print("asks", flush=True)
 with first_of_node(Path(sys.argv[1]) / "cache", float(sys.argv[2])):
@@ -58,7 +58,7 @@ def test_the_others_wait_for_the_first_and_go_on_together_however_it_ends(tmp_pa
 
 
 def test_a_folder_that_cannot_be_written_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from megatron_balance.runtime.first import first_of_node
+    from megatron_balance.runtime.movers.triton.variants import first_of_node
 
     (tmp_path / "file").touch()
     with first_of_node(tmp_path / "file"):

@@ -337,8 +337,9 @@ def test_a_users_mask_of_ones_changes_nothing_and_zeros_or_documents_beside_the_
     ones[0, 3] = 0
     with pytest.raises(ConfigError, match=r"LlamaAttention asks for an attention mask that hides .* no padding"):
         model(**hf.inputs(batch), attention_mask=ones)
-    with pytest.raises(ConfigError, match=r"got a dict of them\. Leave out attention_mask"):
-        model(**hf.inputs(batch), attention_mask={"full_attention": None})
+    for masks in ({"full_attention": None}, {}):
+        with pytest.raises(ConfigError, match=r"got a dict of them\. Leave out attention_mask"):
+            model(**hf.inputs(batch), attention_mask=masks)
     # Of collators without padding, right or wrong; they were passed over.
     for ends in (torch.tensor([0, 9, 14, 15], dtype=torch.int32), torch.tensor([0, 15], dtype=torch.int32)):
         said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}

@@ -5,22 +5,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from time import monotonic
-from typing import Any, NamedTuple
+from time import monotonic, sleep
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from triton import knobs
 from triton.runtime import JITFunction
 
 from megatron_balance.ir.model import GradientWire
-from megatron_balance.runtime.first import first_of_node
 from megatron_balance.runtime.lower.memory import AttentionShape, CallForm
 from megatron_balance.runtime.lower.moves import Alike
 from megatron_balance.runtime.movers.triton import mover as launches
@@ -28,6 +28,8 @@ from megatron_balance.runtime.movers.triton.kernels import AddBlock, CopyBlock, 
 
 log = logging.getLogger(__name__)
 _TOLD_EVERY_S = 5.0
+_LOCK = "megatron-balance.lock"
+_WAIT_S = 300.0
 
 
 class Variant(NamedTuple):
@@ -116,6 +118,41 @@ def compile_all(found: Sequence[Variant], device: torch.device, threads: int | N
                 log.info("Triton: %d of %d kernels compiled after %.0f s", number, len(found), told - begin)
     if monotonic() - begin > 1.0:
         log.info("Triton: %d kernels ready after %.1f s", len(found), monotonic() - begin)
+
+
+@contextmanager
+def first_of_node(folder: Path, wait_s: float = _WAIT_S) -> Generator[None]:
+    """Let one process go first, to compile what the others then find in the folder. They go on
+    together when it leaves or ends, however it ends, or after `wait_s` seconds.
+    """
+    # The lock is the system's, which frees that of a process that died.
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stream = (folder / _LOCK).open("a")
+    except OSError as error:
+        log.warning("%s cannot be written, so every process compiles for itself: %s", folder, error)
+        yield
+        return
+    with stream:
+        if not _locked(stream, fcntl.LOCK_EX):
+            log.info("another process of this machine compiles; waiting for what it puts into %s", folder)
+            begin = monotonic()
+            while not _locked(stream, fcntl.LOCK_SH):
+                if monotonic() - begin > wait_s:
+                    log.warning("the process that compiles has not ended after %.0f s; compiling here, too", wait_s)
+                    break
+                sleep(0.05)
+        yield
+
+
+def _locked(stream: TextIO, kind: int) -> bool:
+    try:
+        fcntl.flock(stream, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.warning("no locks in %s, so every process compiles for itself: %s", stream.name, error)
+    return True
 
 
 class Compiling:
