@@ -264,17 +264,20 @@ def held_back(step: StepPlan, lengths: Lengths, waiting: Waiting) -> Waiting:
     `lengths` (as dealt, by microbatch) and `waiting` (before the step) that it does not train.
     Raises ValueError: it trains a sequence twice, one that is not there, or one by another length.
     """
-    ready = dict(waiting) | dict(enumerate(chain.from_iterable(lengths)))
-    num_dealt = sum(map(len, lengths))
-    trained = chain.from_iterable(step.members)
-    for seqs, plan in zip(trained, step.plans, strict=True):
-        for seq, length in zip(seqs, plan.lengths, strict=True):
-            if ready.pop(seq, None) != length:
-                raise ValueError(
-                    f"expected each sequence at most once and whole; got s{seq} of {length} tokens, which was trained "
-                    "already in this step, or neither dealt in it nor waiting, or has another length"
-                )
-    return tuple(sorted((seq - num_dealt, length) for seq, length in ready.items()))
+    given = list(chain.from_iterable(lengths))
+    trained = list(chain.from_iterable(chain.from_iterable(step.members)))
+    of_plans = list(chain.from_iterable(plan.lengths for plan in step.plans))
+    # Nearly always: all of them, as dealt.
+    if not waiting and of_plans == given and trained == list(range(len(given))):
+        return ()
+    ready = dict(waiting) | dict(enumerate(given))
+    for seq, length in zip(trained, of_plans, strict=True):
+        if ready.pop(seq, None) != length:
+            raise ValueError(
+                f"expected each sequence at most once and whole; got s{seq} of {length} tokens, which was trained "
+                "already in this step, or neither dealt in it nor waiting, or has another length"
+            )
+    return tuple(sorted((seq - len(given), length) for seq, length in ready.items()))
 
 
 def dealt(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -439,13 +439,20 @@ def hops_of(placed: zigzag.Zigzag, *, back: bool = False) -> Blocks:
     """The block of each group index, with the hops that its rows make, turning forward or `back`."""
     position = placed.position(np.arange(placed.size)[:, None])
     lo, hi = placed.lo(position), placed.hi(position)
-    rows = np.empty((*position.shape, 2, 3), dtype=np.int64)
-    rows[..., 0] = placed.seqs[:, None]
-    rows[..., 0, 1], rows[..., 0, 2], rows[..., 1, 1], rows[..., 1, 2] = *lo, *hi
-    reach = np.stack((_reach_backward if back else _reach_forward)(placed, position), 2)
-    reach[(position >= placed.parts)[..., None] | (rows[..., 1] == rows[..., 2])] = 0
-    begin = np.arange(placed.size + 1) * 2 * len(placed.seqs)
-    return Blocks(rows.reshape(-1, 3), begin, reach.ravel())
+    reach = (_reach_backward if back else _reach_forward)(placed, position)
+    # Few make a hop where sequences are short beside the ranks.
+    there = position < placed.parts
+    goes = np.stack([there & (reach[at] > 0) & (span[0] < span[1]) for at, span in enumerate((lo, hi))], 2)
+    at = np.flatnonzero(goes)
+    cell, high = at // 2, at % 2 == 1
+
+    def of(low: Ints, other: Ints) -> Ints:
+        return np.where(high, other.take(cell), low.take(cell))
+
+    seq = placed.seqs.take(cell, mode="wrap") if len(cell) else cell
+    rows = np.stack([seq, of(lo[0], hi[0]), of(lo[1], hi[1])], 1)
+    begin = np.append(0, np.cumsum(np.count_nonzero(goes, axis=(1, 2))))
+    return Blocks(rows, begin, of(*reach))
 
 
 def _reach_forward(placed: zigzag.Zigzag, position: Ints) -> tuple[Ints, Ints]:

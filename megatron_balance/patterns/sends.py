@@ -4,8 +4,10 @@ transfers, messages, received tokens and traffic of rounds are selections of it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +15,9 @@ import numpy as np
 from megatron_balance.ir.arrays import Ints, overlaps, ranges
 from megatron_balance.ir.columns import Fragment, Message, Rows, Transfer
 from megatron_balance.ir.program import Collective, Exchange, Kind
+
+# About so many rows of transfers are made at once, which keeps them in the cache.
+_ROWS = 1 << 14
 
 
 class Send:
@@ -83,29 +88,39 @@ class Sends:
 
     def transfers(self) -> tuple[Ints, Ints]:
         """(exchange of each, rows of `ir.columns.Transfer`), by exchange."""
-        rows, begin, reach = self.blocks()
-        block = self.rows[:, Send.BLOCK]
-        send, at = ranges(begin[block], begin[block + 1])
-        if reach is not None:
-            goes = reach[at] >= self.rows[send, Send.HOP]
+        return self._transfers(self.rows, self.blocks())
+
+    def _transfers(self, sends: Ints, blocks: Blocks) -> tuple[Ints, Ints]:
+        block = sends[:, Send.BLOCK]
+        send, at = ranges(blocks.begin[block], blocks.begin[block + 1])
+        if blocks.reach is not None:
+            goes = np.flatnonzero(blocks.reach.take(at) >= sends[:, Send.HOP].take(send))
             send, at = send[goes], at[goes]
-        each = np.empty((len(self.rows), Transfer.WIDTH), dtype=np.int64)
-        each[:, Transfer.KIND] = self.rows[:, Send.KIND]
-        each[:, Transfer.HEADS] = self.rows[:, [Send.HEAD_START, Send.HEAD_STOP]]
-        each[:, Transfer.ENDS] = self.rows[:, [Send.SRC, Send.DST]]
+        each = np.empty((len(sends), Transfer.WIDTH), dtype=np.int64)
+        each[:, Transfer.KIND] = sends[:, Send.KIND]
+        each[:, Transfer.HEADS] = sends[:, [Send.HEAD_START, Send.HEAD_STOP]]
+        each[:, Transfer.ENDS] = sends[:, [Send.SRC, Send.DST]]
         table = each.take(send, axis=0)
-        table[:, Transfer.SPAN] = rows.take(at, axis=0)
-        return self.rows[send, Send.EXCHANGE], table
+        table[:, Transfer.SPAN] = blocks.rows.take(at, axis=0)
+        return sends[:, Send.EXCHANGE].take(send), table
 
     def exchanges(self, base: int) -> dict[int, Exchange]:
         """The exchanges by id, counted from the zone's first, which is `base`, ascending."""
-        number, table = self.transfers()
-        counts = np.bincount(number)
-        tables = {at: data for at, data in enumerate(split_rows(table, counts)) if data}
+        blocks = self.blocks()
+        ends = np.cumsum(np.diff(blocks.begin)[self.rows[:, Send.BLOCK]])
+        tables: defaultdict[int, list[bytes]] = defaultdict(list)
+        turns = np.searchsorted(ends, np.arange(_ROWS, ends.max(initial=0), _ROWS))
+        for begin, end in pairwise((0, *turns, len(ends))):
+            sends = self.rows[begin:end]
+            number, table = self._transfers(sends, blocks)
+            first = int(number[0]) if len(number) else 0
+            for at, data in enumerate(split_rows(table, np.bincount(number - first)), first):
+                if data:
+                    tables[at].append(data)
         made: dict[int, Exchange] = {}
         for at in sorted(tables.keys() | self.calls.keys()):
             collective, group, moves = self.calls.get(at, Call())
-            made[at] = Exchange(base + at, Rows(Transfer.WIDTH, tables.get(at, b"")), collective, group, moves=moves)
+            made[at] = Exchange(base + at, Rows(Transfer.WIDTH, b"".join(tables[at])), collective, group, moves=moves)
         return made
 
     def replays(self, base: int, forward: Mapping[int, Exchange]) -> list[tuple[int, Exchange]]:

@@ -388,6 +388,11 @@ def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
     for group, kind in enumerate(kind_of):
         heaps[kind].append(group)
     taken: list[int] = []
+    if len(kinds) == 1:
+        # The least occupied group has the most room, too.
+        (heap,) = heaps
+        taken = [heapreplace(heap, heap[0] + more) & number for (more,) in added]
+        added = []
     for more in added:
         # Keys differ, so heaps compare by their first ones.
         key = min(heaps)[0]

@@ -101,10 +101,12 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
             return _with_ticks(planner, replace(own, plans=plans), context)
         members = tuple(nano_batch for (nano_batch,) in own.members)
     context = _of_microbatches(context, len(members))
-    microbatches = [[pooled[seq] for seq in seqs] for seqs in members]
+    microbatches = [list(map(pooled.__getitem__, seqs)) for seqs in members]
     parts = nano_batches_of(microbatches, ping_pong=context.ping_pong, aligned=context.joint is not None)
-    split = tuple(tuple(tuple(seqs[i] for i in part) for part in of) for seqs, of in zip(members, parts, strict=True))
-    batches = (Batch(tuple(pooled[seq] for seq in part)) for part in chain.from_iterable(split))
+    split = tuple(
+        tuple(tuple(map(seqs.__getitem__, part)) for part in of) for seqs, of in zip(members, parts, strict=True)
+    )
+    batches = (Batch(tuple(map(pooled.__getitem__, part))) for part in chain.from_iterable(split))
     plans = tuple(_place_one(planner, batch, context) for batch in batches)
     return _with_ticks(planner, StepPlan(split, plans), context)
 

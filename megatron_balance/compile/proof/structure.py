@@ -45,9 +45,9 @@ def _complaints(plan: MicrobatchPlan) -> Iterator[str]:
         return
     if ranks % min(per_node, ranks) or plan.num_heads % plan.num_kv_heads:
         yield f"{ranks} ranks in nodes of {per_node}, {plan.num_heads} heads over {plan.num_kv_heads}: no whole number"
-    short = [seq for seq, length in enumerate(plan.lengths) if length < 1]
-    if short:
-        yield f"sequence {short[0]} has length {plan.lengths[short[0]]}"
+    shortest = min(plan.lengths, default=1)
+    if shortest < 1:
+        yield f"sequence {plan.lengths.index(shortest)} has length {shortest}"
         return
     placed: Counter[int] = Counter()
     for at, zone in enumerate(plan.zones):
@@ -55,17 +55,18 @@ def _complaints(plan: MicrobatchPlan) -> Iterator[str]:
         placed.update(zone.seqs)
         if zone.pattern not in PATTERNS:
             yield f"{place}: there is no comm pattern {zone.pattern!r}"
-        outside = [seq for seq in zone.seqs if not 0 <= seq < len(plan.lengths)]
-        if outside:
-            yield f"{place}: there is no sequence {outside[0]}"
-            return
+        for seq in (min(zone.seqs), max(zone.seqs)) if zone.seqs else ():
+            if not 0 <= seq < len(plan.lengths):
+                yield f"{place}: there is no sequence {seq}"
+                return
         if isinstance(zone, Zone):
             yield from _of_zone(zone, place, ranks)
         else:
             yield from _of_fragments(zone, place, plan)
-    lost = [seq for seq in range(len(plan.lengths)) if placed[seq] != 1]
-    if lost:
-        yield f"sequence {lost[0]} is in {placed[lost[0]]} zones"
+    # All that are placed are there: as many, and as many different ones, are each of them once.
+    if not placed.total() == len(placed) == len(plan.lengths):
+        lost = next(seq for seq in range(len(plan.lengths)) if placed[seq] != 1)
+        yield f"sequence {lost} is in {placed[lost]} zones"
     yield from _of_layers(plan)
 
 
