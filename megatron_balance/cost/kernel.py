@@ -49,10 +49,10 @@ _BACKWARD_EFFICIENCY = 63 / 73
 class KeyBlocks:
     """A backward kernel that gives each thread block one tile of keys of one query head.
 
-    `queries`: of a tile that such a block walks over; `block_tiles`: its cost beside these, in tiles of
-    128 x 128. `query_bytes`, `key_bytes`: memory traffic before and after the kernel, an element of
-    queries and, where heads share keys, of keys. Its grid has blocks for the longest keys of a launch
-    for each of its entries; `empty_s`: seconds that an SM spends on one that finds no work.
+    `queries`: of a tile that such a block walks over; `block_tiles`: its cost beside these, in tiles
+    of 128 x 128. `query_bytes`, `key_bytes`: memory traffic before and after the kernel, an element
+    of queries and, where heads share keys, of keys. Its grid has blocks for the longest keys of a
+    launch for each of its entries; `empty_s`: seconds that an SM spends on one that finds no work.
     """
 
     queries: int
@@ -68,8 +68,8 @@ class KernelLaw:
 
     `block_tiles`: a forward thread block's cost beside its tiles, in tiles. `packs_heads`: whether the
     query heads of a key head share tiles forward, where lengths vary. `backward_share`: rate of the
-    backward kernel over the forward one's. `key_blocks`: of a backward over blocks of keys; None: it is
-    counted as the forward is, by blocks of queries.
+    backward kernel over the forward one's. `key_blocks`: of a backward over blocks of keys; None: it
+    is counted as the forward is, by blocks of queries.
     """
 
     block_tiles: float = BLOCK_TILES
@@ -126,7 +126,7 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
 
 
 def query_tiles(pairs: Ints, mask: Mask, tokens: int) -> tuple[Ints, Ints, Ints]:
-    """As `tiles`, with tiles of `tokens` queries, a divisor of `TILE_TOKENS`, and of `TILE_TOKENS` keys."""
+    """As `tiles`, of tiles of `tokens` queries (a divisor of `TILE_TOKENS`) and `TILE_TOKENS` keys."""
     parts = TILE_TOKENS // tokens
     if parts == 1:
         return tiles(pairs, mask)
