@@ -35,6 +35,7 @@ def test_simulate_has_the_documented_keys(run, planner):
     assert set(found["step_s"]) == {"median", "p5", "p95"}
     assert found["tokens_per_s"] == pytest.approx(11046 / found["step_s"]["median"])
     assert sum(found["phases_s"].values()) == pytest.approx(found["step_s"]["median"])
+    assert set(found["attention_s"]) == {"forward", "backward"}
     assert len(found["peak_bytes_per_rank"]) == 8
     assert set(found["utilisation"]) == {"compute", "link", "nic"}
     assert all(0 <= share <= 1 for share in found["utilisation"].values())
@@ -137,6 +138,7 @@ def test_stages_attend_together_where_training_would_have_them(run, tmp_path):
     assert joint["step_s"]["median"] != apart["step_s"]["median"]
     assert len(joint["peak_bytes_per_rank"]) == 8
     assert sum(joint["phases_s"].values()) == pytest.approx(joint["step_s"]["median"])
+    assert all(joint["attention_s"][way] >= joint["phases_s"][f"{way}_attention"] > 0 for way in joint["attention_s"])
     rows = run.json(f"compare --planner te_ring --planner distca {PIPED}")["rows"]
     found = [(row["planner"], row["ping_pong"], row["pipeline"]) for row in rows]
     assert found == [("te_ring", False, "stages"), ("distca", True, "joint")]
