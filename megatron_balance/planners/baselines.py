@@ -98,7 +98,7 @@ te_ring, llama_all_gather, ulysses, usp = (partial(_plan, name) for name in PATT
 # magi: equal chunks of the packed sequences, dealt by their pairs; each rank is sent the keys that
 # its chunks see.
 #
-# Source: MagiAttention 1.1 (SandAI; magi_attention/meta/_make_dispatch_meta.py and
+# Source: MagiAttention 1.1.1 (SandAI; magi_attention/meta/_make_dispatch_meta.py and
 # solver/dispatch_solver.py, `MinHeapDispatchAlg`). What we implement: chunks, those with the most
 # pairs first, go to the rank that has the fewest pairs, of all with less than their number of chunks.
 # What we leave out: its other solvers, keys in stages that attention hides, its kernel.
@@ -113,8 +113,8 @@ _CHUNKS_PER_RANK = 8
 @dataclass(frozen=True, slots=True)
 class MagiOptions(WholePoolOptions):
     chunk_tokens: int | None = None
-    """Tokens of a chunk, at most. None: eight chunks a rank, as MagiAttention has them; its benchmark
-    sets 2,048 (exps/dist_attn/benchmark_conf.py)."""
+    """Tokens of a chunk, at most. None: eight chunks a rank, the fewest of MagiAttention 1.1.1; 1.1.0
+    had no default, and its charts have 2,048 (exps/dist_attn/benchmark_conf.py)."""
 
 
 def magi(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: MagiOptions) -> MicrobatchPlan:

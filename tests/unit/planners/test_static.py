@@ -90,7 +90,8 @@ def test_usp_exchanges_heads_in_groups_and_has_a_ring_of_them() -> None:
         ([8, 7, 6, 5, 4, 2, 2, 2], [[0, 3, 4, 5], [1, 2, 6, 7]]),
         ([2, 4, 3, 16, 13, 5, 9, 10], [[0, 3], [2, 4], [1, 7], [5, 6]]),
         # Of equal chunks the last one first; one chunk less on a rank than on the others.
-        ([1, 1, 1], [[0, 2], [1]]),
+        ([1, 1], [[1], [0]]),
+        ([4, 1, 1], [[0], [1, 2]]),
     ],
 )
 def test_magi_deals_chunks_as_its_min_heap_does(pairs: list[int], chunks_of: list[list[int]]) -> None:
