@@ -271,12 +271,17 @@ def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:
     chosen: list[PlannerChoice] = []
     for name in wanted:
         keys = dict(configured.given) if configured is not None and configured.name == name else {}
-        if args.tokens_per_rank is not None:
-            keys["tokens_per_rank"] = args.tokens_per_rank
+        if (
+            args.tokens_per_rank is not None
+        ):  # what memory holds, for all; -o tokens_per_rank asks for a plan of so many
+            keys.pop("tokens_per_rank", None)
         if args.context_parallel is not None and name in PLANNERS and PLANNERS[name].replicas:
             keys["context_parallel"] = args.context_parallel
         choice = choose_planner(name, keys | options[name], f"--planner {name}")
-        chosen.append(replace(choice, layers=_layers(args, config, name)))
+        held = choice.options.tokens_per_rank or args.tokens_per_rank
+        chosen.append(
+            replace(choice, options=replace(choice.options, tokens_per_rank=held), layers=_layers(args, config, name))
+        )
     if args.remap_solver is not None and not any(choice.layers.remap for choice in chosen):
         none = f"which {', '.join(wanted)} leaves out; add --remap"
         raise ConfigError(f"--remap-solver {args.remap_solver} goes with a remap, {none}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_balance.cost import kernel
 from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost
-from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
+from megatron_balance.cost.kernel import TILE_TOKENS, KernelLaw, KeyBlocks
 from megatron_balance.cost.modules import BACKWARD_PRODUCTS, Module, head_module, layer_modules
 from megatron_balance.cost.parallel import CollectiveGroup, all_gather_s, experts_s
 from megatron_balance.ir.cluster import Cluster
@@ -80,7 +80,7 @@ class AnalyticCost(MachineCost):
             # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs; without it the padded
             # work would fall as l grows.
             square = run_tokens * (run_tokens + (self.model.attention != "full"))
-            factor = padded**2 / square * (1 + BLOCK_TILES * TILE_TOKENS / padded)
+            factor = padded**2 / square * (1 + self._law.block_tiles * TILE_TOKENS / padded)
         return factor * num_pairs * self._pair_s
 
     def launch_s(self, num_launches: float) -> float:
@@ -101,27 +101,41 @@ class AnalyticCost(MachineCost):
         """The work over all SMs, or the longest thread block on one of them, the longer of both."""
         if not len(pairs):
             return np.zeros(num_launches)
-        tiles, blocks, longest = kernel.tiles(pairs, self.model.mask)
-        heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
-        work = np.bincount(launch, weights=heads * (tiles + BLOCK_TILES * blocks), minlength=num_launches)
-        widest = np.zeros(num_launches)
-        np.maximum.at(widest, launch, (longest + BLOCK_TILES) * (heads > 0))
+        mask, law = self.model.mask, self._law
+        around_s: Floats | float = 0.0
+        if backward and law.key_blocks is not None:
+            work, widest, empty = kernel.backward_work(pairs, launch, num_launches, mask, law.key_blocks)
+            around_s = empty * law.key_blocks.empty_s / max(1, self.cluster.num_sms)
+            around_s = around_s + self._around_s(pairs, launch, num_launches, law.key_blocks)
+        else:
+            work, widest = kernel.forward_work(pairs, launch, num_launches, mask, law)
         seconds = np.maximum(work * self._tile_s, widest * self.block_s(1.0) if self.cluster.num_sms else 0.0)
-        seconds *= kernel.backward_factor() if backward else 1.0
+        seconds = seconds * (law.backward_factor if backward else 1.0) + around_s
         if self.pads:
             widths, num_bytes = (self.model.head_dim, self.model.value_width), self.model.bytes_per_element
-            mask = self.model.mask
             elements = kernel.padding_elements(pairs, launch, num_launches, widths, backward=backward, mask=mask)
             seconds += elements * num_bytes / self.cluster.memory_bytes_per_s
         if self.model.latent_travels:
             seconds += self._latent_s(kernel.distinct_rows(pairs[:, Pair.KEY], launch, num_launches), backward=backward)
         return np.where(work > 0, LAUNCH_S + seconds, 0.0)
 
+    def _around_s(self, pairs: Ints, launch: Ints, num_launches: int, law: KeyBlocks) -> Floats:
+        # Seconds of what the backward reads and writes before and after its kernel.
+        num_bytes = law.query_bytes * kernel.distinct_rows(pairs[:, Pair.QUERY], launch, num_launches)
+        if self.model.num_heads != self.model.num_kv_heads:
+            keys = kernel.distinct_rows(pairs[:, list(Pair.KEY)], launch, num_launches)
+            num_bytes = num_bytes + law.key_bytes * keys
+        return num_bytes * self.model.head_dim / self.cluster.memory_bytes_per_s
+
     def _latent_s(self, num_keys: Floats, *, backward: bool) -> Floats:
         # Seconds of making keys and values of a launch's latents; backward also of their gradients'
         # products.
         flops_per_s = self.cluster.flops_per_s * self.cluster.linear_efficiency
         return (1.0 + BACKWARD_PRODUCTS * backward) * num_keys * self.model.latent_flops / flops_per_s
+
+    @property
+    def _law(self) -> KernelLaw:
+        return kernel.law_of(self.cluster.attention_kernel)
 
     @property
     def _tile_s(self) -> float:

@@ -1,4 +1,4 @@
-"""The attention kernel as tiles: how much work a launch is on a GPU.
+"""The attention kernels as tiles: how much work a launch is on a GPU, by library (`KernelLaw`).
 
 A flash attention kernel gives each thread block one tile of queries of one head, which walks over
 the tiles of keys that they may see. Tiles are computed whole: the last one of a run is padded
@@ -6,6 +6,8 @@ the tiles of keys that they may see. Tiles are computed whole: the last one of a
 and after the walk a block loads its queries and writes its output; over short keys this is what
 counts. All counts are of one head.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,6 +45,63 @@ _BACKWARD_FLOPS = 2.5
 _BACKWARD_EFFICIENCY = 63 / 73
 
 
+@dataclass(frozen=True, slots=True)
+class KeyBlocks:
+    """A backward kernel that gives each thread block one tile of keys of one query head.
+
+    `queries`: of a tile that such a block walks over; `block_tiles`: its cost beside these, in tiles
+    of 128 x 128. `query_bytes`, `key_bytes`: memory traffic before and after the kernel, an element
+    of queries and, where heads share keys, of keys. Its grid has blocks for the longest keys of a
+    launch for each of its entries; `empty_s`: seconds that an SM spends on one that finds no work.
+    """
+
+    queries: int
+    block_tiles: float
+    query_bytes: int
+    key_bytes: int
+    empty_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLaw:
+    """How the kernels of a library spend their time.
+
+    `block_tiles`: a forward thread block's cost beside its tiles, in tiles. `packs_heads`: whether the
+    query heads of a key head share tiles forward, where lengths vary. `backward_share`: rate of the
+    backward kernel over the forward one's. `key_blocks`: of a backward over blocks of keys; None: it
+    is counted as the forward is, by blocks of queries.
+    """
+
+    block_tiles: float = BLOCK_TILES
+    packs_heads: bool = False
+    backward_share: float = _BACKWARD_EFFICIENCY
+    key_blocks: KeyBlocks | None = None
+
+    @property
+    def backward_factor(self) -> float:
+        """Time of a tile backward over forward."""
+        return _BACKWARD_FLOPS / self.backward_share
+
+
+# By library; others are as FlashAttention-2's forward: cuDNN's grids are not published.
+#
+# FlashAttention-3 (Dao-AILab/flash-attention, hopper/). Derived: rate, `block_tiles` and
+# `backward_share` by least squares on MagiAttention's kernel charts (H100, 64:8 heads of 128, one
+# document, full and causal; forward 2k to 32k, backward 1k to 32k; rms 2.2 and 2.9 %): forward
+# blocks are persistent, so that one's output is written while the next one's tiles run. Published:
+# where lengths vary, heads are packed (heuristics.h); the backward has tiles of 64 x 128 under a
+# causal mask and a grid of ceil(max_k / 128) x heads x entries (flash_bwd_launch_template.h);
+# `query_bytes` are the output and its gradient read, the fp32 sum of query gradients cleared, read
+# and written as bf16, `key_bytes` two fp32 sums cleared, read, and written as bf16. Estimated:
+# `empty_s`, 900 cycles of start, barriers, two dependent reads of the offsets, and end.
+LAWS = {"flash_attn_3": KernelLaw(0.5, True, 0.89, KeyBlocks(64, 2.8, 14, 20, 0.5e-6))}
+_TILED = KernelLaw()
+
+
+def law_of(library: str | None) -> KernelLaw:
+    return LAWS.get(library or "", _TILED)
+
+
 def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
     """Tiles, thread blocks, and tiles of the longest block [n] of each `Pair` row [n, 9], one head.
 
@@ -64,6 +123,74 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
         walked = walked - (_clipped_sum(first + blocks - 1, widest) - _clipped_sum(first - 1, widest))
         last = np.minimum(last, before + 1 - first)
     return walked, blocks, last
+
+
+def query_tiles(pairs: Ints, mask: Mask, tokens: int) -> tuple[Ints, Ints, Ints]:
+    """As `tiles`, of tiles of `tokens` queries (a divisor of `TILE_TOKENS`) and `TILE_TOKENS` keys."""
+    parts = TILE_TOKENS // tokens
+    if parts == 1:
+        return tiles(pairs, mask)
+    if isinstance(mask, SlidingWindow):
+        walked, blocks, last = tiles(pairs, mask)
+        return walked * parts, blocks * parts, last
+    (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
+    num_q, num_k, behind = q_stop - q_start, k_stop - k_start, q_start - k_start
+    blocks, widest = -(-num_q // tokens), -(-num_k // TILE_TOKENS)
+    if mask == FULL:
+        return blocks * widest, blocks, widest
+    before = -(-behind // tokens)
+    last = _between(-(-(behind + num_q) // TILE_TOKENS), widest)
+    walked = _stepped_sum(before + blocks - 1, widest, parts) - _stepped_sum(before, widest, parts) + last
+    return walked, blocks, last
+
+
+def _stepped_sum(stop: Ints, top: Ints, parts: int) -> Ints:
+    # Sum over j = 1 .. stop of min(ceil(j / parts), top); 0 if stop < 1.
+    rising = _between(stop, top * parts)
+    whole, rest = rising // parts, rising % parts
+    return parts * CAUSAL.num_pairs(whole) + rest * (whole + 1) + np.maximum(stop - top * parts, 0) * top
+
+
+def key_blocks(pairs: Ints, mask: Mask) -> Ints:
+    """Tiles of keys [n] that some query of each pair sees."""
+    (_, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
+    seen = k_stop - k_start if mask == FULL else _between(q_stop - k_start, k_stop - k_start)
+    return -(-seen // TILE_TOKENS)
+
+
+def forward_work(pairs: Ints, launch: Ints, num_launches: int, mask: Mask, law: KernelLaw) -> tuple[Floats, Floats]:
+    """Tiles of 128 x 128 of each launch [num_launches], all heads, and of its longest thread block."""
+    heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
+    tokens, share = TILE_TOKENS, heads.astype(np.float64)
+    if law.packs_heads:
+        # A tile has so few queries, a power of two, that those of all heads of a key head fill it.
+        kv_heads = np.maximum(pairs[:, Pair.KV_HEAD_STOP] - pairs[:, Pair.KV_HEAD_START], 1)
+        group = int((heads // kv_heads).max(initial=1))
+        tokens = max(1, TILE_TOKENS >> max(0, (group - 1).bit_length()))
+        share = share * tokens / TILE_TOKENS
+    walked, blocks, longest = query_tiles(pairs, mask, tokens)
+    work = np.bincount(launch, weights=share * (walked + law.block_tiles * blocks), minlength=num_launches)
+    widest = np.zeros(num_launches)
+    np.maximum.at(widest, launch, (longest + law.block_tiles) * (heads > 0))
+    return work, widest
+
+
+def backward_work(
+    pairs: Ints, launch: Ints, num_launches: int, mask: Mask, blocks_of: KeyBlocks
+) -> tuple[Floats, Floats, Floats]:
+    """As `forward_work`, of a backward over blocks of keys; and its blocks without work
+    [num_launches]: an entry with fewer keys than the longest of its launch leaves some.
+    """
+    heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
+    walked, rows, _ = query_tiles(pairs, mask, blocks_of.queries)
+    part, blocks = blocks_of.queries / TILE_TOKENS, key_blocks(pairs, mask)
+    tiles_of = heads * (part * walked + blocks_of.block_tiles * blocks)
+    work = np.bincount(launch, weights=tiles_of, minlength=num_launches)
+    widest, most = np.zeros((2, num_launches))
+    np.maximum.at(widest, launch, (part * rows + blocks_of.block_tiles) * (heads > 0))
+    np.maximum.at(most, launch, blocks * (heads > 0))
+    empty = np.bincount(launch, weights=heads * (most[launch] - blocks), minlength=num_launches)
+    return work, widest, empty
 
 
 def _clipped_sum(stop: Ints, top: Ints) -> Ints:
@@ -116,6 +243,6 @@ def padding_elements(
     return (2 if backward else 1) * moved * rows
 
 
-def backward_factor() -> float:
-    """Time of the backward kernel over the forward one's."""
-    return _BACKWARD_FLOPS / _BACKWARD_EFFICIENCY
+def backward_factor(library: str | None = None) -> float:
+    """Time of a library's backward kernel over its forward one's, of much work."""
+    return law_of(library).backward_factor

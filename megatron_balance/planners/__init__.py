@@ -25,6 +25,7 @@ _ONCE_PER_NODE = Layers(once_per_node=True)
 _ONCE_PER_NODE_OVER_ALL_NICS = Layers(routing="pays", once_per_node=True)
 _RINGS = (Try(least=Bounds.rings),)
 _IN_ZEPPELIN = "rings on groups of ranks, as in zeppelin's search; never within 1 % of that on the common batches"
+_A_PEER = "a peer, here to be compared with"
 
 
 def _always(_: Any) -> bool:
@@ -50,6 +51,8 @@ PLANNERS: dict[str, Planner] = {
         parts_heads=_always,
         tries=(Try(least=Bounds.pool_heads),),
     ),
+    "usp": Planner(baselines.usp, baselines.UspOptions, parts_heads=_always, left_out=_A_PEER),
+    "magi": Planner(baselines.magi, baselines.MagiOptions, _ONCE_PER_NODE, left_out=_A_PEER),
     "packing": Planner(
         baselines.packing, baselines.PackingOptions, _ONCE_PER_NODE, tries=(Try(least=Bounds.even_tokens),)
     ),
@@ -57,6 +60,7 @@ PLANNERS: dict[str, Planner] = {
         baselines.hybrid_dp,
         baselines.HybridDpOptions,
         plan_batch=baselines.hybrid_dp_batch,
+        by_capacity=True,
         tries=_RINGS,
         left_out=_IN_ZEPPELIN,
     ),
@@ -80,6 +84,7 @@ PLANNERS: dict[str, Planner] = {
         megatron.plan,
         megatron.MegatronDynamicOptions,
         plan_batch=megatron.plan_batch,
+        by_capacity=True,
         tries=_RINGS,
         left_out=_IN_ZEPPELIN,
         plan_with=megatron.plan_by,

@@ -202,6 +202,9 @@ class Planner:
     """Kinds of the masks that it plans for (`ir.mask.KINDS`)."""
     plan_by_others: Callable[[Batch, StepContext], MicrobatchPlan] | None = None
     """Place one microbatch by asking other planners, layers included, where there is no `plan`."""
+    by_capacity: bool = False
+    """Whether groups are as wide as the capacity makes them, so that less of it may be faster: those
+    who compare planners try several."""
     tries: tuple[Try, ...] = (Try(),)
     """How planners that choose among all others ask this one."""
     left_out: str = ""

@@ -12,6 +12,10 @@ ulysses: near-equal runs of tokens; all-to-all of q, k, v to head spans, and of 
 Paper: DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509), section 3. Heads need not divide by the
 ranks.
 
+usp: zigzag over groups of ranks, heads exchanged inside each, keys and values around a ring of the
+groups. Paper: USP (Fang and Zhao, arXiv 2405.07719). LoongTrain's 2D attention (arXiv 2406.18485) is
+the same; its double ring makes the same hops in another order, which is left out.
+
 Where we differ in all: lengths need no padding. With `context_parallel` the ranks are several
 groups, as data-parallel replicas are: sequences are packed by first fit into one sample a group.
 """
@@ -23,13 +27,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappop, heappush
 from math import inf
+
+import numpy as np
 
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Ints, Rectangles, as_rows, num_pairs
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.columns import Placed, Rows, Task
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
@@ -38,7 +46,7 @@ from megatron_balance.solvers import groups
 from megatron_balance.solvers.packing import best_fit, longest_first
 
 # The comm pattern of each planner.
-PATTERNS = {"te_ring": "ring", "llama_all_gather": "all_gather", "ulysses": "head_exchange"}
+PATTERNS = {"te_ring": "ring", "llama_all_gather": "all_gather", "ulysses": "head_exchange", "usp": "head_ring"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +57,123 @@ class WholePoolOptions:
     """Ranks of a group. None: all."""
 
 
+@dataclass(frozen=True, slots=True)
+class UspOptions(WholePoolOptions):
+    group_size: int | None = None
+    """Neighbouring ranks that exchange heads (USP's Ulysses degree), a divisor of `context_parallel`.
+    None: those of a node."""
+
+
 def _plan(
     name: str, batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: WholePoolOptions
 ) -> MicrobatchPlan:
     # Nothing is chosen.
     del cost
-    groups.check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     size = options.context_parallel or cluster.num_ranks
-    samples = groups.samples_of(batch.lengths, size, cluster, options.tokens_per_rank)
+    group_size = 0
+    if isinstance(options, UspOptions):
+        group_size = min(cluster.node_size, size) if options.group_size is None else options.group_size
+        if group_size < 1 or size % group_size:
+            raise ConfigError(f"usp: group_size {group_size}: expected a divisor of the {size} ranks that attend")
+    samples = _samples(batch, cluster, options)
     names = ["pool"] if len(samples) == 1 else [f"replica {at}" for at in range(len(samples))]
     zones = tuple(
-        Zone(names[at], PATTERNS[name], tuple(range(at * size, (at + 1) * size)), seqs)
+        Zone(names[at], PATTERNS[name], tuple(range(at * size, (at + 1) * size)), seqs, group_size)
         for at, seqs in enumerate(samples)
         if seqs
     )
     return groups.plan_of(name, batch.lengths, (cluster, model), zones)
 
 
-te_ring, llama_all_gather, ulysses = (partial(_plan, name) for name in PATTERNS)
+def _samples(batch: Batch, cluster: Cluster, options: WholePoolOptions) -> list[tuple[int, ...]]:
+    """Sequences of each group of ranks."""
+    groups.check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
+    size = options.context_parallel or cluster.num_ranks
+    return groups.samples_of(batch.lengths, size, cluster, options.tokens_per_rank)
+
+
+te_ring, llama_all_gather, ulysses, usp = (partial(_plan, name) for name in PATTERNS)
+
+
+# magi: equal chunks of the packed sequences, dealt by their pairs; each rank is sent the keys that
+# its chunks see.
+#
+# Source: MagiAttention 1.1.1 (SandAI; magi_attention/meta/_make_dispatch_meta.py and
+# solver/dispatch_solver.py, `MinHeapDispatchAlg`). What we implement: chunks, those with the most
+# pairs first, go to the rank that has the fewest pairs, of all with less than their number of chunks.
+# What we leave out: its other solvers, keys in stages that attention hides, its kernel.
+#
+# Where we differ and why: the last chunk is short in place of padded; with `tokens_per_rank` chunks
+# are so small that the rank with the most of them keeps to it.
+
+# `MAGI_ATTENTION_MIN_CHUNKS_PER_RANK`, its default.
+_CHUNKS_PER_RANK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MagiOptions(WholePoolOptions):
+    chunk_tokens: int | None = None
+    """Tokens of a chunk, at most. None: eight chunks a rank, the fewest of MagiAttention 1.1.1; 1.1.0
+    had no default, and its charts have 2,048 (exps/dist_attn/benchmark_conf.py)."""
+
+
+def magi(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: MagiOptions) -> MicrobatchPlan:
+    """A table of tasks: every rank attends to what it holds."""
+    # Pairs are what is balanced, whatever they take.
+    del cost
+    if options.chunk_tokens is not None and options.chunk_tokens < 1:
+        raise ConfigError(f"magi: chunk_tokens {options.chunk_tokens}: must be at least 1")
+    samples, fragments = _samples(batch, cluster, options), np.empty((0, Placed.WIDTH), dtype=np.int64)
+    size, lengths = cluster.num_ranks // len(samples), np.array(batch.lengths, dtype=np.int64)
+    for at, seqs in enumerate(map(list, samples)):
+        if seqs:
+            own = _dealt(lengths[seqs], size, model.mask, options)
+            own[:, Placed.RANK] += at * size
+            own[:, Placed.SEQ] = np.array(seqs)[own[:, Placed.SEQ]]
+            fragments = np.concatenate([fragments, own])
+    tasks = np.zeros((len(fragments), Task.WIDTH), dtype=np.int64)
+    tasks[:, Task.RANK], tasks[:, Task.QUERY] = fragments[:, Placed.RANK], fragments[:, Placed.FRAGMENT]
+    last = model.mask.keys(0, fragments[:, Placed.STOP] - 1)[1]
+    tasks[:, Task.K_STOP] = np.minimum(last, lengths[fragments[:, Placed.SEQ]])
+    zones = (TaskTable("pool", as_rows(fragments), as_rows(tasks)),) if len(fragments) else ()
+    return groups.plan_of("magi", batch.lengths, (cluster, model), zones)
+
+
+def _dealt(lengths: Ints, num_ranks: int, mask: Mask, options: MagiOptions) -> Ints:
+    """`Placed` rows of sequences that ranks share, by rank, then in order."""
+    stops, total = np.cumsum(lengths), int(lengths.sum())
+    chunk, most = options.chunk_tokens or -(-total // (_CHUNKS_PER_RANK * num_ranks)), inf
+    if options.tokens_per_rank is not None:
+        most = groups.with_rounding(options.tokens_per_rank, len(lengths))
+    while chunk * -(-total // (chunk * num_ranks)) > most:
+        chunk -= 1
+    edges = np.append(np.arange(0, total, chunk), total)
+    # Pairs of all queries before each edge.
+    seq = np.searchsorted(stops, edges)
+    begun = Rectangles(0 * seq, edges - (stops - lengths)[seq], 0 * seq, lengths[seq])
+    before = np.append(0, np.cumsum(mask.num_pairs(lengths)))[seq] + num_pairs(begun, mask)
+    rank = np.array(_by_pairs(np.diff(before).tolist(), num_ranks))
+    # Neighbouring chunks of a rank are one; cut where a sequence ends.
+    turns = np.diff(rank, prepend=-1) != 0
+    starts = np.union1d(edges[:-1][turns], stops - lengths)
+    seq, owner = np.searchsorted(stops, starts, side="right"), rank[starts // chunk]
+    first = (stops - lengths)[seq]
+    rows = np.stack([owner, seq, starts - first, np.append(starts[1:], total) - first], axis=1)
+    return rows[np.argsort(owner, kind="stable")]
+
+
+def _by_pairs(pairs: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank of each chunk of so many pairs; no rank has more than the mean number, rounded up."""
+    most, held, rank_of = -(-len(pairs) // num_ranks), [0] * num_ranks, [0] * len(pairs)
+    emptiest = [(0, rank) for rank in range(num_ranks)]
+    # Of equal chunks the last one first, as there.
+    for chunk in sorted(range(len(pairs)), key=pairs.__getitem__)[::-1]:
+        load, rank = heappop(emptiest)
+        rank_of[chunk] = rank
+        held[rank] += 1
+        if held[rank] < most:
+            heappush(emptiest, (load + pairs[chunk], rank))
+    return rank_of
 
 
 # packing: sequences concatenated into packs of one size, one a rank.

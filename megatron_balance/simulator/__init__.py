@@ -19,8 +19,8 @@ def simulate(
     cost: MachineCost | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Simulate a step for each plan: step_s, tokens_per_s, phases_s, peak_bytes_per_rank,
-    utilisation.
+    """Simulate a step for each plan: step_s, tokens_per_s, phases_s, attention_s,
+    peak_bytes_per_rank, utilisation.
 
     `plan`: of a microbatch or a step; several: a step each; `cost`: prices of kernels and links; not
     given: `cost.analytic.AnalyticCost`; `options`: those of `simulator.setup.Setup`. Raises

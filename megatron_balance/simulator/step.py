@@ -63,6 +63,9 @@ class Step:
     bubble_share: float | None = None
     layer_s: tuple[float, float] = (0.0, 0.0)
     """Of a layer: forward of the first microbatch, backward of the last."""
+    attention_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of the rank that has most, `forward` and `backward`: from entering the step's attention calls to
+    being done with them itself."""
     change: Mapping[str, float] = field(default_factory=dict[str, float])
     """Bytes of the pull and the push of its strategy, and their seconds by links alone; empty where
     weights stay."""
@@ -71,11 +74,12 @@ class Step:
 @dataclass(slots=True)
 class _LayerSeconds:
     """One layer of one microbatch, [num_ranks] each; forward and backward seconds of the modules
-    outside attention, of the layer in all, and of the head.
+    outside attention, of attention without waiting behind it, of the layer in all, and of the head.
     """
 
     tokens: Ints
     linear_s: tuple[Floats, Floats]
+    attention_s: tuple[Floats, Floats]
     seconds: tuple[Floats, Floats]
     head_s: tuple[Floats, Floats]
     group: Ints
@@ -176,8 +180,10 @@ class _StepRun:
             np.sum([part * in_step(each[backward].end_s, group) for each, part in calls], axis=0) / times
             for backward in (False, True)
         )
+        attention_s, attention_back_s = (each.end_s / times - own for each, own in zip(call, linear, strict=True))
         if setup.recompute == "full":
             backward_s = backward_s + forward_s
+            attention_back_s = attention_back_s + attention_s
         if in_turns:
             each = zip(call, linear, strict=True)
             call = BothPhases(*(Outcome(o.end_s, o.compute_s / times - own, o.bytes_moved / times) for o, own in each))
@@ -185,8 +191,8 @@ class _StepRun:
             np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow()
             for b in (False, True)
         )
-        linear_both = linear[0], linear[1]
-        return _LayerSeconds(tokens, linear_both, (forward_s, backward_s), (head, head_back), group, call)
+        own = (linear[0], linear[1]), (attention_s, attention_back_s)
+        return _LayerSeconds(tokens, *own, (forward_s, backward_s), (head, head_back), group, call)
 
     def step(self) -> Step:
         clocks = self.clocks()
@@ -208,6 +214,10 @@ class _StepRun:
             self.decision,
             clocks.bubble_share,
             (float(self.layers[0].seconds[0].max()), float(self.layers[-1].seconds[1].max())),
+            {
+                name: num_layers * float(np.sum([layer.attention_s[at] for layer in self.layers], axis=0).max())
+                for at, name in enumerate(("forward", "backward"))
+            },
         )
 
     def clocks(self, passes: list[Played] | None = None) -> PipelineClocks:
@@ -334,8 +344,8 @@ def simulate_plans(
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
     """The keys of `simulate` for several steps.
 
-    Median, p5 and p95 of their seconds; means of phases and utilisation, and of what steps pulled and
-    pushed, of those that did; each rank's largest peak.
+    Median, p5 and p95 of their seconds; means of phases, of the slowest rank's attention and of
+    utilisation, and of what steps pulled and pushed, of those that did; each rank's largest peak.
     """
 
     def means(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -349,6 +359,7 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
         "mean_step_s": float(seconds.mean()),
         "tokens_per_s": sum(step.num_tokens for step in steps) / float(seconds.sum()),
         "phases_s": means([step.phases_s for step in steps]),
+        "attention_s": means([step.attention_s for step in steps]),
         "peak_bytes_per_rank": np.max([step.peak_bytes for step in steps], axis=0).tolist(),
         "utilisation": means([step.utilisation for step in steps]),
         **({"changes": {"steps": len(moved), **means(moved)}} if moved else {}),

@@ -229,6 +229,7 @@ def simulate_joint(
         peaks(held, 0),
         machine.utilisation(times.compute_s, times.bytes_moved, step_s),
         decide(held, "replay", machine.cluster.memory_bytes),
+        attention_s={name: float(times.phases_s[f"{name}_attention"].max()) for name in ("forward", "backward")},
     )
 
 
@@ -343,6 +344,7 @@ def _simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup:
         },
         max((step.backward for step in steps), key=lambda each: each.peak_bytes),
         steps[slowest].bubble_share,
+        attention_s={name: max(step.attention_s[name] for step in steps) for name in steps[0].attention_s},
         change=moved,
     )
 

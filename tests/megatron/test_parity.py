@@ -114,12 +114,13 @@ COLLECTIVES = {
     "wlb_sharding": {"exchanges_all_gather", "exchanges_reduce_scatter"},
     "wlb_llm": {"exchanges_all_gather", "exchanges_reduce_scatter"},  # what is inside its microbatches
     "ulysses": {"exchanges_all_to_all"},
+    "usp": {"exchanges_all_to_all", "exchanges_p2p"},
     "flexsp": {"exchanges_all_to_all"},
     "knapformer": {"exchanges_all_to_all"},
     "auto": {"exchanges_all_to_all", "exchanges_p2p"},  # rings of groups, in these batches
 }
 PING_PONG = "distca"  # runs microbatches as two nano-batches, those of one document as they are
-TRADE_HEADS = ("ulysses", "flexsp", "knapformer", "auto")
+TRADE_HEADS = ("ulysses", "usp", "flexsp", "knapformer", "auto")
 # These cut tokens evenly, so there is nothing to remap; everybody else leaves some rank a token
 # more.
 EVEN = ("ulysses", "packing", "distca", "wlb_sharding")

@@ -40,6 +40,8 @@ PLANNERS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("te_ring", {}),
     ("llama_all_gather", {}),
     ("ulysses", {}),
+    ("usp", {}),
+    ("magi", {}),
     ("packing", {}),
     ("wlb_sharding", {}),
     ("hybrid_dp", {}),

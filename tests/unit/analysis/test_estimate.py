@@ -27,7 +27,7 @@ ALIKE: dict[str, Range] = dict.fromkeys(("causal", "full", "window"), (0.99, 1.0
 NEAR: list[tuple[str, dict[str, Any], dict[str, Range]]] = [
     # Layers keep or replay by the same memory on both sides (policy auto).
     *((name, {}, ALIKE) for name in ("te_ring", "hydraulis", "megatron", "hybrid_dp", "ulysses", "knapformer", "auto")),
-    *((name, {}, ALIKE) for name in ("llama_all_gather", "wlb_sharding", "wlb_llm", "packing")),
+    *((name, {}, ALIKE) for name in ("llama_all_gather", "wlb_sharding", "wlb_llm", "packing", "usp", "magi")),
     ("distca", {}, {mask: ALIKE[mask] for mask in ("causal", "window")}),
     ("megatron_dynamic", {}, ALIKE),
     # Its integer program takes seconds for each plan: for one mask.

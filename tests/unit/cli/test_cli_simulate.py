@@ -35,6 +35,7 @@ def test_simulate_has_the_documented_keys(run, planner):
     assert set(found["step_s"]) == {"median", "p5", "p95"}
     assert found["tokens_per_s"] == pytest.approx(11046 / found["step_s"]["median"])
     assert sum(found["phases_s"].values()) == pytest.approx(found["step_s"]["median"])
+    assert set(found["attention_s"]) == {"forward", "backward"}
     assert len(found["peak_bytes_per_rank"]) == 8
     assert set(found["utilisation"]) == {"compute", "link", "nic"}
     assert all(0 <= share <= 1 for share in found["utilisation"].values())
@@ -137,6 +138,7 @@ def test_stages_attend_together_where_training_would_have_them(run, tmp_path):
     assert joint["step_s"]["median"] != apart["step_s"]["median"]
     assert len(joint["peak_bytes_per_rank"]) == 8
     assert sum(joint["phases_s"].values()) == pytest.approx(joint["step_s"]["median"])
+    assert all(joint["attention_s"][way] >= joint["phases_s"][f"{way}_attention"] > 0 for way in joint["attention_s"])
     rows = run.json(f"compare --planner te_ring --planner distca {PIPED}")["rows"]
     found = [(row["planner"], row["ping_pong"], row["pipeline"]) for row in rows]
     assert found == [("te_ring", False, "stages"), ("distca", True, "joint")]
@@ -347,6 +349,26 @@ def test_the_baseline_has_its_fastest_size_of_replicas_and_the_smallest_beside_i
     assert next(row for row in page["rows"] if row["planner"] == "megatron")["step_s"] == sizes[8]
     assert "as fast as megatron (CP 8)" in page["answer"][0]
     assert "with CP 4, the fewest ranks" in page["answer"][1]
+
+
+def test_groups_that_follow_from_a_capacity_have_the_fastest_that_fits(run):
+    # A rank that may hold the longest sequence gets it, and the others wait for that rank.
+    given = f"--planner megatron_dynamic -o rules=hybrid {INPUTS.replace('4000', '10000')}"
+    found = run.json(f"simulate {given} --json")
+    tried = {each["tokens_per_rank"]: each["layer_s"] for each in found["capacities"]}
+    assert (min(tried), max(tried), len(tried)) == (1381, 10000, 10)
+    assert found["tokens_per_rank"] == min(tried, key=tried.__getitem__) < 10000
+    # What somebody asks of this planner it has.
+    as_asked = [run.json(f"simulate {given} -o tokens_per_rank={each} --json") for each in (10000, 1381)]
+    assert [(each["tokens_per_rank"], each["capacities"]) for each in as_asked] == [(10000, []), (1381, [])]
+    assert found["step_s"]["median"] < 0.75 * min(each["step_s"]["median"] for each in as_asked)
+    row = run.json(f"compare {given} --baseline megatron_dynamic --json")["rows"][0]
+    assert (row["step_s"], row["capacities"]) == (found["step_s"]["median"], found["capacities"])
+    most = f"{found['tokens_per_rank']:,} tokens a rank"
+    assert f"{most} at most (fastest by estimate)" in run.printed(f"simulate {given}")
+    assert most in " ".join(run.printed(f"compare {given} --baseline megatron_dynamic").split())
+    # Nothing that it holds: refused as any planner is.
+    assert "hold" in run.error(f"simulate {given.replace('10000', '100')}")
 
 
 def test_a_planner_with_replicas_has_its_fastest_size_of_those_that_fit(run, tmp_path):

@@ -15,8 +15,10 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir import plan as plans
+from megatron_balance.ir.columns import Task
+from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.step import EMPTY, Carry, Layers
-from megatron_balance.planners import PLANNERS
+from megatron_balance.planners import PLANNERS, baselines
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning import layers as planning_layers
 from megatron_balance.planning.choice import choose_planner
@@ -70,6 +72,54 @@ def test_a_batch_as_large_as_the_pool_is_legal_and_more_is_refused_by_name(plann
         make_planner(planner, Cluster(4, 2), MODEL, tokens_per_rank=10)([20, 95])
 
 
+def test_usp_exchanges_heads_in_groups_and_has_a_ring_of_them() -> None:
+    lengths, cluster = (5, 1, 30), Cluster(8, 4)
+    asked: list[tuple[dict[str, Any], set[int]]] = [({}, {4}), ({"group_size": 2}, {2}), ({"context_parallel": 2}, {2})]
+    for options, sizes in asked:
+        zones = make_planner("usp", cluster, MODEL, **options)(lengths).zones
+        assert {zone.group_size for zone in zones if isinstance(zone, Zone)} == sizes
+        assert sorted(seq for zone in zones for seq in zone.seqs) == [0, 1, 2]
+    pool = by_hand.zone("pool", "head_ring", range(8), [0, 1, 2], 4)
+    assert make_planner("usp", cluster, MODEL)(lengths).zones == (pool,)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "chunks_of"),
+    [
+        # The example of MagiAttention's own docstring, and the jobs of its test.
+        ([8, 7, 6, 5, 4, 2, 2, 2], [[0, 3, 4, 5], [1, 2, 6, 7]]),
+        ([2, 4, 3, 16, 13, 5, 9, 10], [[0, 3], [2, 4], [1, 7], [5, 6]]),
+        # Of equal chunks the last one first; one chunk less on a rank than on the others.
+        ([1, 1], [[1], [0]]),
+        ([4, 1, 1], [[0], [1, 2]]),
+    ],
+)
+def test_magi_deals_chunks_as_its_min_heap_does(pairs: list[int], chunks_of: list[list[int]]) -> None:
+    rank_of = baselines._by_pairs(pairs, len(chunks_of))
+    assert [[at for at, rank in enumerate(rank_of) if rank == own] for own in range(len(chunks_of))] == chunks_of
+
+
+def test_magi_cuts_the_packed_sequences_and_asks_for_the_keys_that_are_seen() -> None:
+    # Chunks of four tokens: s0 [0, 3) and s1 [0, 1) with 6 + 1 pairs, s1 [1, 5) with 14, s2 with 6.
+    def tasks(lengths: list[int], **given: Any) -> list[tuple[int, ...]]:
+        model = replace(MODEL, attention=given.pop("attention", "causal"))
+        (zone,) = make_planner("magi", Cluster(2, 2), model, **{"chunk_tokens": 4, **given})(lengths).zones
+        assert isinstance(zone, plans.TaskTable)
+        return list(zone.tasks)
+
+    first, second = (0, 1, 1, 5, 0, 5), (1, 0, 0, 3, 0, 3)
+    assert tasks([3, 5, 3]) == [first, second, (1, 1, 0, 1, 0, 1), (1, 2, 0, 3, 0, 3)]
+    # All keys under a full mask. Neighbouring chunks of a rank are one; groups deal for themselves.
+    assert {row[Task.K_START :] for row in tasks([3, 5, 3], attention="full") if row[Task.SEQ] == 1} == {(0, 5)}
+    assert tasks([8, 8], context_parallel=1) == [(0, 0, 0, 8, 0, 8), (1, 1, 0, 8, 0, 8)]
+    # Eight chunks a rank; smaller ones where so many tokens are more than a rank holds.
+    eighths = {stop - start for _, _, start, stop, *_ in tasks([128], chunk_tokens=None)}
+    assert eighths == {8, 16}
+    for capacity, largest in ((None, 80), (64, 66)):
+        planned = make_planner("magi", Cluster(2, 2), MODEL, chunk_tokens=40, tokens_per_rank=capacity)([128])
+        assert max(plan_statistics(planned, MODEL)["tokens_per_rank"]) == largest
+
+
 # Options out of range, which are named.
 REFUSED: dict[str, dict[str, Any]] = {
     "distca": {"tolerance": -1, "block": -1, "least_score": -1, "max_kv_tokens": -1, "max_received_tokens": -1},
@@ -77,7 +127,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "hybrid_dp": {"slack": 0.9, "tolerance": -0.1},
     "knapformer": {"gamma": -1.0, "slack": 0.5, "tries": 0, "heads": "even"},
     "megatron_dynamic": {"slack": 0.9, "rules": "newest"},
+    "magi": {"chunk_tokens": 0, "context_parallel": 3},
     "te_ring": {"token_per_rank": 3},  # unknown
+    "usp": {"group_size": 3},
     "zeppelin": {"slack": 0.9, "group_size": 3, "num_waves": 0, "rule": "printed"},
 }
 

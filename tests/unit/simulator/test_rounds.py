@@ -221,11 +221,13 @@ def test_a_step_ends_with_its_slowest_pipeline_and_ranks_left_over_hold_nothing(
     assert found.num_tokens == sum(map(sum, LENGTHS))
     assert len(found.peak_bytes) == 8
     # A step ends with its slowest pipeline and ranks left over hold nothing.
-    step, own = planned("tp1-pp1-cp2+tp1-pp1-cp4"), []
+    step, own, attended = planned("tp1-pp1-cp2+tp1-pp1-cp4"), [], []
     found = played(step)
     for pipeline, ranks in ((0, 2), (1, 4)):
         alone = simulate_step(step.of_pipeline(pipeline).plans, training_machine(ranks), Setup())
         own.append(alone.step_s - alone.phases_s["gradient_sync"] - alone.phases_s["optimizer"])
+        attended.append(alone.attention_s["backward"])
+    assert found.attention_s["backward"] == max(attended)
     assert found.step_s - found.phases_s["gradient_sync"] - found.phases_s["optimizer"] == pytest.approx(max(own))
     assert found.phases_s["gradient_sync"] > 0
     assert found.peak_bytes[6:].tolist() == [0, 0]

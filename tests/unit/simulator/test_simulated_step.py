@@ -58,7 +58,9 @@ def test_a_step_is_its_layers_and_ranks_that_exchange_nothing_drift_apart():
     assert step.phases_s["forward_attention"] == pytest.approx(4 * 3.0)
     assert step.phases_s["backward_linear"] == pytest.approx(4 * 2.0)
     assert step.utilisation == pytest.approx({"compute": 1.0, "link": 0.0, "nic": 0.0})
-    assert simulate_step(plans, machine, Setup(recompute="full")).step_s == pytest.approx(4 * 4 * 4.0)
+    again = simulate_step(plans, machine, Setup(recompute="full"))
+    assert again.step_s == pytest.approx(4 * 4 * 4.0)
+    assert again.attention_s == pytest.approx({"forward": 4 * 3.0, "backward": 4 * 3 * 3.0})
     # Ranks of a ring go through the layers together and others drift apart until the end.
     machine = flat_machine(2, 2, launch=0.0, layer=0.01)
     swapped = [local(100, 300), local(300, 100)]
@@ -68,6 +70,21 @@ def test_a_step_is_its_layers_and_ranks_that_exchange_nothing_drift_apart():
     assert rounds.coupled(ring(4, 4, 100)).tolist() == [0, 0, 0, 0]
     zones = (Zone("a", "ring", (0, 2), (0,)), Zone("b", "ring", (1,), (1, 2, 3)))
     assert rounds.coupled(replace(local(100, 100, 100, 100), zones=zones)).tolist() == [0, 1, 0, 3]
+
+
+def test_attention_s_is_the_most_of_any_rank_without_what_it_waits_behind_it():
+    # Rank 1 ends last, with a tenth of the attention of rank 0.
+    machine = flat_machine(2, 2, launch=0.0, layer=0.1, pair=1e-4)
+    plan = by_hand.plan((200, *(10,) * 40), 2, by_hand.local(0, 0), by_hand.local(1, *range(1, 41)), heads=(2, 2))
+    step = simulate_step([plan, plan], machine)
+    assert step.phases_s["forward_attention"] == pytest.approx(2 * 4 * 0.3)
+    assert step.attention_s == pytest.approx({"forward": 2 * 4 * 3.0, "backward": 2 * 2 * 4 * 3.0})
+    assert summary([step])["attention_s"] == step.attention_s
+    # Rank 1 sends rank 0 keys, has little to do, and waits for it at the end of the layer.
+    machine = flat_machine(2, 2, launch=0.0, layer=0.1, pair=1e-2)
+    table = by_hand.task_table([(1, 0, 0, 10), (0, 0, 10, 200)], [(1, 0, 0, 10, 0, 10), (0, 0, 10, 200, 0, 200)])
+    step = simulate_step([by_hand.plan((200,), 2, table, heads=(2, 2))], machine)
+    assert step.attention_s["forward"] == pytest.approx(4 * 190 * 200 * 1e-2, rel=0.01)
 
 
 def test_a_step_with_two_masks_is_priced_by_both():
