@@ -107,10 +107,10 @@ class Sends:
     def exchanges(self, base: int) -> dict[int, Exchange]:
         """The exchanges by id, counted from the zone's first, which is `base`, ascending."""
         blocks = self.blocks()
-        ends = np.cumsum(np.diff(blocks.begin)[self.rows[:, Send.BLOCK]])
+        ends: Ints = np.cumsum(np.diff(blocks.begin)[self.rows[:, Send.BLOCK]])
         tables: defaultdict[int, list[bytes]] = defaultdict(list)
-        turns = np.searchsorted(ends, np.arange(_ROWS, ends.max(initial=0), _ROWS))
-        for begin, end in pairwise((0, *turns, len(ends))):
+        turns: Ints = np.searchsorted(ends, np.arange(_ROWS, int(ends.max(initial=0)), _ROWS))
+        for begin, end in pairwise((0, *turns.tolist(), len(ends))):
             sends = self.rows[begin:end]
             number, table = self._transfers(sends, blocks)
             first = int(number[0]) if len(number) else 0
