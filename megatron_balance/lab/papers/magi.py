@@ -90,7 +90,7 @@ def packs(num_gpus: int) -> tuple[Lengths, ...]:
     to end; packs are cut from them, documents at their borders too, and shuffled.
     """
     edges, counts = np.array(EDGES), np.array(DOCUMENTS)
-    lengths = (edges[:-1] + (edges[:-1] > 0) + edges[1:]) // 2
+    lengths = (edges[:-1] + edges[1:]) // 2
     size = num_gpus * TOKENS
     longest = size // LONGEST
     whole, rest = np.divmod(lengths, longest)
@@ -424,7 +424,7 @@ class Bill:
     calls: Floats
 
     def seconds(self, on: Cluster, factors: EstimateFactors = AS_ESTIMATED) -> float:
-        """Seconds of the slowest rank: of its device's steps, or of its host, which runs ahead of them."""
+        """Seconds of the slowest rank: of its device, or of its host, which runs ahead of it."""
         blocks = kernel.LAWS[KERNEL].key_blocks
         assert blocks is not None
         work = self.kernel_s + (factors.empty_block - 1) * self.empty * blocks.empty_s / on.num_sms
@@ -486,7 +486,7 @@ def bills(system: str, chart: Chart, num_gpus: int, backward: bool, count: int) 
 
 
 def weights_s(on: Cluster) -> float:
-    """Seconds of the gradients of the weights of q, k, v, which the benchmark's backward makes as well."""
+    """Seconds of the gradients of the projections' weights, a part of the benchmark's backward."""
     read = TOKENS * (HEADS + 2 * KV_HEADS) * ROW
     product_s = TOKENS * MODEL.projected_flops / (on.flops_per_s * on.linear_efficiency)
     return product_s + read / on.memory_bytes_per_s
@@ -546,13 +546,14 @@ def planned(own: OwnPlan, chart: Chart, num_gpus: int, count: int) -> tuple[floa
     on = cluster(num_gpus)
     if own.kernel != KERNEL:  # its grid is not known
         on = replace(on, attention_kernel=None, attention_efficiency=RATES[own.kernel])
-    machine = Machine(on, MODEL, AnalyticCost(on, MODEL))
+    model = MODEL if is_causal(chart) else replace(MODEL, attention="full")
+    machine = Machine(on, model, AnalyticCost(on, model))
     choice = choose_planner(
         own.planner, own.options, layers=choose_layers(own.planner, once_per_node=own.once_per_node)
     )
     seconds: list[tuple[float, float]] = []
     for lengths in drawn(chart, num_gpus, count):
-        plans = choice.plan_step((lengths,), StepContext(on, MODEL, machine.cost))[0].plans
+        plans = choice.plan_step((lengths,), StepContext(on, model, machine.cost))[0].plans
         calls = [attention_call(plan, machine) for plan in plans]
         forward_s, backward_s = (sum(float(call[way].end_s.max()) for call in calls) for way in (0, 1))
         seconds.append((forward_s, backward_s))
@@ -571,10 +572,10 @@ def _chart(chart: Chart, effort: Effort) -> Ours:
     for system in effort.progress(list(SYSTEMS), f"{chart}, as implemented"):
         for num_gpus, (way, backward) in product(GPUS, WAYS.items()):
             yield f"{system}, {num_gpus} GPUs: {way}", implemented(system, chart, num_gpus, backward, count)
-    # Under a causal mask alone: what Magi makes of whole masks is not known to our plan.
     named = [(name, plan, "") for name, plan in PLANNED.items()]
-    named += [(name, plan, ", as we run it") for name, plan in AS_WE_RUN.items()]
-    known = [(*each, num_gpus) for each in named if each[1].is_known and is_causal(chart) for num_gpus in GPUS]
+    if is_causal(chart):
+        named += [(name, plan, ", as we run it") for name, plan in AS_WE_RUN.items()]
+    known = [(*each, num_gpus) for each in named if each[1].is_known for num_gpus in GPUS]
     for system, plan, said, num_gpus in effort.progress(known, f"{chart}, our plans"):
         for way, found in zip(WAYS, planned(plan, chart, num_gpus, count), strict=True):
             yield f"{system}, {num_gpus} GPUs: {way}{said}", found
@@ -612,8 +613,8 @@ class RowGroup:
         return found
 
 
-def _planned(systems: Sequence[str], *ways: str) -> RowGroup:
-    return RowGroup(("packed",), tuple(product(systems, ways)), planned=True)
+def _planned(systems: Sequence[str], *ways: str, charts: tuple[Chart, ...] = ("packed",)) -> RowGroup:
+    return RowGroup(charts, tuple(product(systems, ways)), planned=True)
 
 
 IMPLEMENTED = {
@@ -629,7 +630,9 @@ GROUPS = {
     "our plans, packed: forward": _planned(PEERS, "forward"),
     "our te_ring, packed: backward": _planned(["ring"], "backward"),
     "our te_ring, packed: forward": _planned(["ring"], "forward"),
-    "Magi, a2av, packed": _planned(["Magi, a2av"], *WAYS),
+    "HybridCP and Magi native, other charts: backward": _planned(PEERS[-2:], "backward", charts=CHARTS[1:]),
+    "HybridCP and Magi native, other charts: forward": _planned(PEERS[-2:], "forward", charts=CHARTS[1:]),
+    "Magi a2av, all charts": _planned(["Magi, a2av"], *WAYS, charts=CHARTS),
 }
 
 

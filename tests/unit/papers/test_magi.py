@@ -78,6 +78,7 @@ def test_blocks_without_work_are_counted_apart() -> None:
     blocks = kernel.LAWS[magi.KERNEL].key_blocks
     assert blocks is not None
     assert of.empty[0] == 64 * 63
+    assert of.seconds(pack.cluster) == of.kernel_s[0]
     twice_s = of.seconds(pack.cluster, magi.EstimateFactors(empty_block=2)) - of.seconds(pack.cluster)
     assert twice_s == pytest.approx(64 * 63 * blocks.empty_s / 132)
 
