@@ -19,8 +19,8 @@ Estimated, not measured (`reproduce magi constants`: the errors with each halved
 - An operator of torch takes a host 30 us, views too, a group call 35 us: configs/cluster/h100.yaml.
 - A block of the backward's grid that finds no work: `cost.kernel.KeyBlocks.empty_s`.
 - `SCATTER_PER_S`, `GAP_S` below.
-- `CALL_S` below is read off a kernel chart: a call of 1,024 tokens takes as long as one of 512
-  would, causal or not.
+- `CALL_S` below, which is read off a kernel chart: a call of 1,024 tokens takes as long under a
+  causal mask as without one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -373,7 +373,7 @@ SYSTEMS: Mapping[str, Callable[[Pack], Ranks]] = {
 
 @dataclass(frozen=True, slots=True)
 class EstimateFactors:
-    """EstimateFactors on what is estimated (module docstring)."""
+    """Factors on what is estimated (module docstring)."""
 
     empty_block: float = 1.0
     operator: float = 1.0
