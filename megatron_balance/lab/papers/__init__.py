@@ -2,13 +2,15 @@
 tables (`base.PaperTable`).
 """
 
-from megatron_balance.lab.papers import distca, hydraulis, knapformer, wlb_llm, zeppelin
+from megatron_balance.lab.papers import distca, hydraulis, knapformer, magi, trl, wlb_llm, zeppelin
 from megatron_balance.lab.papers.base import Paper
 
 PAPERS: dict[str, Paper] = {
     "distca": distca.PAPER,
     "hydraulis": hydraulis.PAPER,
     "knapformer": knapformer.PAPER,
+    "magi": magi.PAPER,
+    "trl": trl.PAPER,
     "wlb_llm": wlb_llm.PAPER,
     "zeppelin": zeppelin.PAPER,
 }
