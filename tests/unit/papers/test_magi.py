@@ -10,7 +10,6 @@ import pytest
 from megatron_balance.cost import kernel
 from megatron_balance.lab.papers import magi
 from megatron_balance.lab.papers.base import Effort
-from megatron_balance.planners import PLANNERS
 
 # Of the packs as the benchmark's own sampler draws them (its commit 2c641357, seed 42): documents of
 # the first packs, the first lengths, and a digest of all 20 packs.
@@ -91,16 +90,6 @@ def test_a_number_is_the_mean_of_the_packs_rates_and_a_backward_makes_weight_gra
     assert 2e-4 < late_s < 4e-4
     found = magi.rate([1.0, 2.0], "packed", 8, True, 2)
     assert found == pytest.approx(2.5 * fmean([works[0] / (1 + late_s), works[1] / (2 + late_s)]))
-
-
-def test_a_planner_that_is_not_there_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def names() -> set[str]:
-        return {row.name for row in magi.PAPER.tables["document"].rows(Effort(1))}
-
-    before = names()
-    monkeypatch.delitem(PLANNERS, "te_ring")
-    assert {name for name in before - names() if not name.startswith("ring, ")} == set()
-    assert len(before - names()) == 8
 
 
 def held(group: str, median_most: float, worst_most: float) -> None:
