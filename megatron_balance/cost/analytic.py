@@ -124,7 +124,8 @@ class AnalyticCost(MachineCost):
         num_bytes = law.query_bytes * kernel.distinct_rows(pairs[:, Pair.QUERY], launch, num_launches)
         if self.model.num_heads != self.model.num_kv_heads:
             keys = kernel.distinct_rows(pairs[:, list(Pair.KEY)], launch, num_launches)
-            num_bytes = num_bytes + law.key_bytes * keys
+            of_keys, of_heads = law.key_bytes
+            num_bytes = num_bytes + (of_keys + of_heads * self.model.num_heads / self.model.num_kv_heads) * keys
         return num_bytes * self.model.head_dim / self.cluster.memory_bytes_per_s
 
     def _latent_s(self, num_keys: Floats, *, backward: bool) -> Floats:

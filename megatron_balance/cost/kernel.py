@@ -54,8 +54,9 @@ class KeyBlocks:
 
     `queries`: of a tile that such a block walks over; `block_tiles`: its cost beside these, in tiles
     of 128 x 128. `query_bytes`, `key_bytes`: memory traffic before and after the kernel, an element
-    of queries and, where heads share keys, of keys. Its grid has blocks for the longest keys of a
-    launch for each of its entries; `empty_s`: seconds that an SM spends on one that finds no work.
+    of queries and, where heads share keys, of keys and of keys once for each query head. Its grid
+    has blocks for the longest keys of a launch for each of its entries; `empty_s`: seconds that an
+    SM spends on one that finds no work.
     Prices of buckets of entries in launches of their own (`by_key_length`), in such blocks:
     `launch_blocks` of one more launch, `copy_blocks` of 128 rows of a head that are gathered for it
     and whose gradients are put back.
@@ -64,7 +65,7 @@ class KeyBlocks:
     queries: int
     block_tiles: float
     query_bytes: int
-    key_bytes: int
+    key_bytes: tuple[int, int]
     empty_s: float
     launch_blocks: int
     copy_blocks: int
@@ -91,7 +92,8 @@ class KernelLaw:
         return _BACKWARD_FLOPS / self.backward_share
 
 
-# By library; others are as FlashAttention-2's forward: cuDNN's grids are not published.
+# By library; others are as FlashAttention-2's forward: cuDNN's grids are not published, and
+# Transformer Engine hands `max_seqlen` to them.
 #
 # FlashAttention-3 (Dao-AILab/flash-attention, hopper/). Derived: rate, `block_tiles` and
 # `backward_share` by least squares on MagiAttention's kernel charts (H100, 64:8 heads of 128, one
@@ -105,7 +107,20 @@ class KernelLaw:
 # as many are `launch_blocks` as take an attention launch and the host's (10 + 30 us,
 # `analytic.LAUNCH_S` and the presets' `host_launch_s`), and `copy_blocks` as take 128 rows of 128 in
 # bf16 at 2.65 TB/s: q, the output and its gradient, or k and v, read and written; gradients, too.
-LAWS = {"flash_attn_3": KernelLaw(0.5, True, 0.89, KeyBlocks(64, 2.8, 14, 20, 0.5e-6, 10_560, 26))}
+#
+# FlashAttention-2 (csrc/flash_attn/src/). Published: the same tiles and grid of the backward
+# (flash_bwd_launch_template.h; with deterministic algorithms fewer blocks, each of several tiles of
+# keys), `query_bytes`, as above, of the kernels before and after it; `key_bytes`, gradients in bf16
+# for each query head that are read and summed (flash_api.cpp). Derived: `backward_share` and
+# `block_tiles` by least squares on 214, 260, 291, 310, 318, 322 TFLOP/s for l = 512, 1k, 2k, 4k, 8k,
+# 16k (H100, heads of 128, no mask; arXiv 2407.08608, Figure 6; rms 0.4 %). Estimated: `empty_s`, as
+# FlashAttention-3's. The forward's grid is ceil(max_q / 128) x entries x heads
+# (flash_fwd_launch_template.h); its blocks without work are not priced.
+LAWS = {
+    "flash_attn": KernelLaw(backward_share=0.89, key_blocks=KeyBlocks(64, 0.8, 14, (4, 4), 0.5e-6, 10_560, 26)),
+    "flash_attn_3": KernelLaw(0.5, True, 0.89, KeyBlocks(64, 2.8, 14, (20, 0), 0.5e-6, 10_560, 26)),
+}
+LAWS["torch_varlen"] = LAWS["flash_attn"]  # built into torch
 _TILED = KernelLaw()
 
 
