@@ -42,7 +42,7 @@ class AnalyticCost(MachineCost):
 
     With tensor parallelism a rank of `cluster` is a whole group (`cost.parallel.wide_ranks`) of
     `tensor_parallel` GPUs, which split heads and channels evenly; their own communication is part
-    of `layer_s`.
+    of `layer_s`. `buckets`: whether backwards are launched by key length, as ours are.
     """
 
     cluster: Cluster
@@ -50,6 +50,7 @@ class AnalyticCost(MachineCost):
     tensor_parallel: int = 1
     pads: bool = True
     exchanges: bool = False
+    buckets: bool = True
     _pair_s: float = field(init=False, repr=False, compare=False)
     """Seconds of a pair, all heads: planners ask for thousands of sequences."""
     _token_s: float = field(init=False, repr=False, compare=False)
@@ -104,7 +105,9 @@ class AnalyticCost(MachineCost):
         mask, law = self.model.mask, self._law
         around_s: Floats | float = 0.0
         if backward and law.key_blocks is not None:
-            work, widest, empty = kernel.backward_work(pairs, launch, num_launches, mask, law.key_blocks)
+            work, widest, empty = kernel.backward_work(
+                pairs, launch, num_launches, mask, law.key_blocks, buckets=self.buckets
+            )
             around_s = empty * law.key_blocks.empty_s / max(1, self.cluster.num_sms)
             around_s = around_s + self._around_s(pairs, launch, num_launches, law.key_blocks)
         else:
@@ -124,7 +127,8 @@ class AnalyticCost(MachineCost):
         num_bytes = law.query_bytes * kernel.distinct_rows(pairs[:, Pair.QUERY], launch, num_launches)
         if self.model.num_heads != self.model.num_kv_heads:
             keys = kernel.distinct_rows(pairs[:, list(Pair.KEY)], launch, num_launches)
-            num_bytes = num_bytes + law.key_bytes * keys
+            of_keys, of_heads = law.key_bytes
+            num_bytes = num_bytes + (of_keys + of_heads * self.model.num_heads / self.model.num_kv_heads) * keys
         return num_bytes * self.model.head_dim / self.cluster.memory_bytes_per_s
 
     def _latent_s(self, num_keys: Floats, *, backward: bool) -> Floats:

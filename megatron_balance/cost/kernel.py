@@ -7,7 +7,10 @@ and after the walk a block loads its queries and writes its output; over short k
 counts. All counts are of one head.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,15 +54,21 @@ class KeyBlocks:
 
     `queries`: of a tile that such a block walks over; `block_tiles`: its cost beside these, in tiles
     of 128 x 128. `query_bytes`, `key_bytes`: memory traffic before and after the kernel, an element
-    of queries and, where heads share keys, of keys. Its grid has blocks for the longest keys of a
-    launch for each of its entries; `empty_s`: seconds that an SM spends on one that finds no work.
+    of queries and, where heads share keys, of keys and of keys once for each query head. Its grid
+    has blocks for the longest keys of a launch for each of its entries; `empty_s`: seconds that an
+    SM spends on one that finds no work.
+    Prices of buckets of entries in launches of their own (`by_key_length`), in such blocks:
+    `launch_blocks` of one more launch, `copy_blocks` of 128 rows of a head that are gathered for it
+    and whose gradients are put back.
     """
 
     queries: int
     block_tiles: float
     query_bytes: int
-    key_bytes: int
+    key_bytes: tuple[int, int]
     empty_s: float
+    launch_blocks: int
+    copy_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,8 @@ class KernelLaw:
         return _BACKWARD_FLOPS / self.backward_share
 
 
-# By library; others are as FlashAttention-2's forward: cuDNN's grids are not published.
+# By library; others are as FlashAttention-2's forward: cuDNN's grids are not published, and
+# Transformer Engine hands `max_seqlen` to them.
 #
 # FlashAttention-3 (Dao-AILab/flash-attention, hopper/). Derived: rate, `block_tiles` and
 # `backward_share` by least squares on MagiAttention's kernel charts (H100, 64:8 heads of 128, one
@@ -93,8 +103,24 @@ class KernelLaw:
 # causal mask and a grid of ceil(max_k / 128) x heads x entries (flash_bwd_launch_template.h);
 # `query_bytes` are the output and its gradient read, the fp32 sum of query gradients cleared, read
 # and written as bf16, `key_bytes` two fp32 sums cleared, read, and written as bf16. Estimated:
-# `empty_s`, 900 cycles of start, barriers, two dependent reads of the offsets, and end.
-LAWS = {"flash_attn_3": KernelLaw(0.5, True, 0.89, KeyBlocks(64, 2.8, 14, 20, 0.5e-6))}
+# `empty_s`, 900 cycles of start, barriers, two dependent reads of the offsets, and end. On 132 SMs
+# as many are `launch_blocks` as take an attention launch and the host's (10 + 30 us,
+# `analytic.LAUNCH_S` and the presets' `host_launch_s`), and `copy_blocks` as take 128 rows of 128 in
+# bf16 at 2.65 TB/s: q, the output and its gradient, or k and v, read and written; gradients, too.
+#
+# FlashAttention-2 (csrc/flash_attn/src/). Published: the same tiles and grid of the backward
+# (flash_bwd_launch_template.h; with deterministic algorithms fewer blocks, each of several tiles of
+# keys), `query_bytes`, as above, of the kernels before and after it; `key_bytes`, gradients in bf16
+# for each query head that are read and summed (flash_api.cpp). Derived: `backward_share` and
+# `block_tiles` by least squares on 214, 260, 291, 310, 318, 322 TFLOP/s for l = 512, 1k, 2k, 4k, 8k,
+# 16k (H100, heads of 128, no mask; arXiv 2407.08608, Figure 6; rms 0.4 %). Estimated: `empty_s`, as
+# FlashAttention-3's. The forward's grid is ceil(max_q / 128) x entries x heads
+# (flash_fwd_launch_template.h); its blocks without work are not priced.
+LAWS = {
+    "flash_attn": KernelLaw(backward_share=0.89, key_blocks=KeyBlocks(64, 0.8, 14, (4, 4), 0.5e-6, 10_560, 26)),
+    "flash_attn_3": KernelLaw(0.5, True, 0.89, KeyBlocks(64, 2.8, 14, (20, 0), 0.5e-6, 10_560, 26)),
+}
+LAWS["torch_varlen"] = LAWS["flash_attn"]  # built into torch
 _TILED = KernelLaw()
 
 
@@ -130,9 +156,6 @@ def query_tiles(pairs: Ints, mask: Mask, tokens: int) -> tuple[Ints, Ints, Ints]
     parts = TILE_TOKENS // tokens
     if parts == 1:
         return tiles(pairs, mask)
-    if isinstance(mask, SlidingWindow):
-        walked, blocks, last = tiles(pairs, mask)
-        return walked * parts, blocks * parts, last
     (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
     num_q, num_k, behind = q_stop - q_start, k_stop - k_start, q_start - k_start
     blocks, widest = -(-num_q // tokens), -(-num_k // TILE_TOKENS)
@@ -141,6 +164,12 @@ def query_tiles(pairs: Ints, mask: Mask, tokens: int) -> tuple[Ints, Ints, Ints]
     before = -(-behind // tokens)
     last = _between(-(-(behind + num_q) // TILE_TOKENS), widest)
     walked = _stepped_sum(before + blocks - 1, widest, parts) - _stepped_sum(before, widest, parts) + last
+    if isinstance(mask, SlidingWindow):
+        # As in `tiles`; floor(y / parts) is ceil((y - parts + 1) / parts).
+        first = (behind - mask.size + 1) // tokens
+        stops = first + blocks - parts, first - parts
+        walked = walked - (_stepped_sum(stops[0], widest, parts) - _stepped_sum(stops[1], widest, parts))
+        last = np.minimum(last, (before - 1 - first) // parts + 2)  # where a block straddles most tiles
     return walked, blocks, last
 
 
@@ -153,9 +182,14 @@ def _stepped_sum(stop: Ints, top: Ints, parts: int) -> Ints:
 
 def key_blocks(pairs: Ints, mask: Mask) -> Ints:
     """Tiles of keys [n] that some query of each pair sees."""
-    (_, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
-    seen = k_stop - k_start if mask == FULL else _between(q_stop - k_start, k_stop - k_start)
-    return -(-seen // TILE_TOKENS)
+    (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
+    num_k = k_stop - k_start
+    if mask == FULL:
+        return -(-num_k // TILE_TOKENS)
+    stop = -(-_between(q_stop - k_start, num_k) // TILE_TOKENS)
+    if not isinstance(mask, SlidingWindow):
+        return stop
+    return np.maximum(stop - _between(q_start - mask.size + 1 - k_start, num_k) // TILE_TOKENS, 0)
 
 
 def forward_work(pairs: Ints, launch: Ints, num_launches: int, mask: Mask, law: KernelLaw) -> tuple[Floats, Floats]:
@@ -176,21 +210,89 @@ def forward_work(pairs: Ints, launch: Ints, num_launches: int, mask: Mask, law: 
 
 
 def backward_work(
-    pairs: Ints, launch: Ints, num_launches: int, mask: Mask, blocks_of: KeyBlocks
+    pairs: Ints, launch: Ints, num_launches: int, mask: Mask, blocks_of: KeyBlocks, *, buckets: bool = True
 ) -> tuple[Floats, Floats, Floats]:
     """As `forward_work`, of a backward over blocks of keys; and its blocks without work
-    [num_launches]: an entry with fewer keys than the longest of its launch leaves some.
+    [num_launches], those that buckets of key length cost included (`by_key_length`). Without
+    `buckets` all entries of a launch stay in one.
     """
+    if not buckets:
+        blocks_of = replace(blocks_of, launch_blocks=1 << 60)
     heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
     walked, rows, _ = query_tiles(pairs, mask, blocks_of.queries)
     part, blocks = blocks_of.queries / TILE_TOKENS, key_blocks(pairs, mask)
     tiles_of = heads * (part * walked + blocks_of.block_tiles * blocks)
     work = np.bincount(launch, weights=tiles_of, minlength=num_launches)
-    widest, most = np.zeros((2, num_launches))
+    widest = np.zeros(num_launches)
     np.maximum.at(widest, launch, (part * rows + blocks_of.block_tiles) * (heads > 0))
-    np.maximum.at(most, launch, blocks * (heads > 0))
-    empty = np.bincount(launch, weights=heads * (most[launch] - blocks), minlength=num_launches)
-    return work, widest, empty
+    kv_heads = pairs[:, Pair.KV_HEAD_STOP] - pairs[:, Pair.KV_HEAD_START]
+    grid = KeyGrid.of(pairs[:, Pair.Q_STOP] - pairs[:, Pair.Q_START], blocks, heads, kv_heads)
+    return work, widest, by_key_length(grid, launch, num_launches, blocks_of)[1]
+
+
+class KeyGrid(NamedTuple):
+    """Entries [n] of launches: blocks of keys, query heads, and blocks of rows of heads that are
+    copied if not all entries are in one launch.
+    """
+
+    blocks: Ints
+    heads: Ints
+    copied: Ints
+
+    @classmethod
+    def of(cls, num_q: Ints, blocks: Ints, heads: Ints, kv_heads: Ints) -> KeyGrid:
+        """`num_q` queries, and `blocks` of keys; entries that have none are in no launch."""
+        there = (blocks > 0) & (heads > 0)
+        copied = heads * -(-num_q // TILE_TOKENS) + kv_heads * blocks
+        return cls(*(np.where(there, each, 0) for each in (blocks, heads, copied)))
+
+
+def by_key_length(grid: KeyGrid, launch: Ints, num_launches: int, blocks_of: KeyBlocks) -> tuple[Ints, Floats]:
+    """The bucket of each entry [n] in its launch, from the longest keys on, each a launch of its own;
+    and blocks without work [num_launches] that are left, with what the buckets cost in such blocks.
+
+    A grid has a block for each of the longest entry's, of every entry. Entries of up to 1, 2, 4, 8 ...
+    blocks stay together; the runs of these classes that form a bucket are the cheapest.
+    """
+    most = np.zeros(num_launches, dtype=np.int64)
+    np.maximum.at(most, launch, grid.blocks)
+    all_blocks, copied, needed = (
+        np.bincount(launch, weights=each, minlength=num_launches)
+        for each in (grid.heads * most[launch], blocks_of.copy_blocks * grid.copied, grid.heads * grid.blocks)
+    )
+    of, blocks = np.zeros(len(launch), dtype=np.int64), all_blocks - needed
+    wasteful = np.flatnonzero(blocks > blocks_of.launch_blocks + copied)
+    if not len(wasteful):
+        return of, blocks
+    place = np.full(num_launches, -1)
+    place[wasteful] = np.arange(len(wasteful))
+    entries = np.flatnonzero(place[launch] >= 0)
+    size = np.ceil(np.log2(np.maximum(grid.blocks[entries], 1))).astype(np.int64)
+    count = int(size.max()) + 1
+    at = place[launch[entries]], size
+    heads, longest = np.zeros((2, len(wasteful), count))
+    np.add.at(heads, at, grid.heads[entries])
+    np.maximum.at(longest, at, grid.blocks[entries])
+    # Of the first j classes the cheapest buckets, and where the last of them begins.
+    least, begin = np.zeros((len(wasteful), count + 1)), np.zeros((len(wasteful), count + 1), dtype=np.int64)
+    for j in range(1, count + 1):
+        # [wasteful, j]: classes i .. j - 1 in one bucket.
+        inside, tallest = (each[:, :j][:, ::-1] for each in (heads, longest))
+        last = (inside.cumsum(axis=1) * np.maximum.accumulate(tallest, axis=1))[:, ::-1]
+        each = least[:, :j] + last + blocks_of.launch_blocks
+        begin[:, j] = each.argmin(axis=1)
+        least[:, j] = each.min(axis=1)
+    split = least[:, count] - blocks_of.launch_blocks + copied[wasteful] - needed[wasteful]
+    better = split < blocks[wasteful]
+    bucket, first = np.zeros((len(wasteful), count), dtype=np.int64), begin[:, count]
+    number = np.zeros(len(wasteful), dtype=np.int64)
+    for each in range(count - 1, -1, -1):
+        bucket[:, each] = number * better
+        ends = first == each
+        number, first = number + ends, np.where(ends, begin[:, each], first)
+    of[entries] = bucket[at]
+    blocks[wasteful] = np.minimum(blocks[wasteful], split)
+    return of, blocks
 
 
 def _clipped_sum(stop: Ints, top: Ints) -> Ints:

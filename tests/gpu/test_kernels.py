@@ -5,12 +5,14 @@
 
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from megatron_balance.cost.kernel import LAWS, TILE_TOKENS  # noqa: E402
 from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.runtime import kernels  # noqa: E402
 from megatron_balance.runtime.kernels import KERNELS, PaddedKernel, VarlenKernel, choose_kernel, cpu_flash  # noqa: E402
@@ -134,6 +136,42 @@ def test_an_op_takes_one_launch_or_two_whatever_the_number_of_its_entries():
     assert launches(*squares, *rows) == 1
     kernel = VarlenKernel("by_formula", ByFormula())
     assert [kernel.launches(each) for each in WINDOWS.values()] == [1, 1, 2]
+
+
+def test_a_backward_is_launched_by_key_length_where_that_pays(monkeypatch):
+    # Two entries of long keys among nine of a block or two; a forward is launched once a mask.
+    law = LAWS["flash_attn_3"]
+    assert law.key_blocks is not None
+    calls, grids = ByFormula(), []
+    backward = calls.backward
+    kernel = VarlenKernel("flash_attn_3", calls)
+
+    def counted(at, *given):
+        grids.append(HEADS * -(-at.max_k // TILE_TOKENS) * (len(at.cu_k) - 1))
+        return backward(at, *given)
+
+    monkeypatch.setattr(calls, "backward", counted)
+    sizes = [(30, 900), (20, 20), (9, 150), (1, 1), (40, 1000), (5, 128), (4, 4), (6, 70), (7, 7), (8, 90), (3, 30)]
+    stops_q, stops_k = (list(accumulate(each)) for each in zip(*sizes, strict=True))
+    q, k = (tuple(zip((0, *stops), stops, strict=False)) for stops in (stops_q, stops_k))
+    entries = Entries(q, k, (True, False) * 5 + (True,), q, heads=(HEADS, KV_HEADS))
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(rows, heads, DIM, dtype=torch.float64)
+        for rows, heads in ((stops_q[-1], HEADS), (stops_k[-1], KV_HEADS), (stops_k[-1], KV_HEADS))
+    ]
+    exact = _both(PlainKernel(), entries, inputs)
+    # Blocks of keys, causal: 8, 2, 8, and 1 of four entries; full: 1 of four.
+    needed, one_launch_each = HEADS * (22 + 4), HEADS * (7 * 8 + 4)
+    # A launch that is dearer than all it would save; the long ones apart; those of two blocks, too.
+    for price, launches, empty in ((200, 2, one_launch_each - needed), (20, 3, HEADS * 4), (4, 4, 0)):
+        cheap = replace(law.key_blocks, launch_blocks=price, copy_blocks=0)
+        monkeypatch.setitem(LAWS, "flash_attn_3", replace(law, key_blocks=cheap))
+        grids.clear()
+        _assert_equal(_both(kernel, entries, inputs), exact, 1e-12)
+        assert len(grids) == kernel.launches(entries) == launches
+        assert kernel.launches(replace(entries, dout=())) == 2
+        assert sum(grids) - needed == empty
 
 
 @pytest.fixture

@@ -451,7 +451,7 @@ def bill(pack: Pack, ranks: Ranks) -> Bill:
 def _kernels(pack: Pack, launches: Sequence[tuple[int, AttentionLaunch]], count: int) -> tuple[Floats, Floats]:
     """Seconds, and blocks without work, of the launches [count]; all have the same heads."""
     heads, kv_heads = launches[0][1].heads, launches[0][1].kv_heads
-    cost = AnalyticCost(pack.cluster, replace(MODEL, num_heads=heads, num_kv_heads=kv_heads))
+    cost = AnalyticCost(pack.cluster, replace(MODEL, num_heads=heads, num_kv_heads=kv_heads), buckets=False)
     number = np.repeat([at for at, _ in launches], [len(one.queries) for _, one in launches])
     queries, keys = (np.concatenate([getattr(one, name) for _, one in launches]) for name in ("queries", "keys"))
     causal = np.isin(number, [at for at, one in launches if one.causal])
@@ -464,7 +464,7 @@ def _kernels(pack: Pack, launches: Sequence[tuple[int, AttentionLaunch]], count:
     blocks = kernel.LAWS[KERNEL].key_blocks
     if not pack.backward or blocks is None:
         return seconds, np.zeros(count)
-    return seconds, kernel.backward_work(pairs, number, count, MODEL.mask, blocks)[2]
+    return seconds, kernel.backward_work(pairs, number, count, MODEL.mask, blocks, buckets=False)[2]
 
 
 @cache

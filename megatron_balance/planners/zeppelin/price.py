@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, MachineCost
-from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
+from megatron_balance.cost.kernel import TILE_TOKENS, law_of
 from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
@@ -35,8 +35,6 @@ WAVES = (1, 2, 3, 4, 6, 8)
 _LEADS = (0.75, 1.0, 1.5)
 # Tokens of the sequence whose backward is compared with its forward.
 _TYPICAL = 8192
-# Keys that cost as much as the thread blocks of a piece of keys do beside them.
-_BLOCK_TOKENS = BLOCK_TILES * TILE_TOKENS
 # Bytes that a merge reads and writes, over those of the queries: three values in fp32 each.
 _MERGED = 6.0
 # Bytes of a gradient of keys and values over theirs: they travel in fp32.
@@ -56,7 +54,10 @@ class GroupCosts:
     replays: bool = False
     """Whether backwards receive keys again, for want of memory."""
     backward: float = field(init=False)
-    """Seconds of attention of a backward over those of its forward."""
+    """Seconds of attention of a backward over those of its forward, beside `piece_s`."""
+    piece_s: float = field(init=False)
+    """Seconds of a backward a key that a piece of queries sees, all heads; 0: the kernel has no blocks
+    of keys."""
     key_s: float = field(init=False)
     """Seconds a key of a lone thread block: a launch of few queries ends on its longest one."""
     linear_s: float = field(init=False)
@@ -71,14 +72,19 @@ class GroupCosts:
     it."""
 
     def __post_init__(self) -> None:
-        # Two launches: a whole typical sequence, and one tile of queries of one head over all keys.
-        pairs = np.zeros((2, Pair.WIDTH), dtype=np.int64)
+        # Launches: a whole typical sequence, one tile of queries of one head over all keys, and pieces
+        # of an eighth and a quarter of its queries, whose difference is without the blocks of keys.
+        pairs = np.zeros((4, Pair.WIDTH), dtype=np.int64)
         pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = _TYPICAL
-        pairs[0, Pair.Q_HEAD_STOP], pairs[0, Pair.KV_HEAD_STOP] = self.model.num_heads, self.model.num_kv_heads
+        pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = self.model.num_heads, self.model.num_kv_heads
         pairs[1, Pair.Q_START], pairs[1, Pair.Q_HEAD_STOP], pairs[1, Pair.KV_HEAD_STOP] = _TYPICAL - TILE_TOKENS, 1, 1
-        launch = np.arange(2, dtype=np.int64)
-        forward, backward = (self.cost.attend_s(pairs, launch, 2, backward=b).tolist() for b in (False, True))
-        self.backward = backward[0] / forward[0]
+        pairs[2:, Pair.Q_START], pairs[2:, Pair.Q_STOP] = _TYPICAL, (_TYPICAL * 9 // 8, _TYPICAL * 5 // 4)
+        launch = np.arange(4, dtype=np.int64)
+        forward, backward = (self.cost.attend_s(pairs, launch, 4, backward=b).tolist() for b in (False, True))
+        self.piece_s = 0.0
+        if law_of(self.cluster.attention_kernel).key_blocks is not None:
+            self.piece_s = max(0.0, 2 * backward[2] - backward[3] - self.cost.launch_s(1)) / _TYPICAL
+        self.backward = (backward[0] - self.piece_s * _TYPICAL) / forward[0]
         self.key_s = max(0.0, forward[1] - self.cost.launch_s(1)) / _TYPICAL
         self.linear_s = self.cost.linear_s(1.0)
         self._share_heads()
@@ -112,12 +118,13 @@ class GroupCosts:
         again_s = trades.into_s if self.replays else 0.0
         exchange_s = trades.into_s + trades.home_s + trades.grads_s + trades.first_grads_s + again_s
         linear_s = tokens * self.linear_s / self.size
-        return work / self.num_groups * (1 + self.backward) + float((exchange_s + 3 * linear_s)[0])
+        both_s = self.both_s(work / self.num_groups, num_tokens / self.num_groups)
+        return both_s + float((exchange_s + 3 * linear_s)[0])
 
     def even_s(self, num_tokens: float, work: float) -> float:
         """Seconds if all computation were even and nothing moved. `work`: of all sequences."""
         linear_s = num_tokens / self.cluster.num_ranks * self.linear_s
-        return work / self.num_groups * (1 + self.backward) + 3 * linear_s
+        return self.both_s(work / self.num_groups, num_tokens / self.num_groups) + 3 * linear_s
 
     def works_s(self, lengths: Sequence[int]) -> list[float]:
         mask = self.model.mask
@@ -129,7 +136,11 @@ class GroupCosts:
         """Seconds of a group for each whole sequence, both passes, linear modules included."""
         linear_s = 3 * self.linear_s / self.size
         works = zip(self.works_s(lengths), lengths, strict=True)
-        return [work * (1 + self.backward) + length * linear_s for work, length in works]
+        return [self.both_s(work, length) + length * linear_s for work, length in works]
+
+    def both_s(self, work: float, num_keys: float) -> float:
+        """Seconds of attention of both passes; `num_keys` of its pieces of queries."""
+        return work * (1 + self.backward) + num_keys * self.piece_s / self.heads
 
     def causal_s(self, num_tokens: float) -> float:
         """Seconds of a group for the attention of so many tokens to themselves, forward."""
@@ -193,7 +204,7 @@ def rings_s(placement: Placement, lengths: Sequence[int], costs: GroupCosts) -> 
         first, last, rounds = groups[0], groups[-1], len(groups) - 1
         held[first : last + 1] += tokens
         if not rounds:
-            seconds[first] += work * (1 + costs.backward) + 2 * launch_s
+            seconds[first] += costs.both_s(work, tokens) + 2 * launch_s
             continue
         across = first * costs.size // costs.cluster.node_size != last * costs.size // costs.cluster.node_size
         keys_s = costs.keys_s(rounds * tokens, rounds, across=across)
@@ -201,7 +212,10 @@ def rings_s(placement: Placement, lengths: Sequence[int], costs: GroupCosts) -> 
         # Keys of a round travel while those of the one before are attended, but for the last round.
         for round_s, link_s in (
             (work / len(groups) + each_s, keys_s),
-            (work * costs.backward / len(groups) + each_s, (_GRADIENT + costs.replays) * keys_s),
+            (
+                work * costs.backward / len(groups) + tokens * costs.piece_s / costs.heads + each_s,
+                (_GRADIENT + costs.replays) * keys_s,
+            ),
         ):
             seconds[first : last + 1] += max(len(groups) * round_s, link_s + round_s)
     trades = _Trades.of(held, costs, None)
@@ -297,13 +311,14 @@ def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
 
 class _KeyFlow(NamedTuple):
     """Of each group [placements, groups, 1]: seconds of keys on the links, forward; bytes that it
-    sends and receives; work on others' keys; seconds of their pieces in every wave; the most keys
-    in a row, all at once and of one wave's share.
+    sends and receives; others' keys, and work on them; seconds of their pieces in every wave; the
+    most keys in a row, all at once and of one wave's share.
     """
 
     travel_s: Floats
     sent: Floats
     received: Floats
+    keys: Floats
     far_s: Floats
     pieces_s: Floats
     whole: Floats
@@ -326,6 +341,9 @@ def _layer_s(
     own_s = placed.load[:, :, None] - flow.far_s + launch_s - (0.0 if lead is None else lead.work[:, :, None])
     waits = flow.far_s > 0
     merge_s, call_s = placed.held[:, :, None] * costs.merge_s(1.0), costs.keys_s(0, 1) + costs.cost.call_s
+    # Keys of the own pieces of queries, of the lead's and of a wave's.
+    piece_s, led = costs.piece_s / costs.heads, 0.0 if lead is None else lead.tokens[:, :, None]
+    blocks_s = piece_s * (placed.held[:, :, None] - led), piece_s * led, piece_s * flow.keys / numbers
     # A thread block walks its keys one by one: the longest row bounds a short launch.
     in_a_row = np.where(numbers > 1, flow.part / numbers, flow.whole)
     wave_s = np.maximum(flow.far_s / numbers + flow.pieces_s, in_a_row * costs.key_s) + launch_s
@@ -344,7 +362,7 @@ def _layer_s(
 
     ready = (2 * linear_s + trades.grads_s)[:, :, None]
     # Gradients of what was received are packed, in fp32, a wave's share each.
-    backward_s = wave_s * costs.backward + merge_s + costs.pack_s(_GRADIENT * flow.received) / numbers
+    backward_s = wave_s * costs.backward + blocks_s[2] + merge_s + costs.pack_s(_GRADIENT * flow.received) / numbers
     begin = ready
     if costs.replays:
         ready = ready + (trades.into_s + trades.late_s)[:, :, None]
@@ -354,10 +372,11 @@ def _layer_s(
         )
     first_s = met.latest(ready) + backward_s + (each_s if costs.replays else 0.0)
     done = begin + numbers * backward_s
-    behind = np.maximum(done + own_s * costs.backward, np.maximum(first_s + numbers * back_s, done + back_s)) + added_s
+    own_s = own_s * costs.backward + blocks_s[0]
+    behind = np.maximum(done + own_s, np.maximum(first_s + numbers * back_s, done + back_s)) + added_s
     # Groups without keys of others have no waves.
-    behind = np.where(waits, behind, ready + own_s * costs.backward)
-    behind = np.maximum(behind + ahead_s * costs.backward, behind + trades.late_grads_s[:, :, None])
+    behind = np.where(waits, behind, ready + own_s)
+    behind = np.maximum(behind + ahead_s * costs.backward + blocks_s[1], behind + trades.late_grads_s[:, :, None])
     behind = behind + trades.first_grads_s[:, :, None]
     # A layer takes no less than hosts do to issue its attention beside the modules outside.
     ahead_s, behind_s, most_s = ahead.max(axis=1), behind.max(axis=1), linear_s.max(axis=1)[:, None]
@@ -412,12 +431,21 @@ def _flow(placed: Trimmed, costs: GroupCosts) -> _KeyFlow:
     sent = by_group(length * share / 2 * (count - 1 + placed.place) if causal else length * share * (count - 1))
     # Work on keys that it receives, and what a piece of keys for each source adds to it in every wave.
     work = placed.work[placed.seq] * share
-    far, pieces = by_group(work * (1 - share)), by_group(work * (count - 1) * _BLOCK_TOKENS / length)
+    # That of thread blocks is of so many keys.
+    block_tokens = law_of(costs.cluster.attention_kernel).block_tiles * TILE_TOKENS
+    far, pieces = by_group(work * (1 - share)), by_group(work * (count - 1) * block_tokens / length)
     # The most keys in a row: all that come of a sequence, and all from two neighbouring sources.
     whole, part = most_of_group(others), most_of_group(np.minimum(others, length / count))
     each = costs.key_bytes
     return _KeyFlow(
-        np.maximum(received, sent) * costs.keys_s(1.0, 0), sent * each, received * each, far, pieces, whole, part
+        np.maximum(received, sent) * costs.keys_s(1.0, 0),
+        sent * each,
+        received * each,
+        by_group(others),
+        far,
+        pieces,
+        whole,
+        part,
     )
 
 

@@ -11,11 +11,13 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import attention
 from torch.nn.functional import pad
 
+from megatron_balance.cost.kernel import TILE_TOKENS, KeyGrid, by_key_length, law_of
 from megatron_balance.errors import ConfigError
 from megatron_balance.runtime.kernels.base import Entries, FinalRows, Grads, Kernel, PlainKernel, Window
 from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel
@@ -357,7 +359,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _MaskGroup:
-    """The entries of a launch under one mask. Rows: a slice if they are consecutive, else an index."""
+    """Entries that one call serves. Rows: a slice if they are consecutive, else an index."""
 
     at: CuSeqlens
     q: Tensor | slice
@@ -381,14 +383,28 @@ class VarlenKernel:
         self.name, self.calls = name, calls
 
     def launches(self, entries: Entries) -> int:
-        return len(set(_masks(entries)))
+        return len(set(self._calls_of(entries)))
+
+    def _calls_of(self, entries: Entries) -> list[tuple[bool, Window, int]]:
+        """The call that serves each entry: its mask, and in a backward the bucket of its keys."""
+        masks, law = _masks(entries), law_of(self.name).key_blocks
+        if law is None or not entries.dout:
+            return [(*mask, 0) for mask in masks]
+        num_q, num_k = (np.diff(rows, axis=1)[:, 0] for rows in (entries.q, entries.k))
+        heads, kv_heads = (np.full(len(masks), each) for each in entries.heads)
+        kinds = sorted(set(masks))
+        launch = np.array([kinds.index(mask) for mask in masks])
+        grid = KeyGrid.of(num_q, -(-num_k // TILE_TOKENS), heads, kv_heads)
+        of = by_key_length(grid, launch, len(kinds), law)[0]
+        return [(*mask, bucket) for mask, bucket in zip(masks, of.tolist(), strict=True)]
 
     def prepare(self, entries: Entries, device: torch.device) -> _VarlenEntries:
         packed_q, packed_k = _packed(entries.q), _packed(entries.k)
         groups: list[_MaskGroup] = []
-        masks = _masks(entries)
-        for causal, window in sorted(set(masks)):
-            chosen = [i for i, mask in enumerate(masks) if mask == (causal, window)]
+        calls = self._calls_of(entries)
+        for call in sorted(set(calls)):
+            causal, window, _ = call
+            chosen = [i for i, each in enumerate(calls) if each == call]
             q, k = [entries.q[i] for i in chosen], [entries.k[i] for i in chosen]
             max_q, max_k = (max(b - a for a, b in rows) for rows in (q, k))
             at = CuSeqlens(_cu_seqlens(q, device), _cu_seqlens(k, device), max_q, max_k, causal, window)

@@ -32,6 +32,8 @@ class Entries:
     dout: tuple[tuple[int, int], ...] = ()
     # Of each entry, in place of `causal`; empty: none has one. Every query sees some key.
     windows: tuple[Window, ...] = ()
+    # Of queries, and of keys and values.
+    heads: tuple[int, int] = (1, 1)
 
     @property
     def num_q(self) -> int:

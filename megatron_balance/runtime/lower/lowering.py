@@ -468,7 +468,7 @@ class _Launching:
         queries, keys, launch, fused, entries_of, q, k, reads, op_of = looked_up
         dq = self.targets(indexes.space[Kind.Q], queries, launch, fused.q_pairs, len(op_of))
         dk = self.targets(indexes.space[Kind.KV], keys, launch, fused.k_pairs, len(op_of))
-        for i, entries in enumerate(_with_gradients(entries_of, fused, dq)):
+        for i, entries in enumerate(_with_gradients(entries_of, fused, dq, dk)):
             prepared, calls, op = self.kernel.prepare(entries, _HOST), self.kernel.launches(entries), op_of[i]
             step = steps.GradLaunch(
                 op, zones[op], q[i], k[i], _final_rows(dq[i]), prepared, dq[i], dk[i], reads[i], calls
@@ -528,7 +528,9 @@ def _entries(fused: _Fused, count: int) -> list[Entries]:
     ]
 
 
-def _with_gradients(entries: list[Entries], fused: _Fused, dq: list[steps.Packed]) -> Iterator[Entries]:
+def _with_gradients(
+    entries: list[Entries], fused: _Fused, dq: list[steps.Packed], dk: list[steps.Packed]
+) -> Iterator[Entries]:
     """Entries with their rows of the output gradient, which lie where `dq` goes."""
     sizes = fused.q_stop - fused.q_start
     bounds = fused.launch.searchsorted(np.arange(len(entries) + 1))
@@ -537,8 +539,9 @@ def _with_gradients(entries: list[Entries], fused: _Fused, dq: list[steps.Packed
     begins = np.array([to.runs[0].start if to.direct else 0 for to in dq], dtype=np.int64)
     start = packed + np.repeat(begins - packed[bounds[:-1]], np.diff(bounds))
     rows = list(zip(start.tolist(), (start + sizes).tolist(), strict=True))
-    for one, (a, b) in zip(entries, pairwise(bounds.tolist()), strict=True):
-        yield Entries(one.q, one.k, one.causal, tuple(rows[a:b]), one.windows)
+    for one, (a, b), *grads in zip(entries, pairwise(bounds.tolist()), dq, dk, strict=True):
+        heads = (grads[0].num_heads, grads[1].num_heads)
+        yield Entries(one.q, one.k, one.causal, tuple(rows[a:b]), one.windows, heads)
 
 
 def _final_rows(packed: steps.Packed) -> steps.Operand:

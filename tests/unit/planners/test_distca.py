@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
 from typing import Any
@@ -142,6 +143,23 @@ def test_no_server_is_above_the_tolerance_in_pairs_nor_in_seconds_and_tokens_are
         assert report["partial_tokens_received_per_rank"] == _sent_away(made.zones[0])
         seconds = _kernel_s(made)  # padding is little here
         assert tolerance > 0.02 or max(seconds) <= 1.04 * sum(seconds) / len(seconds)
+
+
+def test_fewer_pieces_are_cut_where_a_backward_pays_for_each() -> None:
+    # And nothing else is another where it does not, or where a tolerance is given.
+    lengths, hopper = BATCHES[0], load_cluster("h100").build(num_ranks=16)
+
+    def planned(kernel: str, **options: Any) -> MicrobatchPlan:
+        return make_planner("distca", replace(hopper, attention_kernel=kernel), MODEL, **options)(lengths)  # type: ignore[arg-type]
+
+    assert planned("te_fused") == planned("te_fused", tolerance=0.02)
+    assert planned("flash_attn_3") == planned("flash_attn_3", tolerance=0.1)
+    few, many = (
+        as_array(each.zones[0].tasks)
+        for each in (planned("flash_attn_3"), planned("flash_attn_3", tolerance=0.02))
+        if isinstance(each.zones[0], TaskTable)
+    )
+    assert len(few) <= len(many)
 
 
 def _kernel_s(made: MicrobatchPlan) -> list[float]:

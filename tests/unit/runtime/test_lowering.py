@@ -13,7 +13,11 @@ import pytest
 
 from megatron_balance import Batch, Cluster, Model
 from megatron_balance.compile.ping_pong import Cuts
-from megatron_balance.ir.program import Kind
+from megatron_balance.compile.pipeline import compile_policies
+from megatron_balance.cost.kernel import LAWS, TILE_TOKENS, KeyGrid, by_key_length
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.program import AttendGrad, Kind
 from megatron_balance.runtime import bind, groups, recorder, transport
 from megatron_balance.runtime.bind import ALIGN, _tensors_in, ship
 from megatron_balance.runtime.lower import memory, messages, steps
@@ -219,6 +223,45 @@ def test_all_tables_of_a_microbatch_are_one_copy_at_bind(planner, policy, wire):
             assert (found.at_bind, found.in_layers) == (1, 0), (case, rank)
             launches |= set(found.launches)
     assert "add_rows" in launches
+
+
+@pytest.mark.parametrize("planner", ["llama_all_gather", "te_ring", "ulysses"])
+def test_a_backward_is_launched_as_often_as_its_cost_says(planner, monkeypatch):
+    # Under a full mask every entry is under one mask, as every launch is for the cost model.
+    from megatron_balance.runtime import kernels
+
+    law = LAWS["flash_attn_3"]
+    assert law.key_blocks is not None
+    cheap = replace(law.key_blocks, launch_blocks=8, copy_blocks=0)
+    monkeypatch.setitem(LAWS, "flash_attn_3", replace(law, key_blocks=cheap))
+    kernel = kernels.VarlenKernel("flash_attn_3", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(bind, "kernel_of_widths", lambda *_, **__: kernel)
+    lengths, cluster, shape = (3000, 70, 1300, 64, 200, 2500, 100, 90), Cluster(4, 2), (8, 4, 16)
+    planned = plan(planner, Case(Batch(lengths), cluster, Model(*shape, attention="full"), None, 0))
+    split = 0
+    for rank in range(4):
+        options = bind.BindOptions(memory.AttentionShape(*shape), groups.Groups(rank, 4, tuple(range(4)), None))
+        bound = bind.prepare(planned, rank, options).bounds[0]
+        launches = [step for step in bound.phases["backward"].steps if isinstance(step, steps.GradLaunch)]
+        ops = compile_policies(planned, rank, ("keep",))[0].program.backward
+        for step in launches:
+            op = ops[step.op]
+            assert isinstance(op, AttendGrad)
+            pairs = as_array(op.pairs)
+            num_q, num_k, heads, kv_heads = (
+                pairs[:, stop] - pairs[:, start]
+                for start, stop in (
+                    (Pair.Q_START, Pair.Q_STOP),
+                    (Pair.K_START, Pair.K_STOP),
+                    (Pair.Q_HEAD_START, Pair.Q_HEAD_STOP),
+                    (Pair.KV_HEAD_START, Pair.KV_HEAD_STOP),
+                )
+            )
+            grid = KeyGrid.of(num_q, -(-num_k // TILE_TOKENS), heads, kv_heads)
+            of = by_key_length(grid, np.zeros(len(pairs), dtype=np.int64), 1, cheap)[0]
+            assert step.calls == len(set(of.tolist()))
+            split += step.calls > 1
+    assert split
 
 
 @pytest.mark.parametrize("planner", ["te_ring", "random_shares", "random_task_table", "random_once_per_node"])
