@@ -127,8 +127,10 @@ class AnalyticCost(MachineCost):
         num_bytes = law.query_bytes * kernel.distinct_rows(pairs[:, Pair.QUERY], launch, num_launches)
         if self.model.num_heads != self.model.num_kv_heads:
             keys = kernel.distinct_rows(pairs[:, list(Pair.KEY)], launch, num_launches)
-            of_keys, of_heads = law.key_bytes
+            of_keys, of_heads, of_entries = law.key_bytes
             num_bytes = num_bytes + (of_keys + of_heads * self.model.num_heads / self.model.num_kv_heads) * keys
+            kv_heads = pairs[:, Pair.KV_HEAD_STOP] - pairs[:, Pair.KV_HEAD_START]
+            num_bytes += of_entries * TILE_TOKENS * np.bincount(launch, kv_heads, num_launches)
         return num_bytes * self.model.head_dim / self.cluster.memory_bytes_per_s
 
     def _latent_s(self, num_keys: Floats, *, backward: bool) -> Floats:

@@ -52,9 +52,10 @@ _BACKWARD_EFFICIENCY = 63 / 73
 class KeyBlocks:
     """A backward kernel that gives each thread block one tile of keys of one query head.
 
-    `queries`: of a tile that such a block walks over; `block_tiles`: its cost beside these, in tiles
-    of 128 x 128. `query_bytes`, `key_bytes`: memory traffic before and after the kernel, an element
-    of queries and, where heads share keys, of keys and of keys once for each query head. Its grid
+    `queries`: of a tile that such a block walks over, `full_queries` where its entry has no mask;
+    `block_tiles`: its cost beside these, in tiles of 128 x 128. `query_bytes`, `key_bytes`: memory
+    traffic before and after the kernel, an element of queries and, where heads share keys, of keys,
+    of keys once for each query head, and of 128 rows of keys more for each entry. Its grid
     has blocks for the longest keys of a launch for each of its entries; `empty_s`: seconds that an
     SM spends on one that finds no work.
     Prices of buckets of entries in launches of their own (`by_key_length`), in such blocks:
@@ -63,9 +64,10 @@ class KeyBlocks:
     """
 
     queries: int
+    full_queries: int
     block_tiles: float
     query_bytes: int
-    key_bytes: tuple[int, int]
+    key_bytes: tuple[int, int, int]
     empty_s: float
     launch_blocks: int
     copy_blocks: int
@@ -100,9 +102,10 @@ class KernelLaw:
 # document, full and causal; forward 2k to 32k, backward 1k to 32k; rms 2.2 and 2.9 %): forward
 # blocks are persistent, so that one's output is written while the next one's tiles run. Published:
 # where lengths vary, heads are packed (heuristics.h); the backward has tiles of 64 x 128 under a
-# causal mask and a grid of ceil(max_k / 128) x heads x entries (flash_bwd_launch_template.h);
-# `query_bytes` are the output and its gradient read, the fp32 sum of query gradients cleared, read
-# and written as bf16, `key_bytes` two fp32 sums cleared, read, and written as bf16. Estimated:
+# mask, of 80 x 128 without one, and a grid of ceil(max_k / 128) x heads x entries
+# (flash_bwd_launch_template.h); `query_bytes` are the output and its gradient read, the fp32 sum of
+# query gradients cleared, read and written as bf16, `key_bytes` two fp32 sums cleared, with a block
+# more for each entry (flash_api.cpp), read, and written as bf16. Estimated:
 # `empty_s`, 900 cycles of start, barriers, two dependent reads of the offsets, and end. On 132 SMs
 # as many are `launch_blocks` as take an attention launch and the host's (10 + 30 us,
 # `analytic.LAUNCH_S` and the presets' `host_launch_s`), and `copy_blocks` as take 128 rows of 128 in
@@ -117,8 +120,8 @@ class KernelLaw:
 # FlashAttention-3's. The forward's grid is ceil(max_q / 128) x entries x heads
 # (flash_fwd_launch_template.h); its blocks without work are not priced.
 LAWS = {
-    "flash_attn": KernelLaw(backward_share=0.89, key_blocks=KeyBlocks(64, 0.8, 14, (4, 4), 0.5e-6, 10_560, 26)),
-    "flash_attn_3": KernelLaw(0.5, True, 0.89, KeyBlocks(64, 2.8, 14, (20, 0), 0.5e-6, 10_560, 26)),
+    "flash_attn": KernelLaw(backward_share=0.89, key_blocks=KeyBlocks(64, 64, 0.8, 14, (4, 4, 0), 0.5e-6, 10_560, 26)),
+    "flash_attn_3": KernelLaw(0.5, True, 0.89, KeyBlocks(64, 80, 2.8, 14, (20, 0, 8), 0.5e-6, 10_560, 26)),
 }
 LAWS["torch_varlen"] = LAWS["flash_attn"]  # built into torch
 _TILED = KernelLaw()
@@ -220,13 +223,19 @@ def backward_work(
         blocks_of = replace(blocks_of, launch_blocks=1 << 60)
     heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
     walked, rows, _ = query_tiles(pairs, mask, blocks_of.queries)
-    part, blocks = blocks_of.queries / TILE_TOKENS, key_blocks(pairs, mask)
+    part, blocks = np.full(len(pairs), blocks_of.queries / TILE_TOKENS), key_blocks(pairs, mask)
+    # Entries whose queries all see all keys are launched without a mask.
+    (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
+    full = (mask == FULL) | ((mask == CAUSAL) & (q_start >= k_stop - 1))
+    rows = np.where(full, -(-(q_stop - q_start) // blocks_of.full_queries), rows)
+    walked = np.where(full, rows * -(-(k_stop - k_start) // TILE_TOKENS), walked)
+    part[full] = blocks_of.full_queries / TILE_TOKENS
     tiles_of = heads * (part * walked + blocks_of.block_tiles * blocks)
     work = np.bincount(launch, weights=tiles_of, minlength=num_launches)
     widest = np.zeros(num_launches)
     np.maximum.at(widest, launch, (part * rows + blocks_of.block_tiles) * (heads > 0))
     kv_heads = pairs[:, Pair.KV_HEAD_STOP] - pairs[:, Pair.KV_HEAD_START]
-    grid = KeyGrid.of(pairs[:, Pair.Q_STOP] - pairs[:, Pair.Q_START], blocks, heads, kv_heads)
+    grid = KeyGrid.of(q_stop - q_start, blocks, heads, kv_heads)
     return work, widest, by_key_length(grid, launch, num_launches, blocks_of)[1]
 
 

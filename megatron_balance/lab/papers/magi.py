@@ -529,13 +529,15 @@ AS_WE_RUN = {
 
 
 @cache
-def planned(own: OwnPlan, chart: Chart, num_gpus: int, count: int) -> tuple[float, float]:
-    """TFLOP/s a GPU, forward and backward, of our plan on the simulator, by its slowest rank."""
+def planned(own: OwnPlan, chart: Chart, num_gpus: int, count: int, *, buckets: bool = False) -> tuple[float, float]:
+    """TFLOP/s a GPU, forward and backward, of our plan on the simulator, by its slowest rank. With
+    `buckets` its backwards are launched by key length, which the benchmark does for none.
+    """
     on = cluster(num_gpus)
     if own.rate is not None:  # its grid is not known
         on = replace(on, attention_kernel=None, attention_efficiency=own.rate)
     model = MODEL if is_causal(chart) else replace(MODEL, attention="full")
-    machine = Machine(on, model, AnalyticCost(on, model))
+    machine = Machine(on, model, AnalyticCost(on, model, buckets=buckets))
     choice = choose_planner(
         own.planner, own.options, layers=choose_layers(own.planner, once_per_node=own.once_per_node)
     )
@@ -565,7 +567,7 @@ def _chart(chart: Chart, effort: Effort) -> Ours:
         named += [(name, plan, ", as we run it") for name, plan in AS_WE_RUN.items()]
     cases = [(*each, num_gpus) for each in named for num_gpus in GPUS]
     for system, plan, said, num_gpus in effort.progress(cases, f"{chart}, our plans"):
-        for way, found in zip(WAYS, planned(plan, chart, num_gpus, count), strict=True):
+        for way, found in zip(WAYS, planned(plan, chart, num_gpus, count, buckets=bool(said)), strict=True):
             yield f"{system}, {num_gpus} GPUs: {way}{said}", found
 
 

@@ -91,11 +91,13 @@ def test_the_work_of_launches_is_that_of_their_blocks(drawn: list[tuple[int, ...
         share = {1: 1, 3: 3 / 4, 8: 1}[group] * kv_heads
         ahead[0, number] += share * sum(each + law.block_tiles for each in blocks)
         ahead[1, number] = max(ahead[1, number], max(blocks) + law.block_tiles)
-        # A backward block of keys walks over tiles of 64 queries, half as large.
+        # A backward block of keys walks over tiles of 64 queries, half as large; of 80 without a mask.
         keys = int(kernel.key_blocks(pairs[:1] * 0 + np.array(row), mask)[0])
-        tiles = sum(walked(seen, 64, TILE)) / 2 + KEY_BLOCKS.block_tiles * keys
+        tokens = 80 if seen.all() else 64
+        tiles = sum(walked(seen, tokens, TILE)) * tokens / TILE + KEY_BLOCKS.block_tiles * keys
         behind[0, number] += heads * tiles
-        behind[1, number] = max(behind[1, number], -(-len(seen) // 64) / 2 + KEY_BLOCKS.block_tiles)
+        column = -(-len(seen) // tokens) * tokens / TILE
+        behind[1, number] = max(behind[1, number], column + KEY_BLOCKS.block_tiles)
         grids[number].append((heads, keys))
     for found, counted in ((kernel.forward_work(pairs, launch, 3, mask, law), ahead),
                            (kernel.backward_work(pairs, launch, 3, mask, KEY_BLOCKS)[:2], behind)):  # fmt: skip
