@@ -214,7 +214,7 @@ def stand_ins(counts: Counter[str]) -> Iterator[None]:
     for name in names:
         setattr(triton_mover, name, _Kernel(counts))
     calls: Any = _Calls(counts)
-    binding.kernel_of_widths = lambda *_, **__: VarlenKernel("counted", calls)
+    binding.kernel_of_widths = lambda *_, **__: VarlenKernel(KERNEL, calls)
     binding.choose_mover = lambda _, device: triton_mover.TritonMover(device)
     try:
         yield
