@@ -62,6 +62,15 @@ def of_sizes(rows: Sequence[dict[str, Any]], base: dict[str, Any]) -> str:
     )
 
 
+def of_errors(rows: Sequence[dict[str, Any]]) -> str:
+    """A sentence on how far simulated attention is from published figures."""
+    known = {row["planner"]: row["published_error"] for row in rows if row["published_error"] is not None}
+    each = ", ".join(f"{name} {error['forward']:.0f} and {error['backward']:.0f} %" for name, error in known.items())
+    others = "" if len(known) == len(rows) else "nobody published any of the others" if known else "none of these"
+    what = "off published H100 figures of packed documents, forward and backward (median; reproduce magi)"
+    return f"attention {what}: {'; '.join(filter(None, (each, others)))}"
+
+
 def baseline_of(planners: Sequence[str]) -> str:
     """The one of `planners` that others are held against unless somebody says another."""
     return next((name for name in BASELINES if name in planners), planners[0])
@@ -99,6 +108,7 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], base: dict[str, 
         console.print(f"{name} left out: {reason}")
     if sentence := of_sizes(rows, base):
         console.print(sentence)
+    console.print(of_errors(rows))
 
 
 def _runs_as(row: dict[str, Any]) -> str:

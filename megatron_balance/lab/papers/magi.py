@@ -616,8 +616,16 @@ GROUPS = {
     **IMPLEMENTED,
     "our plans, packed: backward": _planned(PEERS, "backward"),
     "our plans, packed: forward": _planned(PEERS, "forward"),
-    "our te_ring, packed: backward": _planned(["ring"], "backward"),
-    "our te_ring, packed: forward": _planned(["ring"], "forward"),
+    # As `compare` tells them (configs/published_errors.json).
+    **{
+        f"{own.planner}, packed: {way}": _planned([system], way)
+        for system, own in {
+            **AS_WE_RUN,
+            "HybridCP": PLANNED["HybridCP"],
+            "Magi, native": PLANNED["Magi, native"],
+        }.items()
+        for way in WAYS
+    },
     "HybridCP and Magi native, other charts: backward": _planned(PEERS[-2:], "backward", charts=CHARTS[1:]),
     "HybridCP and Magi native, other charts: forward": _planned(PEERS[-2:], "forward", charts=CHARTS[1:]),
     "Magi a2av, all charts": _planned(["Magi, a2av"], *WAYS, charts=CHARTS),
@@ -635,6 +643,19 @@ def _errors(effort: Effort) -> Ours:
         yield from _of_errors(name, group.errors(effort.batches))
 
 
+def _zeppelin(effort: Effort) -> Ours:
+    """zeppelin's plans of the benchmark's packs beside Magi's, in its statistic."""
+    for num_gpus in effort.progress(list(GPUS), "zeppelin"):
+        ours = planned(OwnPlan("zeppelin"), "packed", num_gpus, effort.batches, buckets=True)
+        theirs = planned(PLANNED["Magi, native"], "packed", num_gpus, effort.batches)
+        for at, way in enumerate(WAYS):
+            row = f"Magi, native, {num_gpus} GPUs: {way}"
+            charted = PRINTED["magi"]["packed"]["rows"][row]["published"]
+            yield f"zeppelin, {num_gpus} GPUs: {way}", ours[at]
+            yield f"zeppelin over Magi, native, both simulated, {num_gpus} GPUs: {way}", ours[at] / theirs[at]
+            yield f"zeppelin, simulated, over Magi, native, measured, {num_gpus} GPUs: {way}", ours[at] / charted
+
+
 def _constants(effort: Effort) -> Ours:
     """The errors with each estimated constant halved and doubled."""
     changes = [("as estimated", AS_ESTIMATED)]
@@ -650,6 +671,7 @@ PAPER = paper(
     "MagiAttention's distributed benchmark on H100 (charts of February 2026)",
     {
         **{chart: partial(_chart, chart) for chart in CHARTS},
+        "zeppelin": _zeppelin,
         "errors": _errors,
         "constants": _constants,
     },
