@@ -160,7 +160,7 @@ class Recorder:
             yield f"{cell} | {name} | {label}", lambda case=case: _step_s(case, self.document)
 
 
-PAPERS = ("zeppelin", "distca", "wlb-llm", "knapformer", "hydraulis")
+PAPERS = ("zeppelin", "distca", "wlb_llm", "knapformer", "hydraulis")
 PARTS = ("plans", "joined", "programs", "landscape", "reproduce")
 
 
