@@ -113,6 +113,11 @@ def test_compare_has_a_row_for_every_planner_and_speedups_over_the_baseline(run)
         assert row["over_bound"] == pytest.approx(row["step_s"] / found["bound_s"])
         assert row["over_bound"] > 1
     assert rows["megatron"]["speedup"] == 1
+    # How far the simulator is from what others measured, where anybody did.
+    assert rows["zeppelin"]["published_error"] is None
+    assert rows["te_ring"]["published_error"]["forward"] > 100
+    told = run(f"compare {INPUTS} --planner te_ring --planner zeppelin")
+    assert "te_ring 132 and 20 %; nobody published any of the others" in " ".join(told.split())
 
 
 def test_plans_are_run_as_training_would_run_them(run):
