@@ -116,7 +116,7 @@ def test_compare_has_a_row_for_every_planner_and_speedups_over_the_baseline(run)
     # How far the simulator is from what others measured, where anybody did.
     assert rows["zeppelin"]["published_error"] is None
     assert rows["te_ring"]["published_error"]["forward"] > 100
-    told = run(f"compare {INPUTS} --planner te_ring --planner zeppelin")
+    told = run(f"compare {INPUTS} --planner te_ring --planner zeppelin").out
     assert "te_ring 132 and 20 %; nobody published any of the others" in " ".join(told.split())
 
 
