@@ -130,7 +130,7 @@ def all_to_all(group: Ints, num_bytes: Floats, machine: Machine) -> Taken:
     here = np.bincount(node)[node]
     links, nics = np.split(load / machine.capacity(), [2 * machine.num_ranks])
     inside = (here.max() - 1) * machine.intra.alpha_s + links.max()
-    between = (len(group) - here.min()) * machine.inter.alpha_s + nics.max()
+    between = (len(group) - here.min()) * machine.inter.alpha_s + nics.max() / machine.cluster.all_to_all_efficiency
     return Taken(float(max(inside, between)), load)
 
 

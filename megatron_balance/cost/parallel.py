@@ -111,12 +111,15 @@ def stage_transfer_s(model: Model, num_tokens: float, link: Link) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveGroup:
-    """`ranks_per_node` on each node; `intra`: a rank's link, `inter`: all its NICs on a node."""
+    """`ranks_per_node` on each node; `intra`: a rank's link, `inter`: all its NICs on a node, of whose
+    rate an all-to-all reaches `efficiency`.
+    """
 
     num_ranks: int
     ranks_per_node: int
     intra: Link
     inter: Link
+    efficiency: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_ranks % self.ranks_per_node:
@@ -150,6 +153,7 @@ def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics
         ranks_per_node,
         Link(cluster.intra_alpha_s, cluster.intra_bytes_per_s),
         Link(cluster.inter_alpha_s, nics * cluster.nic_bytes_per_s),
+        cluster.all_to_all_efficiency,
     )
 
 
@@ -174,5 +178,5 @@ def all_to_all_s(num_bytes: float, group: CollectiveGroup) -> float:
         return 0.0
     each = num_bytes / ranks
     inside = (here - 1) * (group.intra.alpha_s + each / group.intra.bytes_per_s)
-    away = (ranks - here) * (group.inter.alpha_s + each * here / group.inter.bytes_per_s)
+    away = (ranks - here) * (group.inter.alpha_s + each * here / (group.efficiency * group.inter.bytes_per_s))
     return max(inside, away)

@@ -20,6 +20,7 @@ MOST_RANKS = 1 << 20
 _RATES = (
     "intra_bytes_per_s",
     "nic_bytes_per_s",
+    "all_to_all_efficiency",
     "flops_per_s",
     "attention_efficiency",
     "memory_bytes",
@@ -35,14 +36,15 @@ class Cluster:
     """Ranks numbered node by node, and what their links and kernels sustain.
 
     `intra_bytes_per_s` is one rank's link inside the node, one direction; `nic_bytes_per_s` one
-    NIC, one direction; `ranks_per_nic` ranks share a NIC. The alphas are the fixed seconds of a
-    message. `flops_per_s` is the peak of a rank in dense bf16 matrix products, `attention_rates`
-    the share of it that each forward attention kernel reaches over long sequences without a mask,
-    heads of 128, `attention_kernel` the one that runs; without one, `attention_efficiency` is the
-    share. `linear_efficiency` is the share that a large matrix product reaches.
-    `memory_bytes_per_s` is the rank's memory, read or written. `num_sms`: processors of a rank that
-    communication takes some of; 0: it takes none. `transfers_wait`: a transfer waits for processors
-    that an attention kernel under way holds (`cost.base.Contention`). `host_call_s`, `host_launch_s`,
+    NIC, one direction, of which collective all-to-alls between nodes reach `all_to_all_efficiency`;
+    `ranks_per_nic` ranks share a NIC. The alphas are the fixed seconds of a message. `flops_per_s`
+    is the peak of a rank in dense bf16 matrix products, `attention_rates` the share of it that each
+    forward attention kernel reaches over long sequences without a mask, heads of 128,
+    `attention_kernel` the one that runs; without one, `attention_efficiency` is the share.
+    `linear_efficiency` is the share that a large matrix product reaches. `memory_bytes_per_s` is
+    the rank's memory, read or written. `num_sms`: processors of a rank that communication takes
+    some of; 0: it takes none. `transfers_wait`: a transfer waits for processors that an attention
+    kernel under way holds (`cost.base.Contention`). `host_call_s`, `host_launch_s`,
     `host_message_s`: what a rank's host takes to issue a group call of communication, a kernel, and
     each message of a group call (`cost.base.Host`); 0: it is not modelled.
     """
@@ -52,6 +54,7 @@ class Cluster:
     name: str = "custom"
     intra_bytes_per_s: float = 400e9
     nic_bytes_per_s: float = 50e9
+    all_to_all_efficiency: float = 1.0
     ranks_per_nic: int = 1
     flops_per_s: float = 989e12
     attention_efficiency: float = 0.5

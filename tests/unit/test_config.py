@@ -321,6 +321,7 @@ def test_a_cluster_that_cannot_be_is_refused(write) -> None:
     for keys, said in (
         ("base: ./run.yaml", "is based on itself"),
         ("base: h200\nnic_bytes_per_s: 0.0", "nic_bytes_per_s: expected more than 0, got 0.0"),
+        ("base: h200\nall_to_all_efficiency: 1.1", "all_to_all_efficiency: expected at most 1, got 1.1"),
         ("base: h200\nlinear_efficiency: 50.0", "linear_efficiency: expected at most 1, got 50.0"),
         ("base: h200\nflops_per_s: -1.0", "flops_per_s: expected more than 0"),
         ("base: h200\nranks_per_nic: 0", "expected ranks_per_nic of at least 1"),

@@ -199,7 +199,7 @@ class Pack:
         """Seconds of an all-to-all of a rank's bytes: what leaves the node moves beside what stays."""
         here, each = min(ranks, NODE), num_bytes / ranks
         inside = self.cost.link(inter_node=False).time_s((here - 1) * each)
-        return self.cost.call_s + max(inside, self._away_s((ranks - here) * each))
+        return self.cost.call_s + max(inside, self._away_s((ranks - here) * each / self.cluster.all_to_all_efficiency))
 
     def _away_s(self, num_bytes: float) -> float:
         return self.cost.link(inter_node=True).time_s(num_bytes) if num_bytes else 0.0

@@ -197,7 +197,13 @@ def test_even_collectives_take_what_the_cost_models_closed_forms_say(ranks_per_n
     here = parallel.CollectiveGroup(8, ranks_per_node, machine.intra, inter)
     assert tables.ring_collective(group, 1000.0, machine).seconds == pytest.approx(parallel.all_gather_s(1000.0, here))
     even = np.full((8, 8), 125.0)
-    assert tables.all_to_all(group, even, machine).seconds == pytest.approx(parallel.all_to_all_s(1000.0, here))
+    found = tables.all_to_all(group, even, machine).seconds
+    assert found == pytest.approx(parallel.all_to_all_s(1000.0, here))
+    # NICs that an all-to-all does not fill.
+    machine = replace(machine, cluster=replace(machine.cluster, all_to_all_efficiency=0.5))
+    slow = tables.all_to_all(group, even, machine).seconds
+    assert slow == pytest.approx(parallel.all_to_all_s(1000.0, replace(here, efficiency=0.5)))
+    assert (slow > found) == (ranks_per_node == 4)
 
 
 def test_simulate_takes_plans_and_whole_batches_and_perturbed_machines():
