@@ -80,6 +80,10 @@ def _main(argv: Sequence[str] | None) -> int:
             args.table = unknown.pop()
         if unknown:
             raise _UsageError(_unknown_option(unknown, args.verb, args.parser))
+        if argv is None and getattr(args, "json", False):
+            # Libraries write to file descriptor 1, too: HiGHS prints a line now and then.
+            sys.stdout = os.fdopen(os.dup(1), "w")
+            os.dup2(2, 1)
         code: int = args.run(args)
         sys.stdout.flush()
         return code

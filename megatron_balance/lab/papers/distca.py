@@ -83,14 +83,14 @@ class DistcaCase(SimulatedCase):
     def tokens_per_rank(self) -> float:
         return self.num_tokens / self.num_nodes
 
-    def ping_pong(self, lengths: Sequence[int], tolerance: float = TOLERANCE) -> tuple[MicrobatchPlan, ...]:
+    def ping_pong(self, lengths: Sequence[int], tolerance: float | None = TOLERANCE) -> tuple[MicrobatchPlan, ...]:
         """DistCA's plans of both nano-batches of a batch."""
         options = DistcaOptions(tolerance=tolerance)
         batches = (Batch(tuple(lengths[i] for i in half)) for half in nano_batches(lengths) if half)
         return tuple(plan(batch, self.cluster, self.model, self.cost, options) for batch in batches)
 
     def passes_s(
-        self, lengths: Sequence[int], tolerance: float = TOLERANCE, way: PingPongMode = ROUNDS
+        self, lengths: Sequence[int], tolerance: float | None = TOLERANCE, way: PingPongMode = ROUNDS
     ) -> tuple[float, float]:
         """Seconds of all layers under DistCA, forward and backward, of the slowest rank."""
         forward, backward = layers(self.ping_pong(lengths, tolerance), self.machine, self.model.num_layers, way)

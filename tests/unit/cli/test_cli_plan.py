@@ -211,6 +211,14 @@ def test_module_and_script_are_the_same_program_and_a_table_may_stand_behind_the
     assert result.returncode == 0
     assert json.loads(result.stdout)["planner"] == "te_ring"
     assert result.stderr == ""
+    # What a library writes to standard output itself is not among the JSON.
+    noisy = (
+        "import os, runpy, sys; import megatron_balance.cli.plan as plan; run = plan.run; "
+        "plan.run = lambda args: (os.write(1, b'a solver says\\n'), run(args))[1]; "
+        "sys.argv = ['megatron-balance', *sys.argv[1:]]; runpy.run_module('megatron_balance', run_name='__main__')"
+    )
+    noted = ended([sys.executable, "-c", noisy, *command[3:]])
+    assert (noted.stdout, noted.stderr) == (result.stdout, "a solver says\n")
     # A table may stand behind the options.
     before, behind = (run.json(f"reproduce zeppelin {words}") for words in ("table2 --json", "--json table2"))
     assert before == behind
