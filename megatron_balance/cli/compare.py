@@ -66,9 +66,9 @@ def of_errors(rows: Sequence[dict[str, Any]]) -> str:
     """A sentence on how far simulated attention is from published figures."""
     known = {row["planner"]: row["published_error"] for row in rows if row["published_error"] is not None}
     each = ", ".join(f"{name} {error['forward']:.0f} and {error['backward']:.0f} %" for name, error in known.items())
-    others = "" if len(known) == len(rows) else "nobody published any of the others" if known else "none of these"
-    what = "off published H100 figures of packed documents, forward and backward (median; reproduce magi)"
-    return f"attention {what}: {'; '.join(filter(None, (each, others)))}"
+    others = "" if len(known) == len(rows) else "none is published of the others" if known else "none is published"
+    what = "off published H100 attention of packed documents, forward and backward (median)"
+    return f"{what}: {'; '.join(filter(None, (each, others)))}"
 
 
 def baseline_of(planners: Sequence[str]) -> str:

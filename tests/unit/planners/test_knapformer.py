@@ -162,7 +162,8 @@ WORKLOADS = (distributions.LOW_RESOLUTION, distributions.MIXED_RESOLUTION, distr
 
 @pytest.mark.parametrize("codes", [*WORKLOADS, IMAGES_AND_A_LONG_CLIP])
 def test_auto_is_as_fast_as_any_of_the_papers_topologies_and_faster_on_the_workload_fixed_before(codes: str) -> None:
-    most = 0.95 if codes == IMAGES_AND_A_LONG_CLIP else 1 + 1e-9
+    # It takes the cheapest by price, which is the simulator's to a thousandth.
+    most = 0.95 if codes == IMAGES_AND_A_LONG_CLIP else 1.001
     for seed in range(2):
         lengths = drawn(codes, seed)
         best = min(seconds(topology, lengths) for topology in ("g1n32", "g2n16", "g4n8", "g8n4"))
