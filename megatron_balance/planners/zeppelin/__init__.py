@@ -76,8 +76,8 @@ _CLOSE = 1.05
 # Layer over even computation from which on rings of groups are asked for beside waves.
 _SHOWS = 1.08
 # By how much waves must be ahead of rings by closed forms, and of `_SHOWS`, to need no whole
-# estimates.
-_SURELY = 1.01
+# estimates; the second where backwards pay for pieces of queries, which closed forms know less well.
+_SURELY, _SURELY_OF_PIECES = 1.01, 1.05
 # Groups from which on rings are not tried, and fewer starts are: the longest never fills them.
 _MANY = 32
 # Smaller shares of a sequence are left out; the second where cuts are to be fewer.
@@ -276,10 +276,11 @@ class Search:
         # The placement's may leave heads idle.
         costs = found.costs.of_size(self._ring_size())
         even_s = costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
-        if costs.num_groups > _MANY or _SURELY * found.price.seconds < _SHOWS * even_s:
+        surely = _SURELY_OF_PIECES if costs.piece_s else _SURELY
+        if costs.num_groups > _MANY or surely * found.price.seconds < _SHOWS * even_s:
             return plan
         best = self._aligned(costs)
-        if _SURELY * found.price.seconds <= rings_s(best[0], lengths, costs):
+        if surely * found.price.seconds <= rings_s(best[0], lengths, costs):
             return plan
         return self._best_of([plan, *(self._rings(placement, costs.size) for placement in best)]) or plan
 
