@@ -271,9 +271,9 @@ def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:
     chosen: list[PlannerChoice] = []
     for name in wanted:
         keys = dict(configured.given) if configured is not None and configured.name == name else {}
-        if (
-            args.tokens_per_rank is not None
-        ):  # what memory holds, for all; -o tokens_per_rank asks for a plan of so many
+        # --tokens-per-rank is what memory holds, for all; -o tokens_per_rank asks for a plan of so
+        # many.
+        if args.tokens_per_rank is not None:
             keys.pop("tokens_per_rank", None)
         if args.context_parallel is not None and name in PLANNERS and PLANNERS[name].replicas:
             keys["context_parallel"] = args.context_parallel

@@ -55,9 +55,10 @@ class KeyBlocks:
     `queries`: of a tile that such a block walks over, `full_queries` where its entry has no mask;
     `block_tiles`: its cost beside these, in tiles of 128 x 128. `query_bytes`, `key_bytes`: memory
     traffic before and after the kernel, an element of queries and, where heads share keys, of keys,
-    of keys once for each query head, and of 128 rows of keys more for each entry. Its grid
-    has blocks for the longest keys of a launch for each of its entries; `empty_s`: seconds that an
-    SM spends on one that finds no work.
+    of keys once for each query head, and of 128 rows of keys more for each entry. Its grid has
+    blocks for the longest keys of a launch for each of its entries; `empty_s`: seconds that an SM
+    spends on one that finds no work.
+
     Prices of buckets of entries in launches of their own (`by_key_length`), in such blocks:
     `launch_blocks` of one more launch, `copy_blocks` of 128 rows of a head that are gathered for it
     and whose gradients are put back.
@@ -105,11 +106,11 @@ class KernelLaw:
 # mask, of 80 x 128 without one, and a grid of ceil(max_k / 128) x heads x entries
 # (flash_bwd_launch_template.h); `query_bytes` are the output and its gradient read, the fp32 sum of
 # query gradients cleared, read and written as bf16, `key_bytes` two fp32 sums cleared, with a block
-# more for each entry (flash_api.cpp), read, and written as bf16. Estimated:
-# `empty_s`, 900 cycles of start, barriers, two dependent reads of the offsets, and end. On 132 SMs
-# as many are `launch_blocks` as take an attention launch and the host's (10 + 30 us,
-# `analytic.LAUNCH_S` and the presets' `host_launch_s`), and `copy_blocks` as take 128 rows of 128 in
-# bf16 at 2.65 TB/s: q, the output and its gradient, or k and v, read and written; gradients, too.
+# more for each entry (flash_api.cpp), read, and written as bf16. Estimated: `empty_s`, 900 cycles
+# of start, barriers, two dependent reads of the offsets, and end. On 132 SMs as many are
+# `launch_blocks` as take an attention launch and the host's (10 + 30 us, `analytic.LAUNCH_S` and
+# the presets' `host_launch_s`), and `copy_blocks` as take 128 rows of 128 in bf16 at 2.65 TB/s: q,
+# the output and its gradient, or k and v, read and written; gradients, too.
 #
 # FlashAttention-2 (csrc/flash_attn/src/). Published: the same tiles and grid of the backward
 # (flash_bwd_launch_template.h; with deterministic algorithms fewer blocks, each of several tiles of
@@ -128,47 +129,32 @@ _TILED = KernelLaw()
 
 
 def law_of(library: str | None) -> KernelLaw:
+    """The law of an attention library by its name in `runtime.kernels`; of unknown ones, and of none,
+    FlashAttention-2's forward with a backward over blocks of queries.
+    """
     return LAWS.get(library or "", _TILED)
 
 
-def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
-    """Tiles, thread blocks, and tiles of the longest block [n] of each `Pair` row [n, 9], one head.
+def tiles(pairs: Ints, mask: Mask = CAUSAL, tokens: int = TILE_TOKENS) -> tuple[Ints, Ints, Ints]:
+    """Tiles, thread blocks, and tiles of the longest block [n] of each `Pair` row [n, 9], one head;
+    tiles of `tokens` queries, a divisor of `TILE_TOKENS`, by `TILE_TOKENS` keys.
 
     Causal: the query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may
     be full, causal or neither. A sliding window leaves out tiles at the other side, too.
     """
     (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
     num_q, num_k, behind = q_stop - q_start, k_stop - k_start, q_start - k_start
-    blocks, widest = -(-num_q // TILE_TOKENS), -(-num_k // TILE_TOKENS)
-    if mask == FULL:
-        return blocks * widest, blocks, widest
-    before = -(-behind // TILE_TOKENS)
-    last = _between(-(-(behind + num_q) // TILE_TOKENS), widest)  # the last block need not be full
-    # Block b walks min(before + b, widest) tiles, b = 1 .. blocks - 1; the last one is counted apart.
-    walked = _clipped_sum(before + blocks - 1, widest) - _clipped_sum(before, widest) + last
-    if isinstance(mask, SlidingWindow):
-        # Whole tiles before the first key of a block's first query are left out.
-        first = (behind - mask.size + 1) // TILE_TOKENS
-        walked = walked - (_clipped_sum(first + blocks - 1, widest) - _clipped_sum(first - 1, widest))
-        last = np.minimum(last, before + 1 - first)
-    return walked, blocks, last
-
-
-def query_tiles(pairs: Ints, mask: Mask, tokens: int) -> tuple[Ints, Ints, Ints]:
-    """As `tiles`, of tiles of `tokens` queries (a divisor of `TILE_TOKENS`) and `TILE_TOKENS` keys."""
-    parts = TILE_TOKENS // tokens
-    if parts == 1:
-        return tiles(pairs, mask)
-    (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
-    num_q, num_k, behind = q_stop - q_start, k_stop - k_start, q_start - k_start
-    blocks, widest = -(-num_q // tokens), -(-num_k // TILE_TOKENS)
+    blocks, widest, parts = -(-num_q // tokens), -(-num_k // TILE_TOKENS), TILE_TOKENS // tokens
     if mask == FULL:
         return blocks * widest, blocks, widest
     before = -(-behind // tokens)
-    last = _between(-(-(behind + num_q) // TILE_TOKENS), widest)
+    last = _between(-(-(behind + num_q) // TILE_TOKENS), widest)  # the last block need not be full
+    # Block b walks min(ceil((before + b) / parts), widest) tiles, b = 1 .. blocks - 1; the last one is
+    # counted apart.
     walked = _stepped_sum(before + blocks - 1, widest, parts) - _stepped_sum(before, widest, parts) + last
     if isinstance(mask, SlidingWindow):
-        # As in `tiles`; floor(y / parts) is ceil((y - parts + 1) / parts).
+        # Whole tiles before the first key of a block's first query are left out, floor(y / parts) of
+        # them, which is ceil((y - parts + 1) / parts).
         first = (behind - mask.size + 1) // tokens
         stops = first + blocks - parts, first - parts
         walked = walked - (_stepped_sum(stops[0], widest, parts) - _stepped_sum(stops[1], widest, parts))
@@ -205,7 +191,7 @@ def forward_work(pairs: Ints, launch: Ints, num_launches: int, mask: Mask, law: 
         group = int((heads // kv_heads).max(initial=1))
         tokens = max(1, TILE_TOKENS >> max(0, (group - 1).bit_length()))
         share = share * tokens / TILE_TOKENS
-    walked, blocks, longest = query_tiles(pairs, mask, tokens)
+    walked, blocks, longest = tiles(pairs, mask, tokens)
     work = np.bincount(launch, weights=share * (walked + law.block_tiles * blocks), minlength=num_launches)
     widest = np.zeros(num_launches)
     np.maximum.at(widest, launch, (longest + law.block_tiles) * (heads > 0))
@@ -222,7 +208,7 @@ def backward_work(
     if not buckets:
         blocks_of = replace(blocks_of, launch_blocks=1 << 60)
     heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
-    walked, rows, _ = query_tiles(pairs, mask, blocks_of.queries)
+    walked, rows, _ = tiles(pairs, mask, blocks_of.queries)
     part, blocks = np.full(len(pairs), blocks_of.queries / TILE_TOKENS), key_blocks(pairs, mask)
     # Entries whose queries all see all keys are launched without a mask.
     (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
@@ -304,12 +290,6 @@ def by_key_length(grid: KeyGrid, launch: Ints, num_launches: int, blocks_of: Key
     return of, blocks
 
 
-def _clipped_sum(stop: Ints, top: Ints) -> Ints:
-    # Sum over j = 1 .. stop of min(j, top); 0 if stop < 1.
-    rising = _between(stop, top)
-    return CAUSAL.num_pairs(rising) + np.maximum(stop - top, 0) * top
-
-
 def _between(values: Ints, top: Ints) -> Ints:
     # `np.clip` from 0 to `top`, which takes several times as long.
     return np.minimum(np.maximum(values, 0), top)
@@ -354,6 +334,6 @@ def padding_elements(
     return (2 if backward else 1) * moved * rows
 
 
-def backward_factor(library: str | None = None) -> float:
-    """Time of a library's backward kernel over its forward one's, of much work."""
-    return law_of(library).backward_factor
+def backward_factor() -> float:
+    """Time of the backward kernel over the forward one's, of a library without a law of its own."""
+    return _TILED.backward_factor

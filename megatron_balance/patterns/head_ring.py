@@ -7,7 +7,7 @@ Zeppelin's ring between nodes (section 3.2) with all ranks of a node in place of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import base, head_exchange, zigzag
-from megatron_balance.patterns.sends import Blocks, Send, Sends, split_rows, table_of, transfers_of
+from megatron_balance.patterns.sends import Blocks, Send, Sends, in_turns, split_rows, table_of, transfers_of
 
 # Cells of (rank, sequence) worked on at once, which bounds memory.
 _BLOCK = 1 << 20
@@ -431,9 +431,6 @@ def _launches(shape: _Shape) -> base.Launches:
 # launch.
 _EXACT = 1 << 18
 
-# About so many rows are made at once, which keeps them in the cache.
-_ROWS = 1 << 14
-
 
 def hops_of(placed: zigzag.Zigzag, *, back: bool = False) -> Blocks:
     """The block of each group index, with the hops that its rows make, turning forward or `back`."""
@@ -449,7 +446,8 @@ def hops_of(placed: zigzag.Zigzag, *, back: bool = False) -> Blocks:
     def of(low: Ints, other: Ints) -> Ints:
         return np.where(high, other.take(cell), low.take(cell))
 
-    seq = placed.seqs.take(cell, mode="wrap") if len(cell) else cell
+    # `take` in mode "wrap" subtracts once for each time around.
+    seq = placed.seqs.take(cell % max(1, len(placed.seqs)))
     rows = np.stack([seq, of(lo[0], hi[0]), of(lo[1], hi[1])], 1)
     begin = np.append(0, np.cumsum(np.count_nonzero(goes, axis=(1, 2))))
     return Blocks(rows, begin, of(*reach))
@@ -473,16 +471,6 @@ def _reach_backward(placed: zigzag.Zigzag, position: Ints) -> tuple[Ints, Ints]:
     last = position >= placed.parts - 1
     low = np.where(last, position, placed.size - 1)
     return low, position if placed.causal else low
-
-
-def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
-    # Rounds and their rows interleaved of not much more than `_ROWS` rows; `counts`: rows of each
-    # round.
-    ends = np.append(0, counts.cumsum())
-    step = max(1, _ROWS * len(counts) // max(1, int(ends[-1])))
-    for first in range(0, len(counts), step):
-        last = min(first + step, len(counts))
-        yield slice(first, last), slice(int(ends[first]), int(ends[last]))
 
 
 _CAUSAL = np.array([(0, 0), (1, 0), (1, 1)])
@@ -524,7 +512,7 @@ def _attention(
     first = once.ravel()[at]
     pairs: list[bytes] = []
     merges: list[bytes] = []
-    for block, chosen in _in_turns(of_round):
+    for block, chosen in in_turns(of_round):
         here = at[chosen]
         rows = np.empty((len(here), Pair.WIDTH), dtype=np.int64)
         rows[:, Pair.QUERY] = queries.take(here % len(queries), axis=0)

@@ -5,9 +5,8 @@ transfers, messages, received tokens and traffic of rounds are selections of it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from megatron_balance.ir.arrays import Ints, overlaps, ranges
 from megatron_balance.ir.columns import Fragment, Message, Rows, Transfer
 from megatron_balance.ir.program import Collective, Exchange, Kind
 
-# About so many rows of transfers are made at once, which keeps them in the cache.
+# About so many rows are made at once, which keeps them in the cache.
 _ROWS = 1 << 14
 
 
@@ -107,12 +106,9 @@ class Sends:
     def exchanges(self, base: int) -> dict[int, Exchange]:
         """The exchanges by id, counted from the zone's first, which is `base`, ascending."""
         blocks = self.blocks()
-        ends: Ints = np.cumsum(np.diff(blocks.begin)[self.rows[:, Send.BLOCK]])
         tables: defaultdict[int, list[bytes]] = defaultdict(list)
-        turns: Ints = np.searchsorted(ends, np.arange(_ROWS, int(ends.max(initial=0)), _ROWS))
-        for begin, end in pairwise((0, *turns.tolist(), len(ends))):
-            sends = self.rows[begin:end]
-            number, table = self._transfers(sends, blocks)
+        for turn, _ in in_turns(np.diff(blocks.begin)[self.rows[:, Send.BLOCK]]):
+            number, table = self._transfers(self.rows[turn], blocks)
             first = int(number[0]) if len(number) else 0
             for at, data in enumerate(split_rows(table, np.bincount(number - first)), first):
                 if data:
@@ -167,6 +163,17 @@ def transfers_of(kind: Kind, fragments: Ints, heads: tuple[int, int], src: Ints 
     rows[:, Transfer.HEADS] = heads
     rows[:, Transfer.SRC], rows[:, Transfer.DST] = src, dst
     return rows
+
+
+def in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
+    """Runs of a table that is made in parts of `counts` rows: which parts, and their rows, together
+    not much more than the cache holds.
+    """
+    ends = np.append(0, counts.cumsum())
+    step = max(1, _ROWS * len(counts) // max(1, int(ends[-1])))
+    for first in range(0, len(counts), step):
+        last = min(first + step, len(counts))
+        yield slice(first, last), slice(int(ends[first]), int(ends[last]))
 
 
 def split_rows(table: Ints, counts: Ints) -> list[bytes]:

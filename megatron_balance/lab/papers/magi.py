@@ -390,6 +390,7 @@ MAGI_RATE = 0.641
 
 @lru_cache(maxsize=8)
 def cluster(num_gpus: int) -> Cluster:
+    """A cluster of H100s in nodes of eight, priced with FlashAttention-3."""
     return load_cluster("h100").build(num_ranks=num_gpus, ranks_per_node=NODE).with_kernel(KERNEL)
 
 
@@ -427,6 +428,7 @@ class Bill:
 
 
 def bill(pack: Pack, ranks: Ranks) -> Bill:
+    """The bill of a system's steps on a pack, for any `EstimateFactors`."""
     steps = [(rank, step) for rank, each in enumerate(ranks) for step in each]
     launches = [(at, step.launch) for at, (_, step) in enumerate(steps) if step.launch is not None]
     kernel_s, empty = _kernels(pack, launches, len(steps))

@@ -70,7 +70,7 @@ def walked(seen: Bools, rows: int, columns: int) -> list[int]:
 def test_tiles_and_blocks_are_those_of_a_drawn_mask(drawn: list[tuple[int, ...]], mask: Mask, tokens: int) -> None:
     pairs, _ = rows_of(drawn, mask)
     counted = [walked(visible(row, mask), tokens, TILE) for row in pairs.tolist()]
-    sums, blocks, longest = kernel.query_tiles(pairs, mask, tokens)
+    sums, blocks, longest = kernel.tiles(pairs, mask, tokens)
     assert sums.tolist() == [sum(each) for each in counted]
     assert blocks.tolist() == [len(each) for each in counted]
     # Under a window that ends before the queries do it is a bound.
