@@ -21,7 +21,6 @@ from megatron_balance.analysis.rounds import coupled, in_step
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Pair
@@ -292,14 +291,10 @@ def _bound_of_microbatch(lengths: Sequence[int], machine: Machine, setup: Setup)
     pairs[:, Pair.SEQ] = np.arange(len(lengths))  # rows of unlike documents are unlike rows
     pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = lengths
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
-    # Documents of as many tiles are one launch: unlike ones would leave blocks of a backward's grid
-    # without work. That they are several counts nothing.
-    alike, launch = np.unique(-(-pairs[:, Pair.K_STOP] // TILE_TOKENS), return_inverse=True)
-    once_s = cost.launch_s(max(0, len(alike) - 1))
+    launch = np.zeros(len(pairs), dtype=np.int64)
     tokens = sum(lengths) / ranks
     forward, backward = (
-        sum(share * (each.attend_s(pairs, launch, len(alike), backward=b).sum() - once_s) for each, share in costs)
-        / ranks
+        sum(share * each.attend_s(pairs, launch, 1, backward=b)[0] for each, share in costs) / ranks
         + cost.layer_s(tokens, backward=b)
         for b in (False, True)
     )

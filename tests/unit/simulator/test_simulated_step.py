@@ -283,6 +283,11 @@ def test_the_bound_adds_up_documents_and_microbatches_and_stages_share_it():
     padded, one = replace(WIDE, head_dim=90), Cluster(1, 1)
     machine = Machine(one, padded, AnalyticCost(one, padded))
     assert bound_s(((9000,) * 3,), machine) == pytest.approx(bound_s(((9000,),) * 3, machine), rel=1e-2)
+    # A long document's launch leaves no blocks of a backward without work beside short ones.
+    one = one.with_kernel("flash_attn_3")
+    machine = Machine(one, WIDE, AnalyticCost(one, WIDE))
+    long, short = (32_768,), (256,) * 64
+    assert bound_s((long + short,), machine) == pytest.approx(bound_s((long, short), machine), rel=1e-2)
     two = nodes_of_four(2)
     once = bound_s((SHORT_AND_LONG,), two)
     assert bound_s((SHORT_AND_LONG, SHORT_AND_LONG), two) == pytest.approx(2 * once)
