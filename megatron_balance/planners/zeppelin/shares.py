@@ -230,15 +230,20 @@ def aligned(
     """
     load, held, heap = [0.0] * num_groups, [0.0] * num_groups, [(0.0, group) for group in range(num_groups)]
     placement: list[tuple[int, ...]] = [()] * len(seconds)
-    runs = _runs(num_groups)
+    runs, alone = _runs(num_groups), [(group,) for group in range(num_groups)]
     for seq in longest_first(seconds):
         # Put there before the group was given more.
         while heap[0][0] != load[heap[0][1]]:
             heappop(heap)
         least_s, idlest = heap[0]
-        alone = least_s + seconds[seq] <= target_s and held[idlest] + lengths[seq] <= capacity
-        best = range(idlest, idlest + 1) if alone else range(num_groups)
-        for each in () if alone else runs:
+        if least_s + seconds[seq] <= target_s and held[idlest] + lengths[seq] <= capacity:
+            load[idlest] += seconds[seq]
+            held[idlest] += lengths[seq]
+            heapreplace(heap, (load[idlest], idlest))
+            placement[seq] = alone[idlest]
+            continue
+        best = range(num_groups)
+        for each in runs:
             part_s, part = seconds[seq] / len(each[0]), lengths[seq] / len(each[0])
             # No run has less to do than its idlest group.
             if least_s + part_s > target_s:
