@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -264,11 +263,14 @@ def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats)
     """
     order = np.lexsort((begin_s, resource))
     ordered = resource[order]
-    bounds = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), len(order)]
-    begin, size, rate = (each[order].tolist() for each in (begin_s, num_bytes, rates))
-    found: list[float] = []
-    for first, last in pairwise(bounds):
-        found += _even_ends(begin[first:last], size[first:last], rate[first])
+    first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+    begin, size, rate = (each[order] for each in (begin_s, num_bytes, rates))
+    found = begin + size / rate
+    # Those that share their resource are told one by one.
+    several = np.diff(first, append=len(order)) > 1
+    bounds = zip(first[several].tolist(), np.append(first, len(order))[1:][several].tolist(), strict=True)
+    for start, stop in bounds:
+        found[start:stop] = _even_ends(begin[start:stop].tolist(), size[start:stop].tolist(), float(rate[start]))
     ends = np.empty(len(order))
     ends[order] = found
     return ends
@@ -276,8 +278,6 @@ def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats)
 
 def _even_ends(begin_s: list[float], num_bytes: list[float], rate: float) -> list[float]:
     # `fair_ends` on one resource; `begin_s` rises.
-    if len(begin_s) == 1:
-        return [begin_s[0] + num_bytes[0] / rate]
     ends = [0.0] * len(begin_s)
     # (bytes that each of them will have moved when this one ends, which)
     under_way: list[tuple[float, int]] = []

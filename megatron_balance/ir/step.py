@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -264,12 +265,13 @@ def held_back(step: StepPlan, lengths: Lengths, waiting: Waiting) -> Waiting:
     `lengths` (as dealt, by microbatch) and `waiting` (before the step) that it does not train.
     Raises ValueError: it trains a sequence twice, one that is not there, or one by another length.
     """
+    # Nearly always: all of them, whole and as dealt.
+    whole = tuple((seqs,) for seqs in dealt(lengths))
+    if not waiting and step.members == whole and tuple(plan.lengths for plan in step.plans) == lengths:
+        return ()
     given = list(chain.from_iterable(lengths))
     trained = list(chain.from_iterable(chain.from_iterable(step.members)))
     of_plans = list(chain.from_iterable(plan.lengths for plan in step.plans))
-    # Nearly always: all of them, as dealt.
-    if not waiting and of_plans == given and trained == list(range(len(given))):
-        return ()
     ready = dict(waiting) | dict(enumerate(given))
     for seq, length in zip(trained, of_plans, strict=True):
         if ready.pop(seq, None) != length:
@@ -282,7 +284,13 @@ def held_back(step: StepPlan, lengths: Lengths, waiting: Waiting) -> Waiting:
 
 def dealt(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """By microbatch, the numbers of its sequences as dealt."""
-    ends = [0, *accumulate(map(len, lengths))]
+    return _numbered(tuple(map(len, lengths)))
+
+
+# A step asks several times; equal tuples are the same one, which makes them quick to compare.
+@lru_cache(maxsize=4)
+def _numbered(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    ends = [0, *accumulate(counts)]
     return tuple(tuple(range(begin, end)) for begin, end in pairwise(ends))
 
 

@@ -208,6 +208,9 @@ PACKING = 0.4
 # takes it.
 
 _ROUNDING = 1 + 1e-9
+# A run pays if it assigns so many sequences, and is tried with as many groups of each size; the
+# first runs need not pay.
+_PAYS, _FREE_RUNS = 32, 8
 
 
 class TopologyPrices:
@@ -378,34 +381,68 @@ def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
     order = np.sort(((int(whole.max()) - whole) << bits) | np.arange(len(work)))
     order &= (1 << bits) - 1
     kinds = {size: kind for kind, size in enumerate(dict.fromkeys(sizes))}
-    kind_of = [kinds[size] for size in sizes]
-    # What each sequence in turn adds to the key of a group of each kind, [S][kinds].
-    added: list[list[int]] = ((whole[order][:, None] // np.array([*kinds])) << bits).tolist()
+    kind_of = np.array([kinds[size] for size in sizes])
+    # What each sequence in turn adds to the key of a group of each kind, [S, kinds].
+    added = (whole[order][:, None] // np.array([*kinds])) << bits
     number = (1 << bits) - 1
     limit = int(int(whole.sum()) / sum(sizes) * _ROUNDING) << bits | number
-    # The least occupied group of each kind has the most room of it; ascending numbers are a heap.
-    heaps: list[list[int]] = [[] for _ in kinds]
-    for group, kind in enumerate(kind_of):
-        heaps[kind].append(group)
-    taken: list[int] = []
-    if len(kinds) == 1:
-        # The least occupied group has the most room, too.
-        (heap,) = heaps
-        taken = [heapreplace(heap, heap[0] + more) & number for (more,) in added]
-        added = []
-    for more in added:
-        # Keys differ, so heaps compare by their first ones.
-        key = min(heaps)[0]
-        if key + more[kind_of[key & number]] > limit:
-            roomy = (heap[0] for kind, heap in enumerate(heaps) if heap[0] + more[kind] <= limit)
-            key = min(roomy, default=key)
-        group = key & number
-        kind = kind_of[group]
-        taken.append(group)
-        heapreplace(heaps[kind], key + more[kind])
+    taken, keys = _in_runs(added, kind_of, limit, number)
+    taken.append(_one_by_one(added[sum(map(len, taken)) :], keys, kind_of.tolist(), limit, number))
     chosen = np.empty(len(work), dtype=np.int64)
-    chosen[order] = taken
+    chosen[order] = np.concatenate(taken) & number
     return chosen
+
+
+def _in_runs(added: Ints, kind_of: Ints, limit: int, number: int) -> tuple[list[Ints], Ints]:
+    """Assign sequences many at a time, as long as that pays: the keys of their groups before each run,
+    and those of all groups behind the last one, ascending.
+    """
+    keys, taken, done, num_kinds = np.arange(len(kind_of)), list[Ints](), 0, added.shape[1]
+    if len(keys) < _PAYS * num_kinds:
+        return taken, keys
+    while done < len(added) and done >= _PAYS * (len(taken) - _FREE_RUNS):
+        # A run gives one sequence each to the least occupied groups that have room for the first of
+        # them, and so for the later ones, which are smaller; to the least occupied if none has.
+        ahead, kind, shut = added[done : done + len(keys)], kind_of[:0], keys[:0]
+        if num_kinds > 1:
+            kind = kind_of[keys & number]
+            room = keys + ahead[0, kind] <= limit
+            # It ends before a sequence for which another group, the least of its kind, has room.
+            others, first = np.unique(kind[~room], return_index=True)
+            again = (keys[~room][first] + ahead[:, others] <= limit).any(axis=1)
+            ahead = ahead[: again.argmax()] if again.any() else ahead
+            if room.any():
+                keys, kind, shut = keys[room], kind[room], keys[~room]
+        count = min(len(keys), len(ahead))
+        filled = keys[:count] + (ahead[np.arange(count), kind[:count]] if num_kinds > 1 else ahead[:count, 0])
+        # And before a group that is more occupied than one which the run has filled.
+        (ends,) = (np.minimum.accumulate(filled)[:-1] < keys[1:count]).nonzero()
+        stop = int(ends[0]) + 1 if len(ends) else count
+        taken.append(keys[:stop])
+        keys = np.sort(np.concatenate([filled[:stop], keys[stop:], shut]))
+        done += stop
+    return taken, keys
+
+
+def _one_by_one(added: Ints, keys: Ints, kind_of: Sequence[int], limit: int, number: int) -> Ints:
+    # The least occupied group of each kind has the most room of it; ascending keys are a heap.
+    heaps, ascending = [list[int]() for _ in range(added.shape[1])], list[int](keys.tolist())
+    for key in ascending:
+        heaps[kind_of[key & number]].append(key)
+    taken, least = list[int](), [heap[0] for heap in heaps]
+    if len(heaps) == 1:
+        # It has the most room of all.
+        taken, added = [heapreplace(heaps[0], heaps[0][0] + more) for (more,) in added.tolist()], added[:0]
+    for more in added.tolist():
+        key = min(least)
+        kind = kind_of[key & number]
+        if key + more[kind] > limit:
+            key = min([each for each, own in zip(least, more, strict=True) if each + own <= limit], default=key)
+            kind = kind_of[key & number]
+        taken.append(key)
+        heapreplace(heaps[kind], key + more[kind])
+        least[kind] = heaps[kind][0]
+    return np.array(taken, dtype=np.int64)
 
 
 def _within_memory(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int) -> Ints:

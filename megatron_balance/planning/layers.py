@@ -92,23 +92,29 @@ def nano_batches_of(
 
 def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan:
     members = dealt(lengths)
-    pooled = tuple(chain.from_iterable(lengths))
     if planner.plan_batch is not None and context.own_microbatches:
+        pooled = tuple(chain.from_iterable(lengths))
         own = planner.plan_batch(Batch(pooled), context.cluster, context.model, context.cost, context.options)
         if not context.ping_pong:
             context = _of_microbatches(context, len(own.plans))
             plans = tuple(_layered(plan, context) for plan in own.plans)
             return _with_ticks(planner, replace(own, plans=plans), context)
         members = tuple(nano_batch for (nano_batch,) in own.members)
+        lengths = tuple(tuple(map(pooled.__getitem__, seqs)) for seqs in members)
     context = _of_microbatches(context, len(members))
-    microbatches = [list(map(pooled.__getitem__, seqs)) for seqs in members]
-    parts = nano_batches_of(microbatches, ping_pong=context.ping_pong, aligned=context.joint is not None)
-    split = tuple(
-        tuple(tuple(map(seqs.__getitem__, part)) for part in of) for seqs, of in zip(members, parts, strict=True)
-    )
-    batches = (Batch(tuple(map(pooled.__getitem__, part))) for part in chain.from_iterable(split))
-    plans = tuple(_place_one(planner, batch, context) for batch in batches)
+    split, split_lengths = (tuple((whole,) for whole in each) for each in (members, lengths))
+    if context.ping_pong:
+        parts = nano_batches_of(lengths, ping_pong=True, aligned=context.joint is not None)
+        split, split_lengths = (_parted(each, parts) for each in (members, lengths))
+    plans = tuple(_place_one(planner, Batch(each), context) for each in chain.from_iterable(split_lengths))
     return _with_ticks(planner, StepPlan(split, plans), context)
+
+
+def _parted(microbatches: Lengths, parts: Sequence[NanoBatches]) -> tuple[Lengths, ...]:
+    """What each microbatch has of each sequence, by nano-batch."""
+    return tuple(
+        tuple(tuple(map(each.__getitem__, part)) for part in of) for each, of in zip(microbatches, parts, strict=True)
+    )
 
 
 def _of_microbatches(context: StepContext, number: int) -> StepContext:

@@ -9,7 +9,8 @@ zones that share a NIC, ranks of a group that drift apart. A test holds it again
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -38,6 +39,8 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind, Policy
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context, Load
+
+_Zones: TypeAlias = Sequence[ZoneTimes | ZoneTable]
 
 # Share of a rank's memory by which plans that do not fit may need more than another and count as no
 # worse: a prediction is no nearer.
@@ -83,8 +86,9 @@ def best_first(estimates: Sequence[Estimate]) -> list[int]:
 
 
 # The last few plans that were estimated, by identity: a planner that compares plans, what lays
-# layers around them and whoever compares planners ask for the same ones.
-_RECENT: list[tuple[MicrobatchPlan, Machine, Estimate]] = []
+# layers around them and whoever compares planners ask for the same ones. Of the last one also the
+# zones, if all have closed forms: a plan with a remap and one without differ in moves alone.
+_RECENT: list[tuple[MicrobatchPlan, Machine, Estimate, _Zones | None]] = []
 
 
 def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
@@ -93,17 +97,22 @@ def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
     comm pattern.
     """
     assert not machine.slowdown, "an estimate takes ranks as alike; simulate a machine with slow ones"
-    asked = machine.cluster, machine.model, machine.memory
-    for known, on, found in tuple(_RECENT):  # a copy: threads plan ahead
-        if known is plan and on.cost is machine.cost and (on.cluster, on.model, on.memory) == asked:
-            return found
-    found = _estimate(plan, machine)
-    _RECENT[:] = [(plan, machine, found), *_RECENT[:3]]
+    zones: _Zones | None = None
+    for known, on, found, of in tuple(_RECENT):  # a copy: threads plan ahead
+        if on.cost is machine.cost and (on.cluster, on.model) == (machine.cluster, machine.model):
+            if known is plan and on.memory == machine.memory:
+                return found
+            moved = replace(plan, moves=known.moves, routing=known.routing, note=known.note)
+            if of is not None and known.lengths is plan.lengths and known == moved:
+                zones = of
+    tables, zones = (Tables(plan, machine, ()), zones) if zones is not None else zone_times(plan, machine)
+    found = _estimate(plan, machine, tables, zones)
+    recent = ((*each[:3], None) for each in _RECENT[:3])
+    _RECENT[:] = [(plan, machine, found, None if tables.zones else zones), *recent]
     return found
 
 
-def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
-    tables, zones = zone_times(plan, machine)
+def _estimate(plan: MicrobatchPlan, machine: Machine, tables: Tables, zones: _Zones) -> Estimate:
     loads = _loads(plan, zones)
     memory = machine.memory or StepMemory.one_stage(machine.model, machine.cluster.num_ranks)
     microbatch = loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes)
@@ -131,7 +140,7 @@ def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
     return np.interp(tokens, knots, own) + cost.experts_s(float(knots[-1]))
 
 
-def _loads(plan: MicrobatchPlan, zones: Sequence[ZoneTimes | ZoneTable]) -> Loads:
+def _loads(plan: MicrobatchPlan, zones: _Zones) -> Loads:
     # Return what ranks hold and receive, as in `microbatch_bytes`, from one rank of each zone whose
     # ranks are alike.
     context, load, moves = Context.of(plan), Load(plan.num_ranks), as_array(plan.moves)
@@ -172,7 +181,7 @@ class _EstimatedPhase(RoundsPhase):
 
     def __init__(
         self,
-        zones: tuple[Tables, Sequence[ZoneTimes | ZoneTable]],
+        zones: tuple[Tables, _Zones],
         policy: Policy,
         enter_s: Floats,
         *,

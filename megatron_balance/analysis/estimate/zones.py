@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -125,7 +125,9 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[Zon
             zones.append(_zone_in_waves(zone, context, machine))
         else:
             each = [each for each in own if isinstance(each, Zone)]
-            if len(own) > 1:
+            if len(own) > 1 and _group_size(each[0]) < len(each[0].ranks):
+                made, which = _rings_apart(index, each, context, machine, prices)
+            elif len(own) > 1:
                 made, which = _groups_apart(each, context, machine, prices)
             else:
                 made, which = _even_zone(index, each[0], context, machine, prices)
@@ -160,7 +162,7 @@ def _group_size(zone: Zone) -> int:
 
 def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
     # Zones in order, with the number of the first: one, or several in a row that have no rank in
-    # common and are groups alike.
+    # common and are groups alike, or rings of as many ranks inside nodes.
     run: list[AnyPlanZone] = []
     taken: set[int] = set()
     kind, first = None, 0
@@ -181,10 +183,13 @@ def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[
 def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool, bool] | None:
     # Size, place in the node, collective or not, once per node or not, and zigzag or not, of a zone
     # of one group: in these, zones that lie alike are equal; None: not one group, not ranks in a
-    # row, or ranks not alike.
+    # row, or ranks not alike. Rings inside nodes have no place, since they share no NIC.
     if not isinstance(zone, Zone) or not _is_alike(zone, machine):
         return None
     ranks, size = zone.ranks, len(zone.ranks)
+    if _group_size(zone) == 1 < size:
+        nodes = min(ranks) // machine.cluster.node_size, max(ranks) // machine.cluster.node_size
+        return (size, 0, False, False, True) if nodes[0] == nodes[1] else None
     if _group_size(zone) != size or ranks[-1] - ranks[0] != size - 1:
         return None
     cluster = machine.cluster
@@ -252,6 +257,27 @@ def _even_zone(
     first = prices.add(of_kind.pairs, of_kind.launch, of_kind.merging, of_kind.merging > 0)
     which = np.repeat(first + of_kind.of_round, size, axis=0)
     made.ring = ZoneTable(index, ranks, which, None, *np.ones((2, num_ranks), dtype=bool))
+    return made, which
+
+
+def _rings_apart(
+    index: int, zones: Sequence[Zone], context: Context, machine: Machine, prices: LaunchPrices
+) -> tuple[ZoneTimes, Ints]:
+    # Rings of as many ranks each as one zone, and each rank's launches: ranks of one place side by
+    # side, as the rings through the places of groups lie.
+    each = [_even_zone(index, zone, context, machine, prices) for zone in zones]
+    size, hops = len(zones[0].ranks), [one.hops for one, _ in each if one.hops is not None]
+
+    def beside(values: Sequence[Any]) -> Any:
+        return np.stack(values, axis=1).reshape(size * len(zones), *values[0].shape[1:])
+
+    ranks, which = beside([one.ranks for one, _ in each]), beside([launch for _, launch in each])
+    tokens, keys, largest = (
+        beside([np.full(size, getattr(one, name)) for one, _ in each]) for name in ("tokens", "kv_heads", "largest")
+    )
+    made = ZoneTimes(ranks, tokens, ranks, num_groups=size, kv_heads=keys, largest=largest)
+    made.hops = HopByHop(beside([walk.forward for walk in hops]), beside([walk.backward for walk in hops]))
+    made.ring = ZoneTable(index, ranks, which, None, *np.ones((2, len(ranks)), dtype=bool))
     return made, which
 
 

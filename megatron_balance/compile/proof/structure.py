@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -49,53 +50,51 @@ def _complaints(plan: MicrobatchPlan) -> Iterator[str]:
     if shortest < 1:
         yield f"sequence {plan.lengths.index(shortest)} has length {shortest}"
         return
-    placed: Counter[int] = Counter()
+    placed = list(chain.from_iterable(zone.seqs for zone in plan.zones))
+    if placed and not 0 <= min(placed) <= max(placed) < len(plan.lengths):
+        outside = next(seq for seq in placed if not 0 <= seq < len(plan.lengths))
+        at, zone = next((at, zone) for at, zone in enumerate(plan.zones) if outside in zone.seqs)
+        yield f"zone {at} ({zone.name}): there is no sequence {outside}"
+        return
     for at, zone in enumerate(plan.zones):
-        place = f"zone {at} ({zone.name})"
-        placed.update(zone.seqs)
         if zone.pattern not in PATTERNS:
-            yield f"{place}: there is no comm pattern {zone.pattern!r}"
-        for seq in (min(zone.seqs), max(zone.seqs)) if zone.seqs else ():
-            if not 0 <= seq < len(plan.lengths):
-                yield f"{place}: there is no sequence {seq}"
-                return
-        if isinstance(zone, Zone):
-            yield from _of_zone(zone, place, ranks)
-        else:
-            yield from _of_fragments(zone, place, plan)
+            yield f"zone {at} ({zone.name}): there is no comm pattern {zone.pattern!r}"
+        for complaint in _of_zone(zone, ranks) if isinstance(zone, Zone) else _of_fragments(zone, plan):
+            yield f"zone {at} ({zone.name}): {complaint}"
     # All that are placed are there: as many, and as many different ones, are each of them once.
-    if not placed.total() == len(placed) == len(plan.lengths):
-        lost = next(seq for seq in range(len(plan.lengths)) if placed[seq] != 1)
-        yield f"sequence {lost} is in {placed[lost]} zones"
+    if not len(placed) == len(set(placed)) == len(plan.lengths):
+        counts = Counter(placed)
+        lost = next(seq for seq in range(len(plan.lengths)) if counts[seq] != 1)
+        yield f"sequence {lost} is in {counts[lost]} zones"
     yield from _of_layers(plan)
 
 
-def _of_zone(zone: Zone, place: str, num_ranks: int) -> Iterator[str]:
+def _of_zone(zone: Zone, num_ranks: int) -> Iterator[str]:
     if not zone.ranks or len(set(zone.ranks)) < len(zone.ranks):
-        yield f"{place}: no ranks, or one twice"
+        yield "no ranks, or one twice"
     elif not 0 <= min(zone.ranks) <= max(zone.ranks) < num_ranks:
-        yield f"{place}: ranks {min(zone.ranks)} to {max(zone.ranks)}, there are {num_ranks}"
+        yield f"ranks {min(zone.ranks)} to {max(zone.ranks)}, there are {num_ranks}"
     if zone.group_size < 0 or (zone.group_size and len(zone.ranks) % zone.group_size):
-        yield f"{place}: groups of {zone.group_size} in {len(zone.ranks)} ranks"
+        yield f"groups of {zone.group_size} in {len(zone.ranks)} ranks"
 
 
-def _of_fragments(zone: TaskTable | SharedZone, place: str, plan: MicrobatchPlan) -> Iterator[str]:
+def _of_fragments(zone: TaskTable | SharedZone, plan: MicrobatchPlan) -> Iterator[str]:
     fragments = as_array(zone.fragments)
     holders = fragments[:, Placed.RANK]
     if not len(fragments):  # of an empty batch
         if isinstance(zone, TaskTable) and len(zone.tasks):
-            yield f"{place}: tasks without fragments"
+            yield "tasks without fragments"
         return
     if holders.min() < 0 or holders.max() >= plan.num_ranks:
-        yield f"{place}: a fragment on a rank that is not there"
+        yield "a fragment on a rank that is not there"
         return
     wrong = misplaced(fragments, plan.lengths)
     if len(wrong):
         _, seq, start, stop = wrong[0].tolist()
-        yield f"{place}: tokens [{start}:{stop}) of sequence {seq} overlap, are empty, or leave some out"
+        yield f"tokens [{start}:{stop}) of sequence {seq} overlap, are empty, or leave some out"
         return
     if isinstance(zone, TaskTable):
-        yield from _of_tasks(as_array(zone.tasks), zone.seqs, place, plan)
+        yield from _of_tasks(as_array(zone.tasks), zone.seqs, plan)
 
 
 def misplaced(placed: Ints, lengths: Sequence[int]) -> Ints:
@@ -108,19 +107,19 @@ def misplaced(placed: Ints, lengths: Sequence[int]) -> Ints:
     return by_place[(starts >= stops) | (starts != begins) | (last & (stops != np.array(lengths)[seqs]))]
 
 
-def _of_tasks(tasks: Ints, seqs: Sequence[int], place: str, plan: MicrobatchPlan) -> Iterator[str]:
+def _of_tasks(tasks: Ints, seqs: Sequence[int], plan: MicrobatchPlan) -> Iterator[str]:
     # Complaints about queries without all keys that they see, or with some twice.
     lengths, held = np.array(plan.lengths), np.array(seqs)
     if len(tasks) and not 0 <= tasks[:, Task.RANK].min() <= tasks[:, Task.RANK].max() < plan.num_ranks:
-        yield f"{place}: a task on a rank that is not there"
+        yield "a task on a rank that is not there"
     seq, (k_start, k_stop) = tasks[:, Task.SEQ], tasks[:, Task.KEYS].T
     q_start, q_stop = tasks[:, Task.Q_START], tasks[:, Task.Q_STOP]
     if not np.isin(seq, held).all():
-        yield f"{place}: a task of a sequence that it does not hold"
+        yield "a task of a sequence that it does not hold"
         return
     empty = (q_start >= q_stop) | (k_start >= k_stop) | (q_start < 0) | (q_stop > lengths[seq])
     if empty.any():
-        yield f"{place}: a task of sequence {seq[empty][0]} has no queries or no keys there"
+        yield f"a task of sequence {seq[empty][0]} has no queries or no keys there"
         return
     begin, end = key_bounds(tasks[:, Task.QUERY])
     edges = np.unique(np.concatenate([begin, end, key(held, 0), key(held, lengths[held])]))
@@ -140,8 +139,7 @@ def _of_tasks(tasks: Ints, seqs: Sequence[int], place: str, plan: MicrobatchPlan
     for at in np.flatnonzero(wrong)[:1].tolist():
         keys = [(int(k_start[task]), int(k_stop[task])) for task in row[run == at][:MOST_NAMED]]
         yield (
-            f"{place}: queries [{low[at]}:{high[at]}) of sequence {own[at]} have keys {keys}, not {first[at]} to "
-            f"{needed[at]}"
+            f"queries [{low[at]}:{high[at]}) of sequence {own[at]} have keys {keys}, not {first[at]} to {needed[at]}"
         )
 
 

@@ -70,6 +70,8 @@ class GroupCosts:
     known: dict[int, float] = field(init=False, default_factory=dict[int, float])
     """Seconds of whole sequences with all heads on one rank, by length; groups of other sizes share
     it."""
+    asked: tuple[Sequence[int], list[float]] = field(init=False, default=((), []))
+    """The lengths that were asked for last, and their works."""
 
     def __post_init__(self) -> None:
         # Launches: a whole typical sequence, one tile of queries of one head over all keys, and pieces
@@ -103,7 +105,7 @@ class GroupCosts:
 
     def of_size(self, size: int) -> GroupCosts:
         other = copy(self)
-        other.size = size
+        other.size, other.asked = size, ((), [])
         other._share_heads()
         return other
 
@@ -127,10 +129,13 @@ class GroupCosts:
         return self.both_s(work / self.num_groups, num_tokens / self.num_groups) + 3 * linear_s
 
     def works_s(self, lengths: Sequence[int]) -> list[float]:
+        if self.asked[0] is lengths:
+            return self.asked[1]
         mask = self.model.mask
         for length in set(lengths) - self.known.keys():
             self.known[length] = self.cost.attention_s(mask.num_pairs(length), length)
-        return [self.known[length] / self.heads for length in lengths]
+        self.asked = lengths, [self.known[length] / self.heads for length in lengths]
+        return self.asked[1]
 
     def layers_s(self, lengths: Sequence[int]) -> list[float]:
         """Seconds of a group for each whole sequence, both passes, linear modules included."""

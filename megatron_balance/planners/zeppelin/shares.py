@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from heapq import heappop, heappush, heapreplace, nlargest
+from heapq import heappop, heappush, heapreplace
 from itertools import chain
 from math import ceil
 
@@ -230,15 +230,20 @@ def aligned(
     """
     load, held, heap = [0.0] * num_groups, [0.0] * num_groups, [(0.0, group) for group in range(num_groups)]
     placement: list[tuple[int, ...]] = [()] * len(seconds)
-    runs = _runs(num_groups)
+    runs, alone = _runs(num_groups), [(group,) for group in range(num_groups)]
     for seq in longest_first(seconds):
         # Put there before the group was given more.
         while heap[0][0] != load[heap[0][1]]:
             heappop(heap)
         least_s, idlest = heap[0]
-        alone = least_s + seconds[seq] <= target_s and held[idlest] + lengths[seq] <= capacity
-        best = range(idlest, idlest + 1) if alone else range(num_groups)
-        for each in () if alone else runs:
+        if least_s + seconds[seq] <= target_s and held[idlest] + lengths[seq] <= capacity:
+            load[idlest] += seconds[seq]
+            held[idlest] += lengths[seq]
+            heapreplace(heap, (load[idlest], idlest))
+            placement[seq] = alone[idlest]
+            continue
+        best = range(num_groups)
+        for each in runs:
             part_s, part = seconds[seq] / len(each[0]), lengths[seq] / len(each[0])
             # No run has less to do than its idlest group.
             if least_s + part_s > target_s:
@@ -409,12 +414,12 @@ def _best_trade(
     if not there:
         return None
     here: Iterable[int] = placed.on[most]
-    # Nlargest instead of all pairs: quadratic in the sequences of two groups.
+    # A few instead of all pairs, which are quadratic in the sequences of two groups.
     if len(there) > _TRADED or len(placed.on[most]) > _TRADED:
         # Those with which the other group's mean is traded for most tokens.
         mean_there, mean_here = (placed.held[group] / placed.load[group] for group in (least, most))
-        there = nlargest(_TRADED, there, key=lambda each: ((mean_here - each[0]) * each[2], -each[1]))
-        here = nlargest(_TRADED, here, key=lambda seq: ((density[seq] - mean_there) * of[seq][most] * work[seq], -seq))
+        there = sorted(there, key=lambda each: ((each[0] - mean_here) * each[2], each[1]))[:_TRADED]
+        here = sorted(here, key=lambda seq: ((mean_there - density[seq]) * of[seq][most] * work[seq], seq))[:_TRADED]
     there.sort()
     best, chosen = 0.0, (0, 0, 0.0)
     for sparse in here:

@@ -13,6 +13,7 @@ from megatron_balance.analysis.estimate import Bounds, Estimate, best_first, est
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.columns import Rows
 from megatron_balance.planners import PLANNERS
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import Step, bound_s, simulate_step
@@ -143,7 +144,13 @@ def test_every_planner_has_its_tolerances() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("knapformer", {"slack": 2.0}), ("zeppelin", {"rule": "groups", "group_size": 2})], ids=str
+    ("name", "options"),
+    [
+        ("knapformer", {"slack": 2.0}),
+        ("zeppelin", {"rule": "groups", "group_size": 2}),
+        ("te_ring", {"context_parallel": 4}),
+    ],
+    ids=str,
 )
 def test_zones_that_lie_alike_are_priced_as_one_by_one(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -201,5 +208,13 @@ def test_estimates_are_made_once_for_a_machine_and_compared_by_what_fits(monkeyp
     assert again is first
     assert first != other
     assert len(asked) == 2
+    # One with a remap has the zones of the one without, as long as the sequences are the same.
+    monkeypatch.setattr(module, "zone_times", lambda *given: asked.append(given) or zones.zone_times(*given))
+    moved, shorter = replace(plan, moves=Rows.of(3, [(0, 9, 200)])), replace(plan, lengths=(4000,))
+    on = Machine(H200, MODEL, AnalyticCost(H200, MODEL))
+    there = [estimate(each, on) for each in (plan, moved, plan, shorter)]
+    assert len(asked) == 2 + 2 + 1 + 2
+    assert there == [first, estimated(moved, H200, MODEL), first, estimated(shorter, H200, MODEL)]
+    assert len(set(map(id, there))) == len({each.layer_s for each in there}) == 3
     # A batch of nothing has an estimate.
     assert estimated(make_planner("te_ring", H200, MODEL)([]), H200, MODEL).layer_s >= 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance import Cluster, Model
+from megatron_balance import Cluster, Model, make_planner
 from megatron_balance.analysis.step_memory import max_len
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
@@ -159,11 +159,13 @@ def test_what_is_lost_twice_there_or_cut_is_found() -> None:
     swapped[at[0]], swapped[at[3]] = 3, 0
     with pytest.raises(ValueError, match="has another length"):
         held_back(instead(swapped), lengths, ())
-    # Also of a step whose sequences are those dealt, in their order.
-    whole = StepPlan.whole([replace(step.plans[0], lengths=(200, 150))])
-    assert held_back(whole, ((200, 150),), ()) == ()
-    with pytest.raises(ValueError, match="has another length"):
-        held_back(whole, ((200, 151),), ())
+    # A step as it was dealt, or nearly.
+    whole = StepPlan.whole([make_planner("te_ring", Cluster(2, 2), MODEL)(each) for each in lengths])
+    assert held_back(whole, lengths, ()) == ()
+    with pytest.raises(ValueError, match="got s0 of 150 "):
+        held_back(replace(whole, members=(((0, 0),), ((2, 3),))), lengths, ())
+    with pytest.raises(ValueError, match="got s1 of 150 "):
+        held_back(whole, ((200, 151), (100, 50)), ())
 
 
 @pytest.mark.parametrize(

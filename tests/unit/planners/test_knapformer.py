@@ -104,6 +104,10 @@ def test_what_cannot_be_is_refused() -> None:
     sizes=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=8),
 )
 @example(work=[500] + [10] * 90, sizes=[1, 1, 4, 4])  # some have room again after the first
+# So many groups are filled in runs.
+@example(work=[seq**3 for seq in range(1, 120)], sizes=[1] * 32)
+@example(work=[500] * 40 + [300] * 8 + [*range(1, 90)], sizes=[1, 2] * 32)
+@example(work=[50] * 2 + [10] * 60, sizes=[1, 2] * 32)
 def test_the_knapsack_is_the_printed_first_pass(work: list[int], sizes: list[int]) -> None:
     mean, loads = Fraction(sum(work), sum(sizes)), [Fraction(0)] * len(sizes)
     expected = [0] * len(work)

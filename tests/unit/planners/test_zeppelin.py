@@ -1,7 +1,7 @@
 """Zeppelin's partitioner: the printed rule by hand, rings of groups, waves, edges of all rules."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -535,3 +535,23 @@ def test_waves_are_never_behind_rings_of_groups_where_backwards_pay_for_pieces_o
         for options in ({}, {"rule": "groups"})
     )
     assert waves <= rings * (1 + 1e-9)
+
+
+def test_many_groups_that_begin_far_above_what_is_to_be_beaten_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    inner = Search._tried
+
+    def counted(search: Search, work: Any, costs: Any, starts: Any) -> Iterator[Any]:
+        for placed in inner(search, work, costs, starts):
+            tried.append(costs.num_groups)
+            yield placed
+
+    monkeypatch.setattr(Search, "_tried", counted)
+    make = make_planner("zeppelin", Cluster(64, 8), Model(32, 8, 128), slack=1.25)
+    rng = random.Random(20261120)
+    lengths = [max(1, int(rng.lognormvariate(6.1, 1.3))) for _ in range(512)]
+    plan = make(lengths)
+    assert tried.count(64) == 1
+    monkeypatch.setattr(zeppelin, "_HOPELESS", inf)
+    assert make(lengths) == plan
+    assert tried.count(64) > 2
