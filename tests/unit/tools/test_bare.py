@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from megatron_balance.compile.halo import under
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.runtime.groups import single
 from tests.support import by_hand
 from tests.support.processes import ended
@@ -106,12 +108,21 @@ def test_ranks_that_fail_or_hang_are_told_from_those_that_end_well(capfd):
 
 def test_a_plan_is_right_to_the_rounding_of_its_type_and_a_wrong_one_is_seen(monkeypatch):
     planned = by_hand.pool("ring", (40, 9, 1), 1, heads=(4, 2))
-    nano_batch = by_hand.pool("ring", (17, 5), 1, heads=(4, 2))
+    nano_batch = under(by_hand.pool("ring", (17, 5), 1, heads=(4, 2)), SlidingWindow(5))
     for drawn in (plans.Drawn("a", (planned,), "keep"), plans.Drawn("b", (planned, nano_batch), "replay")):
         for dtype, allowed in plans.ALLOWED.items():
             for seed in (1, 2):  # without sinks, and with
                 assert 0 < plans.worst_error(ALONE, single(), drawn, dtype, seed) <= allowed
-    attended = plans._attended
+    attended, dense = plans._attended, plans._dense
+    with monkeypatch.context() as without:
+        without.setattr(plans, "_dense", lambda given, sink, _: dense(given, sink, CAUSAL))
+        assert plans.worst_error(ALONE, single(), drawn, "bfloat16", 1) > plans.ALLOWED["bfloat16"], "no window"
+
+    def dull(leaves, bounds, sink):
+        return attended(leaves, bounds, sink / 2 + sink.detach() / 2)
+
+    monkeypatch.setattr(plans, "_attended", dull)
+    assert plans.worst_error(ALONE, single(), drawn, "bfloat16", 3) > plans.ALLOWED["bfloat16"], "the sink's gradient"
 
     def shifted(*given):
         return [out.roll(1, 0) for out in attended(*given)]
@@ -132,6 +143,26 @@ def test_drawn_plans_have_all_layers_and_survive_their_file(tmp_path):
     programs = [rendezvous.drawn(number) for number in range(0, 100, 2)]
     kinds = Counter((p.policy, bool(p.plans[0].moves), p.plans[0].routing is not None, len(p.plans)) for p in programs)
     assert len(kinds) > 12
+    masks = Counter(type(each.plans[0].mask) for each in drawn[2] + drawn[4])
+    assert masks[SlidingWindow] >= 2 <= masks[type(CAUSAL)]
+
+
+def test_plans_of_a_kit_leave_other_parts_their_time_where_a_part_has_more(monkeypatch, tmp_path):
+    asked = []
+
+    def noted(_, size, given, context, *, seconds):
+        asked.append((size, given[1]))
+        return ranks.Ended([{"bad": [], "slowest_s": 0.0, "worst": 0.0, "ran": 1}], [0])
+
+    monkeypatch.setattr(plans, "DRAWN", tmp_path / "none")
+    monkeypatch.setattr(plans, "draw", lambda sizes: {size: [] for size in sizes})
+    monkeypatch.setattr(ranks, "run_ranks", noted)
+    began = time.monotonic()
+    rows = list(plans.measure(Context("cpu", began + 4 * plans.BUDGET_S, ranks=2)))
+    assert [row.kind for row in rows].count("measured") == 2
+    ((size, until),) = asked
+    assert size == 2
+    assert began < until < time.monotonic() + plans.BUDGET_S
 
 
 def test_calls_out_of_order_in_a_trace_are_counted():
