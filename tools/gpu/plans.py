@@ -41,6 +41,7 @@ WINDOWED, WINDOWS = 1 / 3, (1, 2, 5, 17, 64)
 """Of all plans, those under a window; and its keys."""
 ALLOWED = {"bfloat16": 0.02, "float32": 2e-5}
 """Error by type, of the largest value: bf16 rounds inputs, partials and results to a 256th each."""
+NOTHING = 1e-9
 DRAWN = Path(__file__).resolve().parents[2] / ".gpu" / "plans.pkl.xz"
 
 WORST = {
@@ -102,7 +103,12 @@ def measure(context: Context) -> Iterator[Row]:
     for size in context.worlds:
         until = time.monotonic() + SHARES[size] / whole * left - CLOSE_S
         given, most_s = (drawn[size], until), context.left_s() - 2.0
-        found = ranks.run_ranks(_rank, size, given, context, seconds=most_s).results()
+        ended = ranks.run_ranks(_rank, size, given, context, seconds=most_s)
+        if not ended.well:
+            for figure in (WORST[size], RAN[size]):
+                yield figure.failed(f"{ended.hung} ranks hung, exit codes {ended.codes}: {ended.said}")
+            continue
+        found = ended.results()
         bad = [each for rank in found for each in rank["bad"]]
         slowest = max(rank["slowest_s"] for rank in found)
         note = f"slowest {slowest:.2f} s; above it: {'; '.join(bad[:3]) or 'none'}"
@@ -129,6 +135,7 @@ def _rank(place: Place, drawn: Sequence[Drawn], until: float) -> dict[str, Any]:
         if per_node not in pools:
             pools[per_node] = ranks.groups(place, per_node)
         dtype = ("bfloat16", "float32")[number % 2]
+        print(f"plan {number} of {each.planner}, {each.policy}, {dtype}", flush=True)  # where ranks hang, the last
         began = time.monotonic()
         error = worst_error(place, pools[per_node], each, dtype, number) / ALLOWED[dtype]
         worst, slowest, ran = max(worst, error), max(slowest, time.monotonic() - began), ran + 1
@@ -189,13 +196,15 @@ def worst_error(place: Place, pool: Any, drawn: Drawn, dtype: str, seed: int) ->
     if sink is not None:
         each = torch.cat(of_sink)
         # Terms of both signs: their sum is about as large as the root of the sum of their squares.
-        worst = max(worst, _apart(grads[-1], each.sum(0), max(1e-30, float(each.square().sum(0).sqrt().max()))))
+        worst = max(worst, _apart(grads[-1], each.sum(0), float(each.square().sum(0).sqrt().max())))
     return worst
 
 
 def _apart(ours: Any, wanted: Any, largest: float) -> float:
-    """The largest difference, of `largest`; infinite where one is not finite."""
-    error = float((ours.double() - wanted).abs().max()) / largest
+    """The largest difference, of `largest`, or of 1 where that is but rounding: queries of a single
+    key have no gradient. Infinite where one is not finite.
+    """
+    error = float((ours.double() - wanted).abs().max()) / (largest if largest > NOTHING else 1.0)
     return error if error == error else float("inf")  # noqa: PLR0124  not a number
 
 

@@ -3,11 +3,13 @@
 import json
 import lzma
 import os
+import shutil
 import struct
 import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +19,12 @@ pytest.importorskip("torch")
 
 from megatron_balance.compile.halo import under
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
+from megatron_balance.runtime import bind
 from megatron_balance.runtime.groups import single
 from tests.support import by_hand
 from tests.support.processes import ended
 from tools.faults import rendezvous
-from tools.gpu import bare, issue_order, plans, prepare, ranks, sharing
+from tools.gpu import bare, issue_order, plans, prepare, ranks, sanitizer, shapes, sharing, syncs
 from tools.gpu.ranks import Place
 from tools.gpu.rows import Context
 
@@ -113,6 +116,8 @@ def test_a_plan_is_right_to_the_rounding_of_its_type_and_a_wrong_one_is_seen(mon
         for dtype, allowed in plans.ALLOWED.items():
             for seed in (1, 2):  # without sinks, and with
                 assert 0 < plans.worst_error(ALONE, single(), drawn, dtype, seed) <= allowed
+    one_key = plans.Drawn("c", (under(planned, SlidingWindow(1)),), "keep")
+    assert 0 <= plans.worst_error(ALONE, single(), one_key, "float32", 1) <= plans.ALLOWED["float32"]
     attended, dense = plans._attended, plans._dense
     with monkeypatch.context() as without:
         without.setattr(plans, "_dense", lambda given, sink, _: dense(given, sink, CAUSAL))
@@ -187,6 +192,55 @@ def test_calls_out_of_order_in_a_trace_are_counted():
         issue_order.late_on_device({"traceEvents": calls})
     assert issue_order.apart(["a", "b"], ["a", "b"]) == 0
     assert issue_order.apart(["b", "a", "c"], ["a", "b"]) == 3
+
+
+SEARCHED = 'shift 2; "$@"; echo "========= Invalid __global__ read of size 16 bytes"'
+ALIKE = f'echo "========= Invalid __global__ write of size 4 bytes"; echo {sanitizer.MARK}'
+REFUSES = 'echo "========= Error: Device not supported. Please refer to the list of supported devices"; exit 1'
+
+
+@pytest.mark.parametrize(
+    ("tool", "found", "said"),
+    [
+        (SEARCHED, [0, 1], ["", "Invalid __global__ read of size 16 bytes"]),
+        (ALIKE, [1, 0], ["Invalid __global__ write of size 4 bytes", ""]),
+        (REFUSES, [None] * 2, ["compute-sanitizer: Error: Device not supported. Please refer"] * 2),
+        ("exec sleep 60", [None] * 2, ["out of time"] * 2),
+        ("echo broken", None, ["the launches did not end: broken"]),
+        (None, [None] * 2, ["no compute-sanitizer here"] * 2),
+    ],
+)
+def test_the_memory_checker_is_read_and_its_absence_is_a_sentence(tmp_path, monkeypatch, tool, found, said):
+    monkeypatch.setattr(sanitizer, "FOLDERS", ())
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if tool is not None:
+        (tmp_path / sanitizer.TOOL).write_text(f"#!/bin/sh\n{tool}\n")
+        (tmp_path / sanitizer.TOOL).chmod(0o755)
+    elif shutil.which(sanitizer.TOOL):
+        pytest.skip("it is here")
+    seconds = 3.0 if tool == "exec sleep 60" else 120.0
+    measured = sanitizer.measure(Context("cpu", time.monotonic() + seconds))
+    if found is None:
+        with pytest.raises(RuntimeError, match=said[0]):
+            list(measured)
+        return
+    rows = list(measured)
+    assert [row.value for row in rows] == found
+    assert [row.note[: len(text)] for row, text in zip(rows, said, strict=True)] == said
+    assert [row.ok for row in rows] == [None] * 2 if found == [None] * 2 else [found == [0, 1]] * 2
+
+
+def test_batches_that_are_searched_for_waits_cross_powers_of_two(monkeypatch):
+    # in what is shipped of their plans, which torch keeps pinned memory for
+    sizes, ship = [], bind.ship
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(bind, "ship", lambda tables, *how: sizes.append(ship(tables, *how)) or sizes[-1])
+        on_gpu.setattr(shapes, "bind", partial(bind.bind, mover="triton"))
+        on_gpu.setitem(syncs.LENGTHS, "cpu", syncs.LENGTHS["cuda"])
+        assert len({id(each.groups) for each in syncs.bound_all("cpu", single())}) == 1
+    assert len({(size - 1).bit_length() for size in sizes}) == 1 + syncs.HALVED, sizes
+    assert {row.ok for row in syncs.measure(Context("cpu", time.monotonic() + 60))} == {True}
 
 
 # What is carried to the machine.

@@ -99,6 +99,8 @@ def test_a_part_yields_its_rows_and_keeps_those_it_had_where_it_breaks(part, cap
     assert first.value == 0.5
     assert (second.ok, second.note) == (False, "failed: ValueError: of the planted kind")
     assert "Traceback" in capsys.readouterr().err
+    part("print('why'); yield FIGURES[2].failed('one of its rows')")
+    assert "syncs: rows failed; its log ends:\nwhy" in capsys.readouterr().err
 
 
 HANGS = """
