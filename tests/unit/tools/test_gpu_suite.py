@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.support.processes import ended
-from tools.gpu import bare, machine, parts, report, run, sharing
+from tools.gpu import bare, kernels, machine, parts, report, run, sharing
 from tools.gpu.rows import Context, Figure, Row, Target
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -129,6 +129,16 @@ def test_a_part_that_hangs_is_ended_with_its_ranks_and_its_rest_is_out_of_time(p
     assert 0 < context.left_s() <= 5
     assert not context.on_gpu
     assert context.worlds == (2, 4)
+
+
+def test_an_interpreter_that_cannot_run_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(kernels, "version", {"triton": "3.6.0", "numpy": "2.5.2"}.get)
+    rows = list(kernels.measure(Context("cpu", time.monotonic() + 9)))
+    said = "the interpreter of Triton 3.6.0 needs NumPy 2.3, here is 2.5.2"
+    assert {(row.kind, row.ok, row.note) for row in rows} == {("not measured", None, said)}
+    for kept in ({"triton": "3.6.0", "numpy": "2.3.5"}, {"triton": "3.7.1", "numpy": "2.5.2"}):
+        monkeypatch.setattr(kernels, "version", kept.get)
+        assert kernels.interpreter_fault() == ""
 
 
 def test_parts_fit_the_limits_together():
