@@ -36,6 +36,8 @@ CLOSE_S = 4.0
 """Of each share, for the plan under way at its end and for the ranks to leave."""
 FEW = 12
 """Plans of each number of ranks where none were drawn ahead."""
+SMALL = 700
+"""Tokens of the longest document without a GPU."""
 HEAD_DIM = 64
 WINDOWED, WINDOWS = 1 / 3, (1, 2, 5, 17, 64)
 """Of all plans, those under a window; and its keys."""
@@ -63,6 +65,11 @@ class Drawn:
     planner: str
     plans: tuple[MicrobatchPlan, ...]
     policy: Policy
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max((length for plan in self.plans for length in plan.lengths), default=0)
 
 
 def draw(counts: Mapping[int, int]) -> dict[int, list[Drawn]]:
@@ -95,6 +102,8 @@ def load(path: Path) -> dict[int, list[Drawn]]:
 
 def measure(context: Context) -> Iterator[Row]:
     drawn = load(DRAWN) if DRAWN.exists() else draw(dict.fromkeys(context.worlds, FEW))
+    if not context.on_gpu:  # every rank makes the truth of all documents, by scores of all pairs
+        drawn = {size: [each for each in own if each.longest <= SMALL] or own[:1] for size, own in drawn.items()}
     # A kit's plans take whatever they are given; without a GPU a part may take longer than its budget.
     whole, left = sum(SHARES[size] for size in context.worlds), min(BUDGET_S, context.left_s())
     for size in SHARES.keys() - set(context.worlds):

@@ -156,17 +156,18 @@ def test_plans_of_a_kit_leave_other_parts_their_time_where_a_part_has_more(monke
     asked = []
 
     def noted(_, size, given, context, *, seconds):
-        asked.append((size, given[1]))
+        asked.append((size, *given))
         return ranks.Ended([{"bad": [], "slowest_s": 0.0, "worst": 0.0, "ran": 1}], [0])
 
     monkeypatch.setattr(plans, "DRAWN", tmp_path / "none")
-    monkeypatch.setattr(plans, "draw", lambda sizes: {size: [] for size in sizes})
+    long, short = (plans.Drawn("a", (by_hand.pool("ring", (5, each), 2),), "keep") for each in (701, 700))
+    monkeypatch.setattr(plans, "draw", lambda sizes: {size: [long, short] for size in sizes})
     monkeypatch.setattr(ranks, "run_ranks", noted)
     began = time.monotonic()
     rows = list(plans.measure(Context("cpu", began + 4 * plans.BUDGET_S, ranks=2)))
     assert [row.kind for row in rows].count("measured") == 2
-    ((size, until),) = asked
-    assert size == 2
+    ((size, given, until),) = asked
+    assert (size, given) == (2, [short]), "small ones, without a GPU"
     assert began < until < time.monotonic() + plans.BUDGET_S
 
 
