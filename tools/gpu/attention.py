@@ -64,13 +64,15 @@ SHARE = {
     )
     for phase in PHASES
 }
+CUDNN = Figure("cuDNN behind torch, variable lengths: forward over the chosen kernel's rate", "times", speed=True)
+CUDNN_APART = Figure("cuDNN behind torch, variable lengths: largest difference from it", "of the largest", speed=True)
 WAYS = {"one launch": "one launch over fragments", f"{CHUNKS} partials": f"keys in {CHUNKS} parts, merged"}
 ERROR = {
     (way, name): Figure(f"bf16 {name}, {shown}: error against fp64, of one flash call's", "", Target("at most", 1.1))
     for way, shown in WAYS.items()
     for name in RESULTS
 }
-FIGURES = (*AGAINST_PLAIN.values(), LAUNCHES, *DENSE.values(), *SHARE.values(), *ERROR.values())
+FIGURES = (*AGAINST_PLAIN.values(), LAUNCHES, *DENSE.values(), *SHARE.values(), CUDNN, CUDNN_APART, *ERROR.values())
 
 
 def measure(context: Context) -> Iterator[Row]:
@@ -96,6 +98,7 @@ def measure(context: Context) -> Iterator[Row]:
     if context.on_gpu:
         yield LAUNCHES.measured(kernel.launches(squares(lengths)), kernel.name)
         yield from _throughput(kernel, lengths, device)
+        yield from _cudnn(kernel, lengths, device)
     else:
         yield LAUNCHES.not_measured(f"{kernel.name} takes a call for each entry")
     rows, heads, dim = (4096, 8, 128) if context.on_gpu else (512, 2, 32)
@@ -138,6 +141,29 @@ def _throughput(kernel: Kernel, lengths: list[int], device: torch.device) -> Ite
         )
         note = f"{flops_per_s['fragments'][phase] / 1e12:.0f} TFLOP/s, lengths {min(lengths)} to {max(lengths)}"
         yield SHARE[phase].measured(flops_per_s["fragments"][phase] / flops_per_s["dense"][phase], note)
+
+
+def _cudnn(kernel: Kernel, lengths: list[int], device: torch.device) -> Iterator[Row]:
+    """Whether cuDNN's attention behind torch, published as faster than FlashAttention-2, takes the
+    lengths of a batch: a candidate for `kernel: auto`.
+    """
+    entries, tokens = squares(lengths), sum(lengths)
+    q, k, v = _inputs((tokens, HEADS, HEADS, DIM), torch.bfloat16, device)
+    ends = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=device)
+    sizes, how = (ends, ends, max(lengths), max(lengths)), {"scale": DIM**-0.5}
+
+    def call() -> Tensor:
+        return torch.ops.aten._cudnn_attention_forward(q, k, v, None, *sizes, True, 0.0, True, False, **how)[0]
+
+    try:
+        ours, theirs = kernel.prepare(entries, device), call()
+    except RuntimeError as error:
+        yield from (figure.not_measured(str(error).splitlines()[0]) for figure in (CUDNN, CUDNN_APART))
+        return
+    of_kernel = gpu_s(lambda: kernel.forward(ours, q, k, v, DIM**-0.5))
+    yield CUDNN.measured(of_kernel / gpu_s(call), f"{kernel.name}, {len(lengths)} lengths, {HEADS} heads of {DIM}")
+    out = kernel.forward(ours, q, k, v, DIM**-0.5)[0].float()
+    yield CUDNN_APART.measured(float((theirs.float() - out).abs().max() / out.abs().max()))
 
 
 def apart_from_plain(kernel: Kernel, dim: int, entries: Entries, device: torch.device) -> float:

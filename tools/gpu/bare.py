@@ -50,7 +50,7 @@ CALLS = {
     "first": Call(
         ("variants", "links", "plans", "pretrain", "failing", "order", "fsdp2", "kernels", "attention"), 500.0
     ),
-    "second": Call(("shapes", "training", "syncs", "profile", "step"), 260.0),
+    "second": Call(("shapes", "training", "syncs", "profile", "step", "sanitizer"), 260.0),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from statistics import median
 from typing import Any
 
@@ -77,6 +78,9 @@ class Case:
 
 def measure(context: Context) -> Iterator[Row]:
     """Rows of the moves, then of the merges."""
+    if not context.on_gpu and (fault := interpreter_fault()):
+        yield from (figure.not_measured(fault) for figure in EQUAL.values())
+        return
     device = torch.device(context.device)
     shape = GPU_SHAPE if context.on_gpu else CPU_SHAPE
     fast, plain = choose_mover("triton", device), PlainMover()
@@ -92,6 +96,13 @@ def measure(context: Context) -> Iterator[Row]:
             yield SPEED[case.name].measured(
                 case.num_bytes / seconds / copied, f"{seconds * 1e6:.0f} us, {case.num_bytes / 1e6:.0f} MB"
             )
+
+
+def interpreter_fault() -> str:
+    """The reason why Triton's interpreter cannot run here; "" if it can."""
+    of_triton, of_numpy = (tuple(map(int, each.split(".")[:2])) for each in (version("triton"), version("numpy")))
+    fails = of_triton < (3, 7) and of_numpy > (2, 3)
+    return f"the interpreter of Triton {version('triton')} needs NumPy 2.3, here is {version('numpy')}" if fails else ""
 
 
 def _after(case: Case, mover: Mover) -> list[Tensor]:

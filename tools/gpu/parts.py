@@ -25,4 +25,5 @@ PARTS: dict[str, str] = {
     "syncs": "tools.gpu.syncs",
     "profile": "tools.gpu.cost_table",
     "step": "tools.gpu.whole_step",
+    "sanitizer": "tools.gpu.sanitizer",
 }

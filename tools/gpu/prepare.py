@@ -127,7 +127,8 @@ def keep_architecture(library: bytearray, sm: int) -> tuple[int, int]:
 
 def _plans(kit: Path, work: Path) -> str:
     path = kit / plans.DRAWN.name
-    newest = max(file.stat().st_mtime for file in (ROOT / "megatron_balance").rglob("*.py"))
+    sources = (*(ROOT / "megatron_balance").rglob("*.py"), Path(plans.__file__))
+    newest = max(file.stat().st_mtime for file in sources)
     if not path.exists() or path.stat().st_mtime < newest:  # a plan is an object of today's classes
         plans.save(plans.draw(COUNTS), work / path.name)
         shutil.move(work / path.name, path)

@@ -47,6 +47,8 @@ START_S = 5.0
 """With less time left than this no part is begun."""
 END_S = 5.0
 """For what a part has started to end, once it is killed."""
+LINES = 60
+"""Of a log that is shown: where all threads of a rank stand, and what it did."""
 RANKS = (1, 2, 4, 8)
 
 
@@ -209,12 +211,13 @@ def _run_apart(
                 cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             trouble = _wait(process, seconds)
-        if trouble:
+        rows = {row.name: row for row in _read(file, begin)}
+        if trouble or any(row.ok is False for row in rows.values()):
             lines = log.read_text(errors="replace").strip().splitlines()
-            sys.stderr.write("\n".join([f"{name}: {trouble}; its log ends:", *lines[-30:], ""]))
+            sys.stderr.write("\n".join([f"{name}: {trouble or 'rows failed'}; its log ends:", *lines[-LINES:], ""]))
             if trouble == "failed":
                 trouble = f"failed: {lines[-1] if lines else 'it said nothing'}"
-    return {row.name: row for row in _read(file, begin)}, trouble
+    return rows, trouble
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:

@@ -1,4 +1,5 @@
-"""Host synchronisations of planned attention: none in forward, backward and binding.
+"""Host synchronisations of planned attention: none in forward, backward and binding, whatever the
+size of a batch; nor is memory asked for.
 
 One that is planted is found.
 """
@@ -12,14 +13,13 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.profiling.host_syncs import HostSync, find_host_syncs, read_trace
-from megatron_balance.runtime.attention import balanced_attention
-from megatron_balance.runtime.bind import AttentionShape, Bound, bind
-from megatron_balance.runtime.groups import single
+from megatron_balance.runtime.bind import Bound
+from megatron_balance.runtime.groups import Groups, single
 from tools.gpu.rows import Context, Device, Figure, Row, Target
+from tools.gpu.shapes import HEADS, bound, step_of
 
-BUDGET_S = 25.0
+BUDGET_S = 20.0
 
 ATTENTION = Figure("host waits in planned attention, forward and backward", "waits", Target("equal", 0))
 # A CPU has no copies to a device.
@@ -28,32 +28,54 @@ PLANTED = Figure("host waits found of one .item() that is planted", "waits", Tar
 ALLOCATED = Figure(
     "device memory asked for by planned attention once warm", "cudaMalloc", Target("equal", 0), speed=True
 )
-FIGURES = (ATTENTION, BINDING, PLANTED, ALLOCATED)
+PINNED = Figure("pinned host memory asked for by binding once warm", "cudaHostAlloc", Target("equal", 0), speed=True)
+FIGURES = (ATTENTION, BINDING, PLANTED, ALLOCATED, PINNED)
 
-SHAPE = AttentionShape(num_heads=8, num_kv_heads=4, head_dim=64)
-LENGTHS = {"cuda": (4096, 1500, 700, 129, 64, 1), "cpu": (120, 50, 33, 9, 1)}
+LENGTHS = {"cuda": (4096, 1500, 700, 129, 64, 32), "cpu": (120, 50, 33, 32)}
+HALVED = 5
+"""Times that a batch is halved: torch keeps pinned memory by the power of two, and a new class of it
+stops the device.
+"""
 WARM = 3
 
 
 def measure(context: Context) -> Iterator[Row]:
-    bound = _bind(context.device)
-    step = _step(bound, context.device)
-    for _ in range(WARM):
-        step()
-    yield _row(ATTENTION, waits(step, context.device))
+    device, pool = context.device, single()
+    steps = [step_of(each, device) for each in bound_all(device, pool)]
+
+    def run() -> None:
+        for step in steps:
+            step()
 
     def planted() -> None:
-        step()
-        torch.ones(8, device=context.device).sum().item()
-        step()
+        run()
+        torch.ones(8, device=device).sum().item()
+        run()
 
-    yield _row(PLANTED, waits(planted, context.device))
+    for _ in range(WARM):
+        run()
+    yield _row(ATTENTION, waits(run, device))
+    yield _row(PLANTED, waits(planted, device))
     if context.on_gpu:
-        yield _row(BINDING, waits(lambda: _bind(context.device), context.device))
-        before = torch.cuda.memory_stats()["num_device_alloc"]
+        bound_all(device, pool)
+        yield _row(BINDING, waits(lambda: bound_all(device, pool), device))
+        before = _asked()
         for _ in range(WARM):
-            step()
-        yield ALLOCATED.measured(torch.cuda.memory_stats()["num_device_alloc"] - before, f"in {WARM} calls")
+            bound_all(device, pool)
+            run()
+        for figure, now, then in zip((ALLOCATED, PINNED), _asked(), before, strict=True):
+            yield figure.measured(now - then, f"{WARM} times {1 + HALVED} sizes")
+
+
+def bound_all(device: Device, pool: Groups) -> list[Bound]:
+    """Plans of a batch, of one half as long, and so on."""
+    batches = [tuple(max(1, length >> by) for length in LENGTHS[device]) for by in range(1 + HALVED)]
+    return [bound(lengths, HEADS, device, pool) for lengths in batches]
+
+
+def _asked() -> tuple[int, int]:
+    """Calls so far of cudaMalloc, and of cudaHostAlloc."""
+    return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
 
 
 def waits(step: Callable[[], object], device: Device) -> list[HostSync]:
@@ -85,34 +107,3 @@ def _of_step(path: Path) -> list[HostSync]:
 
 def _row(figure: Figure, syncs: list[HostSync]) -> Row:
     return figure.measured(len(syncs), "; ".join(map(str, syncs[:3])))
-
-
-def _bind(device: Device) -> Bound:
-    lengths = LENGTHS[device]
-    plan = MicrobatchPlan(
-        "by_hand",
-        lengths,
-        1,
-        1,
-        SHAPE.num_heads,
-        SHAPE.num_kv_heads,
-        (Zone("local", "ring", (0,), tuple(range(len(lengths)))),),
-    )
-    return bind(
-        plan, 0, SHAPE, groups=single(), device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32
-    )
-
-
-def _step(bound: Bound, device: Device) -> Callable[[], None]:
-    """Forward and backward of one attention call, on tensors that are there already."""
-    heads = (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    q, k, v = (
-        torch.randn(bound.num_tokens, h, SHAPE.head_dim, device=device, dtype=dtype, requires_grad=True) for h in heads
-    )
-    dout = torch.randn_like(q)
-
-    def step() -> None:
-        torch.autograd.grad(balanced_attention(q, k, v, bound), (q, k, v), dout)
-
-    return step

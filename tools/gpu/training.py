@@ -13,7 +13,7 @@ from typing import Any
 from tools.gpu.pretrain import Job, run_all
 from tools.gpu.rows import Context, Figure, Row, Target
 
-BUDGET_S = 50.0
+BUDGET_S = 40.0
 
 LOSS = Figure("loss of two bf16 steps, balance on against off", "relative", Target("at most", 1e-3))
 GRAD_NORM = Figure("gradient norm of two bf16 steps, balance on against off", "relative", Target("at most", 1e-2))

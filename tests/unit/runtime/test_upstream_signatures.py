@@ -122,6 +122,21 @@ def test_flash_attention_4_is_what_torch_calls() -> None:
     assert FLASH_ATTN_4.rpartition("-")[2] in kernels.KERNELS["flash_attn_4"].mend, "the version that we name"
 
 
+def test_flash_attention_4_is_given_no_windows_by_a_torch_whose_backward_refuses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offer, tensors = kernels.KERNELS["flash_attn_4"], (torch.device("meta"), torch.bfloat16, 64)
+
+    def of_2_11(grad: Any, causal: Any) -> None: ...
+
+    def of_2_13(grad: Any, causal: Any, window_size_left: Any) -> None: ...
+
+    for backward, said in ((of_2_11, "cannot be called with sliding windows"), (of_2_13, "does not serve meta")):
+        monkeypatch.setattr(_fa4, "_fa4_run_backward", backward)
+        assert offer.refusal(*tensors, windows=True).startswith(said)
+        assert offer.refusal(*tensors).startswith("does not serve meta")
+
+
 def torchs_keywords(name: str) -> set[str]:
     """Keywords by which torch calls a function of FlashAttention-4."""
     run = _fa4._fa4_run_forward if name.endswith("fwd") else _fa4._fa4_run_backward

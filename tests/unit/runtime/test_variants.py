@@ -1,13 +1,18 @@
-"""One process of a node compiles first, however it ends."""
+"""One process of a node compiles first, by threads, however it ends."""
 
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from select import select
+from threading import Barrier
 from typing import IO
 
 import pytest
+
+from megatron_balance.runtime.lower.memory import AttentionShape
 
 PROCESS = """
 import sys
@@ -64,3 +69,39 @@ def test_a_folder_that_cannot_be_written_keeps_nobody_waiting(tmp_path: Path, ca
     with first_of_node(tmp_path / "file"):
         pass
     assert "every process compiles for itself" in caplog.text
+
+
+def test_kernels_are_compiled_several_at_once_under_the_nodes_lock_and_progress_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    from megatron_balance.runtime.movers.triton import variants
+
+    seen: list[str] = []
+
+    @contextmanager
+    def first(_: Path) -> Iterator[None]:
+        seen.append("locked")
+        yield
+        seen.append("let go")
+
+    together = Barrier(3)
+
+    def compiles(**_: object) -> None:
+        seen.append("compiled")
+        together.wait(20.0)  # for two others
+
+    monkeypatch.setattr(variants, "first_of_node", first)
+    monkeypatch.setattr(variants, "variants", lambda *_: [])
+    monkeypatch.setattr(variants.os, "sched_getaffinity", lambda _: range(3))
+    monkeypatch.setattr(variants, "_TOLD_EVERY_S", -1.0)
+    six = [variants.Variant(str(at), variants.copy_rows, compiles) for at in range(6)]
+    compile_all = variants.compile_all
+    monkeypatch.setattr(variants, "compile_all", lambda _, device: compile_all(six, device))
+    with caplog.at_level("INFO"):
+        variants.build(torch.device("cpu"), torch.float32, AttentionShape(2, 2, 64), "fp32")
+    assert seen == ["locked", *["compiled"] * 6, "let go"]
+    assert [line.split(" after")[0] for line in caplog.messages] == [
+        f"Triton: {number} of 6 kernels compiled" for number in range(1, 7)
+    ]

@@ -3,11 +3,13 @@
 import json
 import lzma
 import os
+import shutil
 import struct
 import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,11 +17,14 @@ import pytest
 
 pytest.importorskip("torch")
 
+from megatron_balance.compile.halo import under
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow
+from megatron_balance.runtime import bind
 from megatron_balance.runtime.groups import single
 from tests.support import by_hand
 from tests.support.processes import ended
 from tools.faults import rendezvous
-from tools.gpu import bare, issue_order, plans, prepare, ranks, sharing
+from tools.gpu import bare, issue_order, kernels, plans, prepare, ranks, sanitizer, shapes, sharing, syncs
 from tools.gpu.ranks import Place
 from tools.gpu.rows import Context
 
@@ -106,12 +111,23 @@ def test_ranks_that_fail_or_hang_are_told_from_those_that_end_well(capfd):
 
 def test_a_plan_is_right_to_the_rounding_of_its_type_and_a_wrong_one_is_seen(monkeypatch):
     planned = by_hand.pool("ring", (40, 9, 1), 1, heads=(4, 2))
-    nano_batch = by_hand.pool("ring", (17, 5), 1, heads=(4, 2))
+    nano_batch = under(by_hand.pool("ring", (17, 5), 1, heads=(4, 2)), SlidingWindow(5))
     for drawn in (plans.Drawn("a", (planned,), "keep"), plans.Drawn("b", (planned, nano_batch), "replay")):
         for dtype, allowed in plans.ALLOWED.items():
             for seed in (1, 2):  # without sinks, and with
                 assert 0 < plans.worst_error(ALONE, single(), drawn, dtype, seed) <= allowed
-    attended = plans._attended
+    one_key = plans.Drawn("c", (under(planned, SlidingWindow(1)),), "keep")
+    assert 0 <= plans.worst_error(ALONE, single(), one_key, "float32", 1) <= plans.ALLOWED["float32"]
+    attended, dense = plans._attended, plans._dense
+    with monkeypatch.context() as without:
+        without.setattr(plans, "_dense", lambda given, sink, _: dense(given, sink, CAUSAL))
+        assert plans.worst_error(ALONE, single(), drawn, "bfloat16", 1) > plans.ALLOWED["bfloat16"], "no window"
+
+    def dull(leaves, bounds, sink):
+        return attended(leaves, bounds, sink / 2 + sink.detach() / 2)
+
+    monkeypatch.setattr(plans, "_attended", dull)
+    assert plans.worst_error(ALONE, single(), drawn, "bfloat16", 3) > plans.ALLOWED["bfloat16"], "the sink's gradient"
 
     def shifted(*given):
         return [out.roll(1, 0) for out in attended(*given)]
@@ -132,6 +148,27 @@ def test_drawn_plans_have_all_layers_and_survive_their_file(tmp_path):
     programs = [rendezvous.drawn(number) for number in range(0, 100, 2)]
     kinds = Counter((p.policy, bool(p.plans[0].moves), p.plans[0].routing is not None, len(p.plans)) for p in programs)
     assert len(kinds) > 12
+    masks = Counter(type(each.plans[0].mask) for each in drawn[2] + drawn[4])
+    assert masks[SlidingWindow] >= 2 <= masks[type(CAUSAL)]
+
+
+def test_plans_of_a_kit_leave_other_parts_their_time_where_a_part_has_more(monkeypatch, tmp_path):
+    asked = []
+
+    def noted(_, size, given, context, *, seconds):
+        asked.append((size, *given))
+        return ranks.Ended([{"bad": [], "slowest_s": 0.0, "worst": 0.0, "ran": 1}], [0])
+
+    monkeypatch.setattr(plans, "DRAWN", tmp_path / "none")
+    long, short = (plans.Drawn("a", (by_hand.pool("ring", (5, each), 2),), "keep") for each in (701, 700))
+    monkeypatch.setattr(plans, "draw", lambda sizes: {size: [long, short] for size in sizes})
+    monkeypatch.setattr(ranks, "run_ranks", noted)
+    began = time.monotonic()
+    rows = list(plans.measure(Context("cpu", began + 4 * plans.BUDGET_S, ranks=2)))
+    assert [row.kind for row in rows].count("measured") == 2
+    ((size, given, until),) = asked
+    assert (size, given) == (2, [short]), "small ones, without a GPU"
+    assert began < until < time.monotonic() + plans.BUDGET_S
 
 
 def test_calls_out_of_order_in_a_trace_are_counted():
@@ -156,6 +193,57 @@ def test_calls_out_of_order_in_a_trace_are_counted():
         issue_order.late_on_device({"traceEvents": calls})
     assert issue_order.apart(["a", "b"], ["a", "b"]) == 0
     assert issue_order.apart(["b", "a", "c"], ["a", "b"]) == 3
+
+
+SEARCHED = 'shift 2; "$@"; echo "========= Invalid __global__ read of size 16 bytes"'
+ALIKE = f'echo "========= Invalid __global__ write of size 4 bytes"; echo {sanitizer.MARK}'
+REFUSES = 'echo "========= Error: Device not supported. Please refer to the list of supported devices"; exit 1'
+
+
+@pytest.mark.parametrize(
+    ("tool", "found", "said"),
+    [
+        (SEARCHED, [0, 1], ["", "Invalid __global__ read of size 16 bytes"]),
+        (ALIKE, [1, 0], ["Invalid __global__ write of size 4 bytes", ""]),
+        (REFUSES, [None] * 2, ["compute-sanitizer: Error: Device not supported. Please refer"] * 2),
+        ("exec sleep 60", [None] * 2, ["out of time"] * 2),
+        ("echo broken", None, ["the launches did not end: broken"]),
+        (None, [None] * 2, ["no compute-sanitizer here"] * 2),
+    ],
+)
+def test_the_memory_checker_is_read_and_its_absence_is_a_sentence(tmp_path, monkeypatch, tool, found, said):
+    monkeypatch.setattr(sanitizer, "FOLDERS", ())
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if tool is not None:
+        (tmp_path / sanitizer.TOOL).write_text(f"#!/bin/sh\n{tool}\n")
+        (tmp_path / sanitizer.TOOL).chmod(0o755)
+    elif shutil.which(sanitizer.TOOL):
+        pytest.skip("it is here")
+    if tool == SEARCHED and (fault := kernels.interpreter_fault()):
+        pytest.skip(fault)
+    seconds = 3.0 if tool == "exec sleep 60" else 120.0
+    measured = sanitizer.measure(Context("cpu", time.monotonic() + seconds))
+    if found is None:
+        with pytest.raises(RuntimeError, match=said[0]):
+            list(measured)
+        return
+    rows = list(measured)
+    assert [row.value for row in rows] == found
+    assert [row.note[: len(text)] for row, text in zip(rows, said, strict=True)] == said
+    assert [row.ok for row in rows] == [None] * 2 if found == [None] * 2 else [found == [0, 1]] * 2
+
+
+def test_batches_that_are_searched_for_waits_cross_powers_of_two(monkeypatch):
+    # in what is shipped of their plans, which torch keeps pinned memory for
+    sizes, ship = [], bind.ship
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(bind, "ship", lambda tables, *how: sizes.append(ship(tables, *how)) or sizes[-1])
+        on_gpu.setattr(shapes, "bind", partial(bind.bind, mover="triton"))
+        on_gpu.setitem(syncs.LENGTHS, "cpu", syncs.LENGTHS["cuda"])
+        assert len({id(each.groups) for each in syncs.bound_all("cpu", single())}) == 1
+    assert len({(size - 1).bit_length() for size in sizes}) == 1 + syncs.HALVED, sizes
+    assert {row.ok for row in syncs.measure(Context("cpu", time.monotonic() + 60))} == {True}
 
 
 # What is carried to the machine.

@@ -14,8 +14,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
+from megatron_balance.runtime.kernels import choose_kernel
+from megatron_balance.runtime.kernels.base import PlainKernel
 from tests.support.processes import ended
-from tools.gpu import bare, machine, parts, report, run, sharing
+from tools.gpu import attention, bare, kernels, machine, parts, report, run, sharing
 from tools.gpu.rows import Context, Figure, Row, Target
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,6 +103,8 @@ def test_a_part_yields_its_rows_and_keeps_those_it_had_where_it_breaks(part, cap
     assert first.value == 0.5
     assert (second.ok, second.note) == (False, "failed: ValueError: of the planted kind")
     assert "Traceback" in capsys.readouterr().err
+    part("print('why'); yield FIGURES[2].failed('one of its rows')")
+    assert "syncs: rows failed; its log ends:\nwhy" in capsys.readouterr().err
 
 
 HANGS = """
@@ -127,6 +133,39 @@ def test_a_part_that_hangs_is_ended_with_its_ranks_and_its_rest_is_out_of_time(p
     assert 0 < context.left_s() <= 5
     assert not context.on_gpu
     assert context.worlds == (2, 4)
+
+
+def test_an_interpreter_that_cannot_run_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(kernels, "version", {"triton": "3.6.0", "numpy": "2.5.2"}.get)
+    rows = list(kernels.measure(Context("cpu", time.monotonic() + 9)))
+    said = "the interpreter of Triton 3.6.0 needs NumPy 2.3, here is 2.5.2"
+    assert {(row.kind, row.ok, row.note) for row in rows} == {("not measured", None, said)}
+    for kept in ({"triton": "3.6.0", "numpy": "2.3.5"}, {"triton": "3.7.1", "numpy": "2.5.2"}):
+        monkeypatch.setattr(kernels, "version", kept.get)
+        assert kernels.interpreter_fault() == ""
+
+
+def test_cudnns_attention_is_asked_for_the_lengths_of_a_batch_or_says_why_not(monkeypatch):
+    cpu, lengths = torch.device("cpu"), [20, 33, 7]
+    kernel = choose_kernel("auto", cpu, torch.bfloat16, attention.DIM)
+    rows = list(attention._cudnn(kernel, lengths, cpu))
+    assert {(row.kind, row.ok) for row in rows} == {("not measured", None)}
+    assert "_cudnn_attention_forward" in rows[0].note, "there is none for a CPU"
+    schema = torch.ops.aten._cudnn_attention_forward.default._schema
+
+    def formula(*given, **how):
+        named = dict(zip([argument.name for argument in schema.arguments], given, strict=False)) | how
+        assert (named["is_causal"], named["compute_log_sumexp"], named["return_debug_mask"]) == (True, True, False)
+        assert named["cum_seq_q"].tolist() == named["cum_seq_k"].tolist() == [0, 20, 53, 60]
+        assert (named["max_q"], named["max_k"]) == (33, 33)
+        plain, (q, k, v) = PlainKernel(), (named[name].double() for name in ("query", "key", "value"))
+        return plain.forward(plain.prepare(attention.squares(lengths), cpu), q, k, v, how["scale"])
+
+    monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", formula)
+    monkeypatch.setattr(attention, "gpu_s", lambda call: 1.0 if call() is not None else 0.0)
+    faster, apart = attention._cudnn(kernel, lengths, cpu)
+    assert faster.value == 1.0
+    assert 0 < (apart.value or 0) < 0.02
 
 
 def test_parts_fit_the_limits_together():

@@ -20,6 +20,7 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.profiling.machine import Reading, cluster_of
 from megatron_balance.torch import IGNORED, SequenceBalancer, Settings, balanced_attention, hf, knapformer, model_of
+from megatron_balance.torch import balancer as module
 from megatron_balance.torch.settings import check_layer
 
 pytest.importorskip("torch", reason="the extra 'torch' brings it")
@@ -245,6 +246,15 @@ def test_the_process_that_plans_ahead_proves_plans_and_a_step_says_how_many() ->
     assert len(list(made.steps(loader()))) >= 3
     assert made.planned is not None
     assert (made.planned.proofs.wrong, made.planned.proofs.left_out) == ("", 0)
+
+
+def test_kernels_are_built_before_a_plan_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    # whose first launch would compile them
+    seen, bind = [], module.bind
+    monkeypatch.setattr(module, "build_variants", lambda *_: seen.append("built"))
+    monkeypatch.setattr(module, "bind", lambda *given, **how: [seen.append("bound"), bind(*given, **how)][1])
+    balancer()(DOCUMENTS).bound(torch.float32, torch.device("cpu"))
+    assert seen == ["built", "bound"]
 
 
 def test_evaluation_holds_nothing_back() -> None:
