@@ -24,7 +24,7 @@ Where we differ and why:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from typing import Literal
@@ -88,10 +88,7 @@ def plan_owned(
     """`plan` for a given linear layout: rows (rank, seq, start, stop); ranks without tokens serve,
     too. The layout being given, `tokens_per_rank`, `servers` and `pool_ranks` play no part.
     """
-    law = law_of(cluster.attention_kernel).key_blocks
-    if options.tolerance is None and law is not None and law.block_tiles > 1:
-        options = replace(options, tolerance=_OF_PIECES)
-    tasks = schedule(as_array(owned), lengths, cluster.num_ranks, cost, options)
+    tasks = schedule(as_array(owned), lengths, cluster, cost, options)
     zones = (TaskTable("attention", owned, as_rows(tasks)),) if owned else ()
     return MicrobatchPlan(
         "distca", lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
@@ -136,9 +133,15 @@ def linear_owned(lengths: Sequence[int], ranks: Sequence[int]) -> Ints:
     return np.column_stack([np.array(ranks, dtype=np.int64)[rank], seq, begin - before, end - before])
 
 
-# Tolerances where none is given: on H200 nodes a layer is fastest at 0 to 0.02; with pieces of
-# queries that are paid for (`cost.kernel.KeyBlocks`), on H100 nodes at about 0.1.
-_TOLERANCE, _OF_PIECES = 0.02, 0.1
+def _tolerance(cluster: Cluster, options: DistcaOptions) -> float:
+    if options.tolerance is not None:
+        return options.tolerance
+    # On H200 nodes a layer is fastest at 0 to 0.02; with pieces of queries that are paid for
+    # (`cost.kernel.KeyBlocks`), on H100 nodes at about 0.1.
+    law = law_of(cluster.attention_kernel).key_blocks
+    return 0.1 if law is not None and law.block_tiles > 1 else 0.02
+
+
 # Share of the tolerance with which the limit starts; first steps by which it gives way are in the
 # rest.
 _AIM = 0.95
@@ -155,7 +158,7 @@ def _check(options: DistcaOptions) -> None:
             raise ConfigError(f"distca: {name} {value}: must be at least {minimum}")
 
 
-def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, options: DistcaOptions) -> Ints:
+def schedule(owned: Ints, lengths: Sequence[int], cluster: Cluster, cost: CostModel, options: DistcaOptions) -> Ints:
     """Attention tasks of the given tokens; none makes a rank take longer than the tolerance allows.
 
     `owned`: `Placed` rows [n, 4] of any layout, whose every query is attended; all ranks are servers.
@@ -174,10 +177,10 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     sizes = TaskSizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
     shards = Plain(edges, sizes) if options.shards == "plain" else HeadTail(edges, sizes)
     most_received = inf if options.max_received_tokens is None else options.max_received_tokens
-    servers = Servers(edges, shards, num_ranks, options.max_kv_tokens or inf, most_received)
+    servers = Servers(edges, shards, cluster.num_ranks, options.max_kv_tokens or inf, most_received)
     enforce_caps(servers)
     least_score = options.least_score * cost.inter_node_s(1, 0)
-    tolerance = _TOLERANCE if options.tolerance is None else options.tolerance
+    tolerance = _tolerance(cluster, options)
     limit, limit_of_pairs = _limits(servers, owned, seconds, tolerance)
     rule = Rule(limit, tolerance, least_score)
     if options.empty_light_servers:
