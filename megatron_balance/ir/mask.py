@@ -148,6 +148,8 @@ MASKS: dict[str, Mask] = {mask.name: mask for mask in (CAUSAL, FULL)}
 WINDOW = "window"
 # Kinds of masks, as planners name those that they plan for.
 KINDS = (*MASKS, WINDOW)
+# The kind of `ir.forest`'s masks; no model has one, batches do.
+FOREST = "forest"
 KNOWN = f"{', '.join(MASKS)}, window_KEYS (a sliding window, for example window_4096)"
 _WINDOW_NAME = re.compile(rf"{WINDOW}_([1-9]\d{{0,9}})")
 
@@ -163,5 +165,5 @@ def mask_named(name: str) -> Mask:
 
 
 def kind_of(mask: Mask) -> str:
-    """The kind of a mask, one of `KINDS`."""
-    return WINDOW if isinstance(mask, SlidingWindow) else mask.name
+    """The kind of a mask, one of `KINDS`, or `FOREST`."""
+    return mask.name.partition("_")[0]

@@ -24,7 +24,7 @@ from megatron_balance.analysis.rounds import stages, turned
 from megatron_balance.analysis.tables import Tables
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import RunLaunches, Step
-from megatron_balance.compile.ping_pong import Cuts, Segment
+from megatron_balance.compile.ping_pong import Cuts, NanoSegment
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import LAUNCHES_OF_RUN, Floats, Ints
 from megatron_balance.errors import ConfigError
@@ -105,12 +105,12 @@ def _extended(less: Outcome, more: Outcome, times: int) -> Outcome:
     return Outcome(*(b + times * (b - a) for a, b in both))
 
 
-def _segments(num_layers: int, mode: PingPongMode, *, backward: bool) -> tuple[Segment, ...]:
+def _segments(num_layers: int, mode: PingPongMode, *, backward: bool) -> tuple[NanoSegment, ...]:
     segments = (ping_pong.forward if mode.interleaved else ping_pong.one_by_one)(num_layers)
     return ping_pong.backward(segments) if backward else segments
 
 
-def _is_layer(segment: Segment, num_layers: int) -> bool:
+def _is_layer(segment: NanoSegment, num_layers: int) -> bool:
     # Whether a linear step counts: behind the last layer's attention there is none.
     return segment.layer < num_layers
 
