@@ -29,7 +29,7 @@ from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.movers import build_variants
 from megatron_balance.torch import documents
 from megatron_balance.torch.batch import BalancedBatch, Dealt, LossScale
-from megatron_balance.torch.documents import IGNORED, LABEL, TOKEN, Document
+from megatron_balance.torch.documents import LABEL, TOKEN, Document
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
 from megatron_balance.torch.settings import Settings, layers_of, model_of
 from megatron_balance.training import tokens
@@ -37,6 +37,7 @@ from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.training.log import StepTracer
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans, check_agreement
 from megatron_balance.training.pool import Pool, TensorParallel
+from megatron_balance.workloads.rollouts import IGNORED
 
 T = TypeVar("T")
 ALONE = TensorParallel()

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatron_balance.errors import DataError
 from megatron_balance.training.pool import Pool
+from megatron_balance.workloads.rollouts import IGNORED
 
 # Token ids [n], or a tuple of them and of other tensors per token: (tokens, labels, others [n,
 # ...]). Whatever `torch.as_tensor` takes is a tensor here.
 Document: TypeAlias = Any
-IGNORED = -100  # the label of a token that has none, as `torch.nn.functional.cross_entropy` has it
 TOKEN, LABEL = range(2)  # columns of a row; those of other tensors follow
 WORD = 8  # bytes of a column
 
