@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from statistics import fmean
@@ -143,10 +144,15 @@ class Bench:
         return flops / (seconds * pool.num_ranks * pool.flops_per_s)
 
     @property
+    def steps(self) -> list[tuple[Batch, ...]]:
+        """Batches by step."""
+        each = self.given.batches
+        return [each[at : at + self.group] for at in range(0, len(each), self.group)]
+
+    @property
     def lengths(self) -> list[tuple[tuple[int, ...], ...]]:
         """By step and batch."""
-        each = [batch.lengths for batch in self.given.batches]
-        return [tuple(each[at : at + self.group]) for at in range(0, len(each), self.group)]
+        return [tuple(batch.lengths for batch in step) for step in self.steps]
 
     def mode(self, choice: PlannerChoice) -> StepMode:
         """The mode in which a planner's steps run."""
@@ -237,8 +243,9 @@ class Bench:
         begin = time.perf_counter()
         steps: list[StepPlan] = []
         carry = EMPTY
-        for lengths in self.progress(self.lengths, f"{choice.name}: plan"):
-            step, carry = choice.plan_step(lengths, context, carry)
+        for batches in self.progress(self.steps, f"{choice.name}: plan"):
+            context = replace(context, trees=tuple(chain.from_iterable(batch.trees for batch in batches)))
+            step, carry = choice.plan_step(tuple(batch.lengths for batch in batches), context, carry)
             steps.append(step)
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
         for step in steps:

@@ -304,6 +304,8 @@ class Run(BaseModel):
     """Sequence lengths in tokens, of one batch or of several."""
     lengths_file: Path | None = None
     """JSON file of lengths, relative to this file."""
+    trees: Path | None = None
+    """Or JSON file of trees (`workloads.trees.read_trees`), relative to this file."""
     dataset: DatasetConfig | None = None
     """Or lengths drawn from a distribution."""
     routing: When | RoutingChoice | None = None
@@ -410,7 +412,7 @@ def load_config(path: str | Path, *, planner: str | None = None, cluster: str | 
         keys["cluster"] = load_cluster(keys["cluster"], path, "cluster")
     if keys.get("model") is not None:
         keys["model"] = load_model(keys["model"], (), path, "model")
-    for key in ("lengths_file", "plan_costs"):
+    for key in ("lengths_file", "trees", "plan_costs"):
         if isinstance(keys.get(key), str):
             keys[key] = path.parent / keys[key]
     config = cast(Run, validated(Run, {**keys, "source": str(path)}, str(path), "", known))

@@ -128,12 +128,14 @@ def _above(tokens: int, trees: Sequence[Tree]) -> Tree:
 SHAPES = {"rollouts": RolloutShape(), "agents": AgentShape()}
 
 
-def draw_trees(name: str, tokens: int, batches: int, seed: int) -> list[tuple[Tree, ...]]:
+def draw_trees(name: str, tokens: int | None, batches: int, seed: int) -> list[tuple[Tree, ...]]:
     """Batches of trees: as many of each as stay within `tokens`, at least one.
 
     `name`: one of `SHAPES`, with other numbers behind a colon: `rollouts:prompt=16k,responses=64`.
     Raises ConfigError: an unknown name or field, or a number that cannot be.
     """
+    if tokens is None:
+        raise ConfigError(f"--dataset {name} needs --tokens N, the tokens of a batch, shared ones once")
     shape, generator = _shape(name), np.random.default_rng(seed)
     drawn = iter(lambda: shape.draw(generator), None)
     return [_filled(drawn, tokens) for _ in range(batches)]

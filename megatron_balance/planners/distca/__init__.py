@@ -38,10 +38,13 @@ from megatron_balance.ir.arrays import Ints, as_array, as_rows, run_bounds
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Rows
+from megatron_balance.ir.forest import Forest, over
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca.greedy import Drain, Rule, empty_light_servers
 from megatron_balance.planners.distca.servers import Edges, HeadTail, Plain, Seconds, Servers, TaskSizes, enforce_caps
+from megatron_balance.planners.distca.trees import Shared, schedule_trees
 from megatron_balance.solvers.groups import check_pool
 
 
@@ -78,24 +81,37 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     """One task table: the linear layout, and tasks within the tolerance."""
     holders = _holders(cluster, options)
     check_pool(batch.lengths, len(holders), options.tokens_per_rank)
-    owned = linear_owned(batch.lengths, holders)
-    return plan_owned(batch.lengths, as_rows(owned), cluster, model, cost, options)
+    owned = as_rows(linear_owned(batch.lengths, holders))
+    return plan_owned(batch.lengths, owned, cluster, model, cost, options, over(model.mask, batch.trees))
 
 
 def plan_owned(
-    lengths: tuple[int, ...], owned: Rows, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions
+    lengths: tuple[int, ...],
+    owned: Rows,
+    cluster: Cluster,
+    model: Model,
+    cost: CostModel,
+    options: DistcaOptions,
+    mask: Mask = CAUSAL,
 ) -> MicrobatchPlan:
     """`plan` for a given linear layout: rows (rank, seq, start, stop); ranks without tokens serve,
-    too. The layout being given, `tokens_per_rank`, `servers` and `pool_ranks` play no part.
+    too. The layout being given, `tokens_per_rank`, `servers` and `pool_ranks` play no part. Windows
+    are not planned for: tasks are as they would be without.
     """
     law = law_of(cluster.attention_kernel).key_blocks
     if options.tolerance is None and law is not None and law.block_tiles > 1:
         options = replace(options, tolerance=_OF_PIECES)
-    tasks = schedule(as_array(owned), lengths, cluster.num_ranks, cost, options)
+    forest = mask if isinstance(mask, Forest) and not mask.window else None
+
+    def scheduled(owned: Ints, lengths: Sequence[int], shared: Shared = ()) -> Ints:
+        return schedule(owned, lengths, cluster.num_ranks, cost, options, shared)
+
+    rows = as_array(owned)
+    tasks = scheduled(rows, lengths) if forest is None else schedule_trees(rows, forest, scheduled)
     zones = (TaskTable("attention", owned, as_rows(tasks)),) if owned else ()
-    return MicrobatchPlan(
-        "distca", lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
-    )
+    heads = model.num_heads, model.num_kv_heads
+    plan = MicrobatchPlan("distca", lengths, cluster.num_ranks, cluster.node_size, *heads, zones)
+    return plan if forest is None else replace(plan, mask=forest)
 
 
 def num_holders(cluster: Cluster, options: DistcaOptions) -> int:
@@ -155,10 +171,13 @@ def _check(options: DistcaOptions) -> None:
             raise ConfigError(f"distca: {name} {value}: must be at least {minimum}")
 
 
-def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, options: DistcaOptions) -> Ints:
+def schedule(
+    owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, options: DistcaOptions, shared: Shared = ()
+) -> Ints:
     """Attention tasks of the given tokens; none makes a rank take longer than the tolerance allows.
 
     `owned`: `Placed` rows [n, 4] of any layout, whose every query is attended; all ranks are servers.
+    `shared`: keys that sequences have in common (`Servers`).
     Returns `Task` rows [m, 6] by rank, sequence and query.
 
     Raises:
@@ -174,7 +193,7 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     sizes = TaskSizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
     shards = Plain(edges, sizes) if options.shards == "plain" else HeadTail(edges, sizes)
     most_received = inf if options.max_received_tokens is None else options.max_received_tokens
-    servers = Servers(edges, shards, num_ranks, options.max_kv_tokens or inf, most_received)
+    servers = Servers(edges, shards, num_ranks, options.max_kv_tokens or inf, most_received, shared)
     enforce_caps(servers)
     least_score = options.least_score * cost.inter_node_s(1, 0)
     tolerance = _TOLERANCE if options.tolerance is None else options.tolerance

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf
@@ -44,12 +44,25 @@ class Servers:
             reach = self.reach[server]
             if reach.get(seq, 0) < stop:
                 reach[seq] = stop
+            for other, keys in self._others(seq):
+                if start < keys:
+                    self._held[server].setdefault(other, []).append((start, min(stop, keys)))
+            self._reach_others(server, seq, stop)
         self.keys, self.queries = [0] * num_ranks, [0] * num_ranks
         if self.counted:
             self.keys = [sum(reach.values()) - own for reach, own in zip(self.reach, self.own, strict=True)]
         bounds: list[int] = rank.searchsorted(np.arange(num_ranks + 1)).tolist()
         whole = list(zip(range(len(rank)), shards.begins.tolist(), shards.ends.tolist(), strict=True))
         self.pieces: list[list[Piece]] = [whole[begin:end] for begin, end in pairwise(bounds)]
+
+    def _others(self, seq: int) -> Iterable[tuple[int, int]]:
+        return self.shared[seq].items() if self.shared else ()
+
+    def _reach_others(self, server: int, seq: int, stop: int) -> None:
+        reach = self.reach[server]
+        for other, keys in self._others(seq):
+            if reach.get(other, 0) < min(stop, keys):
+                reach[other] = min(stop, keys)
 
     def heaviest_block(self) -> float:
         blocks = np.diff(self.shards.mass)
@@ -89,10 +102,11 @@ class Servers:
 
     def _needed(self, server: int, seq: int, but: Piece | None = None) -> int:
         owned, key_stop = self.owned, self.shards.key_stop
-        most = 0
+        most, shared = 0, dict(self._others(seq))
         for piece in self.pieces[server]:
-            if owned[piece[0]][1] == seq and piece != but:
-                most = max(most, key_stop(piece))
+            other = owned[piece[0]][1]
+            if (other == seq or other in shared) and piece != but:
+                most = max(most, key_stop(piece) if other == seq else min(key_stop(piece), shared[other]))
         return most
 
     def allows(self, server: int, piece: Piece) -> bool:
@@ -140,6 +154,7 @@ class Servers:
             if self.counted:
                 self.keys[target] += self.missing(target, seq, key_stop)
             self.reach[target][seq] = key_stop
+        self._reach_others(target, seq, key_stop)
         if self.counted:
             self.queries[source] -= self._foreign(source, moved)
             self.queries[target] += self._foreign(target, moved)

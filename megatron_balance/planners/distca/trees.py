@@ -1,0 +1,100 @@
+"""DistCA's scheduling of trees: to it a segment is a run of queries of a causal sequence of its own.
+
+The queries of a causal segment of n tokens behind a path of p attend as queries [p, p + n) of a
+causal sequence do: areas, tiles and the closed forms of Appendix B hold as they are. All queries
+of a full segment see as many keys, so it goes as runs of at most `RUN` queries, each as the part of
+a causal sequence that has its area.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from megatron_balance.ir.arrays import Ints, overlaps, ranges, run_bounds
+from megatron_balance.ir.columns import Placed, Task
+from megatron_balance.ir.forest import Forest
+
+# Queries of a full segment in a run: fewer even the pairs, more move fewer keys.
+RUN = 512
+
+# Of each sequence, others and how many first keys are theirs, too.
+Shared: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+
+
+class _Runs(NamedTuple):
+    """By run [n]: `seq`, `start`, `stop`: of its queries; `segment`: row of `Segments`; `shift`: from
+    its queries to those of its causal sequence, which ends with the last of them, at `seen`.
+    """
+
+    seq: Ints
+    start: Ints
+    stop: Ints
+    segment: Ints
+    shift: Ints
+    seen: Ints
+
+
+def schedule_trees(owned: Ints, forest: Forest, schedule: Callable[[Ints, Sequence[int], Shared], Ints]) -> Ints:
+    """Attention tasks [m, 6] of `owned`, `Placed` rows of trees: hulls, of which the mask hides the rest.
+
+    `schedule`: makes tasks of rows, lengths and shared keys of causal sequences.
+    """
+    runs = _runs(forest)
+    row, run = overlaps(owned[:, Placed.SEQ :], np.stack((runs.seq, runs.start, runs.stop), axis=1))
+    pieces = owned[row]
+    pieces[:, Placed.START] = np.maximum(pieces[:, Placed.START], runs.start[run]) + runs.shift[run]
+    pieces[:, Placed.STOP] = np.minimum(pieces[:, Placed.STOP], runs.stop[run]) + runs.shift[run]
+    pieces[:, Placed.SEQ] = run
+    tasks = schedule(pieces, runs.seen.tolist(), _shared(forest, runs))
+    run = tasks[:, Task.SEQ].copy()
+    tasks[:, [Task.Q_START, Task.Q_STOP]] -= runs.shift[run, None]
+    tasks[:, Task.SEQ] = runs.seq[run]
+    tasks[:, Task.K_STOP] = forest.keys(tasks[:, Task.SEQ], tasks[:, Task.Q_STOP] - 1)[1]
+    return _joined(tasks)
+
+
+def _runs(forest: Forest) -> _Runs:
+    of = forest.segments
+    sizes = of.stop - of.start
+    segment, number = ranges(np.zeros_like(sizes), np.where(of.full, -(-sizes // RUN), 1))
+    start = of.start[segment] + number * RUN
+    stop = np.where(of.full[segment], np.minimum(start + RUN, of.stop[segment]), of.stop[segment])
+    # A causal segment sees the last key of its path at its last query; a full one's queries see
+    # them all, as those of a causal run do on average that ends half its own queries later.
+    seen = (of.stop - of.shift)[segment] + np.where(of.full[segment], (stop - start) // 2, 0)
+    seq = np.searchsorted(of.base, segment, side="right") - 1
+    return _Runs(seq, start, stop, segment, seen - stop, seen)
+
+
+def _shared(forest: Forest, runs: _Runs) -> Shared:
+    of = forest.segments
+    depth = of.stop - of.shift  # tokens of the path, with the segment's own
+    made: list[list[tuple[int, int]]] = []
+    for seq, (base, end) in enumerate(zip(of.base[:-1].tolist(), of.base[1:].tolist(), strict=True)):
+        # Tokens of the path that two segments have in common; of an ancestor, all of its own.
+        common = np.zeros((end - base, end - base), dtype=np.int64)
+        for at, segment in enumerate(forest.trees[seq]):
+            if at:
+                common[at, :at] = common[segment.parent, :at]
+            common[at, at] = depth[base + at]
+            common[:at, at] = common[at, :at]
+        of_tree = np.flatnonzero(runs.seq == seq)
+        of_runs = runs.segment[of_tree] - base
+        both = np.minimum(common[np.ix_(of_runs, of_runs)], runs.seen[of_tree])
+        np.fill_diagonal(both, 0)
+        for keys in both:
+            others = np.flatnonzero(keys)
+            made.append(list(zip(of_tree[others].tolist(), keys[others].tolist(), strict=True)))
+    return made
+
+
+def _joined(tasks: Ints) -> Ints:
+    """Tasks by rank, sequence and query, those that follow one another as one."""
+    tasks = tasks[np.lexsort((tasks[:, Task.Q_START], tasks[:, Task.SEQ], tasks[:, Task.RANK]))]
+    parted = (tasks[1:, : Task.SEQ + 1] != tasks[:-1, : Task.SEQ + 1]).any(axis=1)
+    bounds = run_bounds(parted | (tasks[1:, Task.Q_START] != tasks[:-1, Task.Q_STOP]), len(tasks))
+    rows = tasks[bounds[:-1]]
+    rows[:, Task.Q_STOP] = tasks[bounds[1:] - 1, Task.Q_STOP]
+    rows[:, Task.K_STOP] = np.maximum.reduceat(tasks[:, Task.K_STOP], bounds[:-1])
+    return rows
