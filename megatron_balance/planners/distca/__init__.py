@@ -44,7 +44,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca.greedy import Drain, Rule, empty_light_servers
 from megatron_balance.planners.distca.servers import Edges, HeadTail, Plain, Seconds, Servers, TaskSizes, enforce_caps
-from megatron_balance.planners.distca.trees import Shared, schedule_trees
+from megatron_balance.planners.distca.trees import Paths, schedule_trees
 from megatron_balance.solvers.groups import check_pool
 
 
@@ -103,8 +103,8 @@ def plan_owned(
         options = replace(options, tolerance=_OF_PIECES)
     forest = mask if isinstance(mask, Forest) and not mask.window else None
 
-    def scheduled(owned: Ints, lengths: Sequence[int], shared: Shared = ()) -> Ints:
-        return schedule(owned, lengths, cluster.num_ranks, cost, options, shared)
+    def scheduled(owned: Ints, lengths: Sequence[int], paths: Paths | None = None) -> Ints:
+        return schedule(owned, lengths, cluster.num_ranks, cost, options, paths)
 
     rows = as_array(owned)
     tasks = scheduled(rows, lengths) if forest is None else schedule_trees(rows, forest, scheduled)
@@ -172,12 +172,12 @@ def _check(options: DistcaOptions) -> None:
 
 
 def schedule(
-    owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, options: DistcaOptions, shared: Shared = ()
+    owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, options: DistcaOptions, paths: Paths | None = None
 ) -> Ints:
     """Attention tasks of the given tokens; none makes a rank take longer than the tolerance allows.
 
     `owned`: `Placed` rows [n, 4] of any layout, whose every query is attended; all ranks are servers.
-    `shared`: keys that sequences have in common (`Servers`).
+    `paths`: of `Servers`.
     Returns `Task` rows [m, 6] by rank, sequence and query.
 
     Raises:
@@ -193,7 +193,7 @@ def schedule(
     sizes = TaskSizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
     shards = Plain(edges, sizes) if options.shards == "plain" else HeadTail(edges, sizes)
     most_received = inf if options.max_received_tokens is None else options.max_received_tokens
-    servers = Servers(edges, shards, num_ranks, options.max_kv_tokens or inf, most_received, shared)
+    servers = Servers(edges, shards, num_ranks, options.max_kv_tokens or inf, most_received, paths)
     enforce_caps(servers)
     least_score = options.least_score * cost.inter_node_s(1, 0)
     tolerance = _TOLERANCE if options.tolerance is None else options.tolerance

@@ -6,8 +6,8 @@ of a full segment see as many keys, so it goes as runs of at most `RUN` queries,
 a causal sequence that has its area.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,35 @@ from megatron_balance.ir.forest import Forest
 # Queries of a full segment in a run: fewer even the pairs, more move fewer keys.
 RUN = 512
 
-# Of each sequence, others and how many first keys are theirs, too.
-Shared: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+
+class Paths(NamedTuple):
+    """Which first keys runs have in common: those of the segments above both.
+
+    `segment`: of each run. By segment: `parent`, -1: of a root; `depth`: tokens of its path, its own
+    included; `below`: the runs [first, stop) of itself and of all below it.
+    """
+
+    segment: list[int]
+    parent: list[int]
+    depth: list[int]
+    below: list[range]
+
+    def above(self, run: int) -> Iterator[int]:
+        """Segments from the run's own to its root."""
+        segment = self.segment[run]
+        while segment >= 0:
+            yield segment
+            segment = self.parent[segment]
+
+    def num_common(self, run: int, other: int) -> int:
+        """Keys that two runs have in common."""
+        one, two = self.segment[run], self.segment[other]
+        while one != two:  # parents stand before their children
+            if one > two:
+                one = self.parent[one]
+            else:
+                two = self.parent[two]
+        return self.depth[one] if one >= 0 else 0
 
 
 class _Runs(NamedTuple):
@@ -35,10 +62,10 @@ class _Runs(NamedTuple):
     seen: Ints
 
 
-def schedule_trees(owned: Ints, forest: Forest, schedule: Callable[[Ints, Sequence[int], Shared], Ints]) -> Ints:
-    """Attention tasks [m, 6] of `owned`, `Placed` rows of trees: hulls, of which the mask hides the rest.
+def schedule_trees(owned: Ints, forest: Forest, schedule: Callable[[Ints, Sequence[int], Paths], Ints]) -> Ints:
+    """Attention tasks [m, 6] of trees' `owned`, `Placed` rows: hulls, of which the mask hides the rest.
 
-    `schedule`: makes tasks of rows, lengths and shared keys of causal sequences.
+    `schedule`: makes tasks of rows, lengths and paths of runs.
     """
     runs = _runs(forest)
     row, run = overlaps(owned[:, Placed.SEQ :], np.stack((runs.seq, runs.start, runs.stop), axis=1))
@@ -46,7 +73,7 @@ def schedule_trees(owned: Ints, forest: Forest, schedule: Callable[[Ints, Sequen
     pieces[:, Placed.START] = np.maximum(pieces[:, Placed.START], runs.start[run]) + runs.shift[run]
     pieces[:, Placed.STOP] = np.minimum(pieces[:, Placed.STOP], runs.stop[run]) + runs.shift[run]
     pieces[:, Placed.SEQ] = run
-    tasks = schedule(pieces, runs.seen.tolist(), _shared(forest, runs))
+    tasks = schedule(pieces, runs.seen.tolist(), _paths(forest, runs))
     run = tasks[:, Task.SEQ].copy()
     tasks[:, [Task.Q_START, Task.Q_STOP]] -= runs.shift[run, None]
     tasks[:, Task.SEQ] = runs.seq[run]
@@ -67,26 +94,15 @@ def _runs(forest: Forest) -> _Runs:
     return _Runs(seq, start, stop, segment, seen - stop, seen)
 
 
-def _shared(forest: Forest, runs: _Runs) -> Shared:
-    of = forest.segments
-    depth = of.stop - of.shift  # tokens of the path, with the segment's own
-    made: list[list[tuple[int, int]]] = []
-    for seq, (base, end) in enumerate(zip(of.base[:-1].tolist(), of.base[1:].tolist(), strict=True)):
-        # Tokens of the path that two segments have in common; of an ancestor, all of its own.
-        common = np.zeros((end - base, end - base), dtype=np.int64)
-        for at, segment in enumerate(forest.trees[seq]):
-            if at:
-                common[at, :at] = common[segment.parent, :at]
-            common[at, at] = depth[base + at]
-            common[:at, at] = common[at, :at]
-        of_tree = np.flatnonzero(runs.seq == seq)
-        of_runs = runs.segment[of_tree] - base
-        both = np.minimum(common[np.ix_(of_runs, of_runs)], runs.seen[of_tree])
-        np.fill_diagonal(both, 0)
-        for keys in both:
-            others = np.flatnonzero(keys)
-            made.append(list(zip(of_tree[others].tolist(), keys[others].tolist(), strict=True)))
-    return made
+def _paths(forest: Forest, runs: _Runs) -> Paths:
+    of, trees = forest.segments, zip(forest.trees, forest.segments.base.tolist(), strict=False)
+    parent = [base + each.parent if each.parent >= 0 else -1 for tree, base in trees for each in tree]
+    first, stop = (runs.segment.searchsorted(np.arange(len(parent)), side).tolist() for side in ("left", "right"))
+    for segment in range(len(parent) - 1, 0, -1):
+        if (above := parent[segment]) >= 0:
+            stop[above] = max(stop[above], stop[segment])
+    depth = (of.stop - of.shift).tolist()
+    return Paths(runs.segment.tolist(), parent, depth, list(map(range, first, stop)))
 
 
 def _joined(tasks: Ints) -> Ints:
