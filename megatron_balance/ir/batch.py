@@ -1,11 +1,15 @@
 """The input of a planner: how long the sequences are, and which trees."""
 
+from __future__ import annotations
+
 import operator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir import forest
+from megatron_balance.ir.mask import Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,16 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    def num_pairs(self, mask: Mask) -> int:
+        """Visible (query, key) pairs in layers that have `mask`."""
+        if self.trees:
+            return sum(forest.num_pairs(tree, mask.window) for tree in self.trees)
+        return sum(int(mask.num_pairs(length)) for length in self.lengths)
+
+    def flattened(self) -> Batch:
+        """Each path from a root to a leaf as a sequence of its own."""
+        return Batch(tuple(chain.from_iterable(map(forest.leaf_lengths, self.trees)))) if self.trees else self
 
 
 def _whole(seq: int, length: object) -> int:

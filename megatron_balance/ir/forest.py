@@ -182,6 +182,15 @@ def num_pairs(tree: Tree, window: int = 0) -> int:
     return total
 
 
+def leaf_lengths(tree: Tree) -> list[int]:
+    """Tokens of each path from the root to a leaf."""
+    depths: list[int] = []
+    for segment in tree:
+        depths.append(segment.length + (depths[segment.parent] if depths else 0))
+    parents = {segment.parent for segment in tree}
+    return [depth for at, depth in enumerate(depths) if at not in parents]
+
+
 def path_positions(tree: Tree) -> list[int]:
     """Position ids of a tree's tokens, depth first: how many tokens stand before each on its path."""
     begins: list[int] = []

@@ -139,7 +139,7 @@ class Bench:
         from megatron_balance.cost.modules import model_flops
 
         batches, pool = self.given.batches, self.pool.cluster
-        flops = model_flops(self.given.model, (n for batch in batches for n in batch.lengths))
+        flops = model_flops(self.given.model, batches)
         seconds = sum(batch.num_tokens for batch in batches) / found["tokens_per_s"]
         return flops / (seconds * pool.num_ranks * pool.flops_per_s)
 
@@ -353,7 +353,7 @@ class Bench:
         """Seconds of even computation of each step (`simulator.step`)."""
         from megatron_balance.simulator.step import bound_s
 
-        return [bound_s(lengths, self.machine, self.setup) for lengths in self.lengths]
+        return [bound_s(batches, self.machine, self.setup) for batches in self.steps]
 
     def described(self) -> dict[str, Any]:
         given, bounds_s = self.given, self.bounds_s()
