@@ -35,10 +35,10 @@ def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 
     total = num_microbatches * num_chunks
     if num_chunks == 1:
         ahead = min(num_stages - stage - 1, total)
+    elif num_microbatches == num_stages:
+        ahead = total
     else:
-        ahead = min((num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages, total)
-        if num_microbatches == num_stages:
-            ahead = total
+        ahead = (num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages
     forwards = [_pass(index, num_stages, num_chunks, backward=False) for index in range(total)]
     backwards = [_pass(index, num_stages, num_chunks, backward=True) for index in range(total)]
     steady = [each for pair in zip(forwards[ahead:], backwards, strict=False) for each in pair]

@@ -60,7 +60,8 @@ def step_trace(
     of_layer = [known[plan.fingerprint()] for plan in plans]
     num = sum(len(of_layer[each.step.microbatch][each.step.backward]) for each in played.passes)
     drawn = max(1, min(played.layers_per_chunk, most_spans // max(1, num)))
-    spans = [span for each in played.passes for span in _pass(each, of_layer, played, drawn, machine.num_ranks)]
+    sizes = (drawn, setup.interleave, machine.num_ranks)
+    spans = [span for each in played.passes for span in _pass(each, of_layer, played, *sizes)]
     spans += _end(played, machine.num_ranks * setup.pipeline)
     names = {
         stage * machine.num_ranks + rank: f"stage {stage}, {name}" if setup.pipeline > 1 else name
@@ -96,6 +97,7 @@ def _pass(
     of_layer: Sequence[tuple[list[TrackSpan], list[TrackSpan]]],
     step: PlayedStep,
     drawn: int,
+    num_chunks: int,
     num_ranks: int,
 ) -> Iterator[TrackSpan]:
     # The spans of a pass: its layers one after the other, the head behind or before them.
@@ -110,12 +112,14 @@ def _pass(
     if backward:
         yield from place.block(HEAD, at, each.head_s)
         at = at + each.head_s
+    # Calls are counted in their phase, and backwards begin with the last chunk.
+    chunk = num_chunks - 1 - each.step.chunk if backward else each.step.chunk
     for layer in range(drawn):
         begin = at + layer * each.layer_s
         if backward:
             yield from place.block(RECOMPUTE, begin, each.again_s)
             begin = begin + each.again_s
-        call = layer + step.layers_per_chunk * each.step.chunk
+        call = layer + step.layers_per_chunk * chunk
         for span in of_layer[microbatch][backward]:
             yield place.put(span, float(begin[span.rank]), call)
     rest = step.layers_per_chunk - drawn

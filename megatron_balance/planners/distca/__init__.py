@@ -172,7 +172,12 @@ def _check(options: DistcaOptions) -> None:
 
 
 def schedule(
-    owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, options: DistcaOptions, paths: Paths | None = None
+    owned: Ints,
+    lengths: Sequence[int],
+    num_ranks: int,
+    cost: CostModel,
+    options: DistcaOptions,
+    paths: Paths | None = None,
 ) -> Ints:
     """Attention tasks of the given tokens; none makes a rank take longer than the tolerance allows.
 

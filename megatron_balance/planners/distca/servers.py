@@ -58,7 +58,9 @@ class Servers:
             if paths is not None:
                 for other in paths.below[paths.segment[seq]]:
                     if other != seq:
-                        self._held[server].setdefault(other, []).append((start, min(stop, paths.num_common(seq, other))))
+                        self._held[server].setdefault(other, []).append(
+                            (start, min(stop, paths.num_common(seq, other)))
+                        )
                 self._reach_others(server, seq, stop)
         self.keys, self.queries = [0] * num_ranks, [0] * num_ranks
         if self.counted:

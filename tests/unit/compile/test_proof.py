@@ -205,6 +205,7 @@ def table(
         (replace(RING, zones=(replace(RING.zones[0], pattern="rink"),)), "no comm pattern 'rink'"),
         (replace(RING, zones=(Zone("pool", "ring", (0, 1, 2, 3), (0,)),)), "sequence 1 is in 0 zones"),
         (replace(RING, zones=RING.zones * 2), "sequence 0 is in 2 zones"),
+        (replace(RING, zones=(replace(RING.zones[0], seqs=(0, 0)),)), "sequence 0 is in 2 zones"),
         (replace(RING, zones=(Zone("pool", "ring", (0, 1, 2, 3), (0, 1, 7)),)), "there is no sequence 7"),
         (replace(RING, zones=(Zone("pool", "ring", (0, 1, 2, 4), (0, 1)),)), "ranks 0 to 4, there are 4"),
         (replace(RING, zones=(Zone("pool", "ring", (0, 1, 1), (0, 1)),)), "no ranks, or one twice"),

@@ -126,6 +126,8 @@ def test_a_message_costs_alpha_and_its_bytes_over_as_many_nics() -> None:
 def test_transfers_take_sms_from_kernels_and_wait_for_thread_blocks() -> None:
     contention = COST.contention  # 400 GB/s: 16 NVLinks, two channels each
     assert (contention.intra_sms, contention.inter_sms) == (32, 2)
+    # 12 links by a datasheet's rate and as NCCL counts them.
+    assert [type(contention).of_links(132, rate).intra_sms for rate in (300e9, 247.2e9)] == [24, 24]
     assert contention.slowdown(intra=False, inter=True) == pytest.approx(100 / 98)
     assert contention.slowdown(intra=True, inter=True) == pytest.approx(100 / 66)
     assert contention.slowdown(intra=False, inter=False) == 1.0

@@ -159,6 +159,11 @@ def test_what_is_lost_twice_there_or_cut_is_found() -> None:
     swapped[at[0]], swapped[at[3]] = 3, 0
     with pytest.raises(ValueError, match="has another length"):
         held_back(instead(swapped), lengths, ())
+    # Also of a step whose sequences are those dealt, in their order.
+    whole = StepPlan.whole([replace(step.plans[0], lengths=(200, 150))])
+    assert held_back(whole, ((200, 150),), ()) == ()
+    with pytest.raises(ValueError, match="has another length"):
+        held_back(whole, ((200, 151),), ())
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,11 @@ def test_a_step_is_drawn_whole_and_ends_when_it_does(pipeline: int, interleave: 
     assert set(found.processes) == set(range(8 * pipeline))
     linear = [e for e in found.spans if e["name"] == "linear" and e["pid"] == 8 * pipeline - 1]
     expected = itertools.product((0, 1), ("forward", "backward"), range(MODEL.num_layers // pipeline))
-    assert {(e["args"]["microbatch"], e["cat"], e["args"]["call"]) for e in linear} == set(expected)
+    calls = [(e["args"]["microbatch"], e["cat"], e["args"]["call"]) for e in sorted(linear, key=lambda e: e["ts"])]
+    assert set(calls) == set(expected)
+    for of_phase in itertools.product((0, 1), ("forward", "backward")):
+        numbers = [call for *each, call in calls if tuple(each) == of_phase]
+        assert numbers == sorted(numbers), "calls are counted as they come"
     steps = {e["name"] for e in found.spans if found.track(e) == "step"}
     assert steps >= {"forward 0", "forward 1", "backward 0", "backward 1", "gradient sync"}
     assert all({s["pid"] // 8, f["pid"] // 8} == {s["pid"] // 8} for s, f in found.arrows), "stages attend apart"
