@@ -19,6 +19,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.forest import Tree
 from megatron_balance.ir.mask import KINDS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -103,6 +104,9 @@ class StepContext:
     of_ranks: bool = False
     """Whether microbatches of a strategy are planned for one rank of each tensor-parallel group, with
     its share of the heads, as training runs them; else for whole groups, as one wide rank each."""
+    trees: tuple[Tree, ...] = ()
+    """Of the step's sequences, by number; empty: all are plain documents. A planner of whole steps is
+    not given them: it plans by lengths."""
     memory: StepMemory | None = None
     """Of the step around its plans, by the layout that runs. None: one stage of all layers, whose
     ranks share out the optimizer's state."""

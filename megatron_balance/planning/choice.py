@@ -39,7 +39,7 @@ from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
-from megatron_balance.planning.layers import place_step
+from megatron_balance.planning.layers import place_step, under_trees
 from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, unknown, unknown_name, validated
 
 PingPong: TypeAlias = bool | Literal["auto"]
@@ -78,7 +78,7 @@ class PlannerChoice:
 
     def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
         """The plan of one microbatch, layers included; raises as `plan_step`."""
-        context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False)
+        context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False, trees=batch.trees)
         (plan,) = self.plan_step((batch.lengths,), context)[0].plans
         return plan
 
@@ -87,7 +87,7 @@ class PlannerChoice:
 
         Raises:
             InfeasibleError: a sequence or a microbatch that the ranks cannot hold.
-            ConfigError: options, stages, a mask or waiting sequences that the planner cannot plan.
+            ConfigError: options, stages, a mask, trees or waiting sequences that it cannot plan.
             InvalidProgramError: a step that trains a sequence twice, by another length, or loses one.
         """
         num_holders = self.num_holders(context.cluster)
@@ -97,6 +97,7 @@ class PlannerChoice:
                 f"planner {self.name} cannot plan several pipeline stages together; these can: {_joint_planners()}"
             )
         self.check_carry(carry)
+        self._check_trees(context, carry)
         if carry.planner != self.name:
             carry = carry.unowned()
         if self.planner.plan_step is None:
@@ -104,7 +105,9 @@ class PlannerChoice:
             limit = inf if each is None else each * num_holders
             step, after = place_step(self.planner, lengths, self._asked(context), carry, limit)
         else:
-            step, after = self.planner.plan_step(lengths, self._asked(context), carry)
+            step, after = self.planner.plan_step(lengths, dataclasses.replace(self._asked(context), trees=()), carry)
+            step = under_trees(step, context) if context.trees and not after.waiting else step
+        self._check_trees(context, after)
         assert after.is_empty or (context.may_carry and after.planner in ("", self.name)), after
         try:
             waiting = held_back(step, lengths, carry.waiting)
@@ -116,6 +119,20 @@ class PlannerChoice:
                 "(number, tokens); expected every sequence in one of both"
             )
         return step, after
+
+    def _check_trees(self, context: StepContext, carry: Carry) -> None:
+        """Reject (ConfigError) trees where they are not planned yet."""
+        if context.trees and context.joint is not None:
+            raise ConfigError(
+                f"planner {self.name}: trees are planned for each pipeline stage by itself, not for stages that attend "
+                "together; choose another planner, or pipeline: stages"
+            )
+        if context.trees and carry.waiting:
+            raise ConfigError(
+                f"planner {self.name}: {len(carry.waiting)} sequences wait for a later step, and neither do trees wait "
+                "nor are they planned beside such sequences; train those that wait first (flush), and leave out what "
+                "makes sequences wait (thresholds: [])"
+            )
 
     def check_carry(self, carry: Carry) -> None:
         """Reject sequences that another planner held back, if this one cannot train them."""
