@@ -114,5 +114,6 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], base: dict[str, 
 def _runs_as(row: dict[str, Any]) -> str:
     stages = {"joint": ["stages attend together"], "stages": ["stages apart"], None: []}[row["pipeline"]]
     replicas = [] if row["context_parallel"] is None else [f"CP {row['context_parallel']}"]
-    groups = [f"{row['tokens_per_rank']:,} tokens a rank"] if row["capacities"] else []
-    return ", ".join([*replicas, *groups, *["nano-batches interleaved"] * row["ping_pong"], *stages])
+    return ", ".join(
+        [*replicas, *filter(None, [row["found"]]), *["nano-batches interleaved"] * row["ping_pong"], *stages]
+    )

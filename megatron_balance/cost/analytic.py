@@ -108,12 +108,13 @@ class AnalyticCost(MachineCost):
             work, widest, empty = kernel.backward_work(
                 pairs, launch, num_launches, mask, law.key_blocks, buckets=self.buckets
             )
-            around_s = empty * law.key_blocks.empty_s / max(1, self.cluster.num_sms)
-            around_s = around_s + self._around_s(pairs, launch, num_launches, law.key_blocks)
+            empty_s, around_s = law.key_blocks.empty_s, self._around_s(pairs, launch, num_launches, law.key_blocks)
         else:
-            work, widest = kernel.forward_work(pairs, launch, num_launches, mask, law)
+            work, widest, empty = kernel.forward_work(pairs, launch, num_launches, mask, law)
+            empty_s = law.forward_empty_s
         seconds = np.maximum(work * self._tile_s, widest * self.block_s(1.0) if self.cluster.num_sms else 0.0)
         seconds = seconds * (law.backward_factor if backward else 1.0) + around_s
+        seconds += empty * empty_s / max(1, self.cluster.num_sms)
         if self.pads:
             widths, num_bytes = (self.model.head_dim, self.model.value_width), self.model.bytes_per_element
             elements = kernel.padding_elements(pairs, launch, num_launches, widths, backward=backward, mask=mask)

@@ -213,9 +213,12 @@ _LINK_CHANNELS = 2
 # file; MAXCHANNELS).
 _MAX_CHANNELS = 32
 
-# One NVLink of generation 3 or 4, one direction: by A100's and H100's datasheets (600 GB/s in 12
-# links, 900 GB/s in 18, both directions), and as NCCL counts it on Hopper (graph/topo.h).
-_NVLINK_BYTES_PER_S = (25e9, 20.6e9)
+# What NCCL counts on of one NVLink in one direction, by generation of GPUs (June 2026, graph/topo.h,
+# SM80, SM90 and SM100_NVLINK_BW).
+NVLINK_BYTES_PER_S = {"Ampere": 20e9, "Hopper": 20.6e9, "Blackwell": 40.1e9}
+
+# The same by A100's and H100's data sheets: 600 GB/s in 12 links, 900 GB/s in 18, both directions.
+_SHEET_NVLINK_BYTES_PER_S = 25e9
 
 # Parts of a processor that is not counted in SMs: the share that transfers take was measured.
 PARTS = 1_000_000
@@ -240,8 +243,9 @@ class Contention:
         """SMs of NCCL's point-to-point kernels, by the rate of all NVLinks of a GPU."""
         if not num_sms:
             return Contention(0, 0, 0)
-        # A cluster's rate is of whole links, by one of the two.
-        links = min((intra_bytes_per_s / rate for rate in _NVLINK_BYTES_PER_S), key=lambda n: abs(n - round(n)))
+        # A cluster's rate is of whole links, by a data sheet or by NCCL.
+        rates = (_SHEET_NVLINK_BYTES_PER_S, *NVLINK_BYTES_PER_S.values())
+        links = min((intra_bytes_per_s / rate for rate in rates), key=lambda n: abs(n - round(n)))
         num_links = max(1, round(links))
         return Contention(num_sms, min(_MAX_CHANNELS, _LINK_CHANNELS * num_links), _NET_CHANNELS, waits)
 

@@ -81,13 +81,15 @@ class KernelLaw:
     `block_tiles`: a forward thread block's cost beside its tiles, in tiles. `packs_heads`: whether the
     query heads of a key head share tiles forward, where lengths vary. `backward_share`: rate of the
     backward kernel over the forward one's. `key_blocks`: of a backward over blocks of keys; None: it
-    is counted as the forward is, by blocks of queries.
+    is counted as the forward is, by blocks of queries. `forward_empty_s`: `KeyBlocks.empty_s` of a
+    forward whose grid has blocks for the longest queries of a launch for each of its entries.
     """
 
     block_tiles: float = BLOCK_TILES
     packs_heads: bool = False
     backward_share: float = _BACKWARD_EFFICIENCY
     key_blocks: KeyBlocks | None = None
+    forward_empty_s: float = 0.0
 
     @property
     def backward_factor(self) -> float:
@@ -117,11 +119,16 @@ class KernelLaw:
 # keys), `query_bytes`, as above, of the kernels before and after it; `key_bytes`, gradients in bf16
 # for each query head that are read and summed (flash_api.cpp). Derived: `backward_share` and
 # `block_tiles` by least squares on 214, 260, 291, 310, 318, 322 TFLOP/s for l = 512, 1k, 2k, 4k, 8k,
-# 16k (H100, heads of 128, no mask; arXiv 2407.08608, Figure 6; rms 0.4 %). Estimated: `empty_s`, as
-# FlashAttention-3's. The forward's grid is ceil(max_q / 128) x entries x heads
-# (flash_fwd_launch_template.h); its blocks without work are not priced.
+# 16k (H100, heads of 128, no mask; arXiv 2407.08608, Figure 6; rms 0.4 %). Published, too: the
+# forward's grid of ceil(max_q / 128) x entries x heads (flash_fwd_launch_template.h), whose blocks
+# past an entry's end return once they have read its offsets (flash_fwd_kernel.h). Estimated:
+# `empty_s` of both, as FlashAttention-3's.
 LAWS = {
-    "flash_attn": KernelLaw(backward_share=0.89, key_blocks=KeyBlocks(64, 64, 0.8, 14, (4, 4, 0), 0.5e-6, 10_560, 26)),
+    "flash_attn": KernelLaw(
+        backward_share=0.89,
+        key_blocks=KeyBlocks(64, 64, 0.8, 14, (4, 4, 0), 0.5e-6, 10_560, 26),
+        forward_empty_s=0.5e-6,
+    ),
     "flash_attn_3": KernelLaw(0.5, True, 0.89, KeyBlocks(64, 80, 2.8, 14, (20, 0, 8), 0.5e-6, 10_560, 26)),
 }
 LAWS["torch_varlen"] = LAWS["flash_attn"]  # built into torch
@@ -186,8 +193,12 @@ def key_blocks(pairs: Ints, mask: Mask) -> Ints:
     return np.maximum(stop - _between(q_start - cell.reach + 1 - k_start, num_k) // TILE_TOKENS, 0)
 
 
-def forward_work(pairs: Ints, launch: Ints, num_launches: int, mask: Mask, law: KernelLaw) -> tuple[Floats, Floats]:
-    """Tiles of 128 x 128 of each launch [num_launches], all heads, and of its longest thread block."""
+def forward_work(
+    pairs: Ints, launch: Ints, num_launches: int, mask: Mask, law: KernelLaw
+) -> tuple[Floats, Floats, Floats]:
+    """Tiles of 128 x 128 of each launch [num_launches], all heads, and of its longest thread block;
+    and the blocks that its longest queries have more than the others', where such a grid is priced.
+    """
     heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
     tokens, share = TILE_TOKENS, heads.astype(np.float64)
     if law.packs_heads:
@@ -200,7 +211,15 @@ def forward_work(pairs: Ints, launch: Ints, num_launches: int, mask: Mask, law: 
     work = np.bincount(launch, weights=share * (walked + law.block_tiles * blocks), minlength=num_launches)
     widest = np.zeros(num_launches)
     np.maximum.at(widest, launch, (longest + law.block_tiles) * (heads > 0))
-    return work, widest
+    empty = _past_the_end(blocks, heads, launch, num_launches) if law.forward_empty_s else np.zeros(num_launches)
+    return work, widest, empty
+
+
+def _past_the_end(blocks: Ints, heads: Ints, launch: Ints, num_launches: int) -> Floats:
+    # Blocks [num_launches] of grids of the longest entry's blocks for every entry that find no work.
+    most = np.zeros(num_launches, dtype=np.int64)
+    np.maximum.at(most, launch, blocks)
+    return np.bincount(launch, weights=heads * (most[launch] - blocks), minlength=num_launches)
 
 
 def backward_work(
@@ -257,13 +276,12 @@ def by_key_length(grid: KeyGrid, launch: Ints, num_launches: int, blocks_of: Key
     A grid has a block for each of the longest entry's, of every entry. Entries of up to 1, 2, 4, 8 ...
     blocks stay together; the runs of these classes that form a bucket are the cheapest.
     """
-    most = np.zeros(num_launches, dtype=np.int64)
-    np.maximum.at(most, launch, grid.blocks)
-    all_blocks, copied, needed = (
+    copied, needed = (
         np.bincount(launch, weights=each, minlength=num_launches)
-        for each in (grid.heads * most[launch], blocks_of.copy_blocks * grid.copied, grid.heads * grid.blocks)
+        for each in (blocks_of.copy_blocks * grid.copied, grid.heads * grid.blocks)
     )
-    of, blocks = np.zeros(len(launch), dtype=np.int64), all_blocks - needed
+    of = np.zeros(len(launch), dtype=np.int64)
+    blocks = _past_the_end(grid.blocks, grid.heads, launch, num_launches)
     wasteful = np.flatnonzero(blocks > blocks_of.launch_blocks + copied)
     if not len(wasteful):
         return of, blocks

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.model import Model
 
 # A product's backward is two of the same size: the gradient of the input and that of the weights.

@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 Figures = dict[str, Any]
 # Number of first steps on which limits and variants are simulated.
 MOST_STEPS = 4
-# Capacities tried of a planner whose groups follow from it (`Planner.by_capacity`), and the factor
-# from one to the next: four lead to groups of twice as many ranks.
+# Capacities tried of a planner whose groups follow from it (`Planner.sized_by`), and the factor from
+# one to the next: four lead to groups of twice as many ranks.
 MOST_CAPACITIES, CAPACITY_STEP = 10, 2**0.25
+# What a found size is to a reader, by that option.
+SIZES_IN_WORDS = {"tokens_per_rank": "{:,} tokens a rank", "group_size": "heads in groups of {}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,9 @@ class Planned:
     """The owner of weights, where the planner changes between strategies."""
     sizes: tuple[dict[str, Any], ...] = ()
     """Where nobody said `context_parallel`: every size that was simulated, ascending."""
-    capacities: tuple[dict[str, Any], ...] = ()
-    """Where groups follow from the capacity, and nobody said one to this planner: those that were
-    estimated, ascending; the options have the fastest that fits."""
+    tried: tuple[dict[str, Any], ...] = ()
+    """Where groups are as wide as an option (`Planner.sized_by`) that nobody said: the values that
+    were estimated, ascending; `choice` has the fastest that fits."""
 
     @property
     def name(self) -> str:
@@ -91,15 +93,20 @@ class Planned:
         mode = {"ping_pong": self.mode.ping_pong, "pipeline": self.mode.pipeline}
         sizes = {"context_parallel": self.context_parallel, "sizes": list(self.sizes)}
         capacity = self.choice.options.tokens_per_rank
-        return {**mode, **sizes, "tokens_per_rank": capacity, "capacities": list(self.capacities)}
+        return {**mode, **sizes, "tokens_per_rank": capacity, "tried": list(self.tried), "found": self._found()}
+
+    def _found(self) -> str:
+        """The size in words that was found by trying several; empty: none were tried."""
+        option = self.choice.planner.sized_by
+        return SIZES_IN_WORDS[option].format(getattr(self.choice.options, option)) if self.tried else ""
 
     def in_words(self) -> str:
         """The mode in words; empty where microbatches run whole, on one stage."""
         others = ", ".join(str(each["context_parallel"]) for each in self.sizes)
         fastest = f" (fastest of {others})" if len(self.sizes) > 1 else ""
         parts = [] if self.context_parallel is None else [f"context parallelism {self.context_parallel}{fastest}"]
-        if self.capacities:
-            parts.append(f"{self.choice.options.tokens_per_rank:,} tokens a rank at most (fastest by estimate)")
+        if self.tried:
+            parts.append(f"{self._found()} (fastest by estimate)")
         parts += ["microbatches as two nano-batches interleaved"] * self.mode.ping_pong
         parts += {
             "joint": ["all pipeline stages attending together"],
@@ -174,14 +181,14 @@ class Bench:
         return replace(found, asked="replay") if mode.joint else found
 
     def plan(self, choice: PlannerChoice) -> Planned:
-        """Plan all steps; replicas have one size, and groups by capacity one capacity: where nobody
-        says which, the fastest that fits.
+        """Plan all steps; replicas, and groups that are as wide as an option, have one size: where
+        nobody says which, the fastest that fits.
         """
         from megatron_balance.solvers.groups import context_sizes, least_context
 
         given, options = self.given, choice.options
-        if choice.planner.by_capacity and "tokens_per_rank" not in choice.given:
-            return self._with_capacity(choice)
+        if choice.planner.sized_by and choice.planner.sized_by not in choice.given:
+            return self._sized(choice)
         if not choice.planner.replicas or options.strategy is not None or options.context_parallel is not None:
             return self._plan(choice)
         least = least_context([batch.lengths for batch in given.batches], given.cluster, options.tokens_per_rank)
@@ -202,27 +209,34 @@ class Bench:
         fastest = min(found, key=lambda each: (not each[0]["fits"], each[0]["step_s"]))[1]
         return replace(fastest, choice=choice, sizes=tuple(size for size, _ in found))
 
-    def _with_capacity(self, choice: PlannerChoice) -> Planned:
+    def _sized(self, choice: PlannerChoice) -> Planned:
         # By estimates of the first steps: to simulate each would take longer than all other planners.
         from megatron_balance.analysis.estimate import estimate
         from megatron_balance.analysis.machine import Machine
+        from megatron_balance.solvers.groups import context_sizes
 
-        first, given, most = self.first_steps(), self.given, choice.options.tokens_per_rank
-        mean = max(batch.num_tokens for batch in given.batches) / given.cluster.num_ranks
-        steps = (ceil(mean * CAPACITY_STEP**at) for at in range(MOST_CAPACITIES - 1))
+        first, given, option, options = self.first_steps(), self.given, choice.planner.sized_by, choice.options
+        if option == "tokens_per_rank":
+            most = options.tokens_per_rank
+            mean = max(batch.num_tokens for batch in given.batches) / given.cluster.num_ranks
+            steps = (ceil(mean * CAPACITY_STEP**at) for at in range(MOST_CAPACITIES - 1))
+            values = sorted({most, *(each for each in steps if each < most)})
+        else:
+            ranks = options.context_parallel or given.cluster.num_ranks
+            values = [each for each in context_sizes(given.cluster) if not ranks % each]
         machine = Machine(given.cluster, given.model, given.planning_cost(), memory=self.memory(self.mode(choice)))
         found: list[dict[str, Any]] = []
-        for tokens in sorted({most, *(each for each in steps if each < most)}):
+        for value in values:
             try:
-                planned = first._plan(replace(choice, options=replace(choice.options, tokens_per_rank=tokens)))
+                planned = first._plan(replace(choice, options=replace(options, **{option: value})))
             except InfeasibleError:
                 continue
             each = [estimate(plan, machine) for step in planned.steps for plan in step.plans]
             seconds, fits = sum(one.layer_s for one in each), all(one.backward.fits for one in each)
-            found.append({"tokens_per_rank": tokens, "layer_s": seconds, "fits": fits})
-        best = min(found, key=lambda one: (not one["fits"], one["layer_s"]), default={"tokens_per_rank": most})
-        options = replace(choice.options, tokens_per_rank=best["tokens_per_rank"])
-        return replace(self._plan(replace(choice, options=options)), capacities=tuple(found))
+            found.append({option: value, "layer_s": seconds, "fits": fits})
+        best = min(found, key=lambda one: (not one["fits"], one["layer_s"]), default={option: getattr(options, option)})
+        options = replace(options, **{option: best[option]})
+        return replace(self._plan(replace(choice, options=options)), tried=tuple(found))
 
     def _plan(self, choice: PlannerChoice) -> Planned:
         from megatron_balance.compile.proof.structure import verify_plans

@@ -51,7 +51,7 @@ PLANNERS: dict[str, Planner] = {
         parts_heads=_always,
         tries=(Try(least=Bounds.pool_heads),),
     ),
-    "usp": Planner(baselines.usp, baselines.UspOptions, parts_heads=_always, left_out=_A_PEER),
+    "usp": Planner(baselines.usp, baselines.UspOptions, parts_heads=_always, sized_by="group_size", left_out=_A_PEER),
     "magi": Planner(baselines.magi, baselines.MagiOptions, _ONCE_PER_NODE, left_out=_A_PEER),
     "packing": Planner(
         baselines.packing, baselines.PackingOptions, _ONCE_PER_NODE, tries=(Try(least=Bounds.even_tokens),)
@@ -60,7 +60,7 @@ PLANNERS: dict[str, Planner] = {
         baselines.hybrid_dp,
         baselines.HybridDpOptions,
         plan_batch=baselines.hybrid_dp_batch,
-        by_capacity=True,
+        sized_by="tokens_per_rank",
         tries=_RINGS,
         left_out=_IN_ZEPPELIN,
     ),
@@ -84,7 +84,7 @@ PLANNERS: dict[str, Planner] = {
         megatron.plan,
         megatron.MegatronDynamicOptions,
         plan_batch=megatron.plan_batch,
-        by_capacity=True,
+        sized_by="tokens_per_rank",
         tries=_RINGS,
         left_out=_IN_ZEPPELIN,
         plan_with=megatron.plan_by,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from megatron_balance.analysis.change import Layouts
 from megatron_balance.analysis.estimate import Bounds
@@ -206,9 +206,9 @@ class Planner:
     """Kinds of the masks that it plans for (`ir.mask.KINDS`)."""
     plan_by_others: Callable[[Batch, StepContext], MicrobatchPlan] | None = None
     """Place one microbatch by asking other planners, layers included, where there is no `plan`."""
-    by_capacity: bool = False
-    """Whether groups are as wide as the capacity makes them, so that less of it may be faster: those
-    who compare planners try several."""
+    sized_by: Literal["", "tokens_per_rank", "group_size"] = ""
+    """The option that groups are as wide as, so that less of it may be faster: those who compare
+    planners try several. Empty: there are no groups, or the planner weighs several itself."""
     tries: tuple[Try, ...] = (Try(),)
     """How planners that choose among all others ask this one."""
     left_out: str = ""

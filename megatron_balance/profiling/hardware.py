@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
+from megatron_balance.cost.base import NVLINK_BYTES_PER_S
 from megatron_balance.errors import ConfigError
 
 PROBE_TIMEOUT_S = 60
 # How `nvidia-smi topo -m` says that two devices are connected, nearest first: one PCI switch,
 # several, a host bridge, a NUMA node, the link between processors.
 NEAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
-NVLINK_BYTES_PER_S = 25e9
-# Rate of one link in one direction: 25 GB/s in NVLink 3 and 4 (A100, H100), 50 GB/s in NVLink 5
-# (B200). NVIDIA's architecture whitepapers.
-NVLINK_5_BYTES_PER_S = 50e9
+# Generations with NVLinks of their own, by a GPU's name; others are as Ampere's, as NCCL has it.
+GENERATIONS = {"Hopper": re.compile(r"\bG?H\d"), "Blackwell": re.compile(r"\bG?B\d")}
+# What NCCL counts on of a port: 48, 24 and 12 GB/s of 400, 200 and 100 Gb/s (June 2026,
+# graph/search.cc, speedArrayInter).
+PORT_SHARE = 0.96
 # The preset with a GPU's compute rates, by a word of its name; an A100 computes as an A800. Cards of
 # the same chip with another rate have none: the PCIe and NVL forms of an H100.
 PRESETS = {"H200": "h200", "H100": "h100", "H800": "h800", "A800": "a800", "A100": "a800"}
@@ -264,13 +266,13 @@ def _intra_lines(node: Node) -> list[str]:
             "# intra_bytes_per_s: nvidia-smi topo -m shows no NVLink between some GPUs; 'megatron-balance profile "
             "--links' measures it"
         ]
-    fast = any(word in node.gpus[0].name for word in ("B200", "B300"))
-    rate = NVLINK_5_BYTES_PER_S if fast else NVLINK_BYTES_PER_S
+    name = node.gpus[0].name
+    rate = NVLINK_BYTES_PER_S[next((each for each, named in GENERATIONS.items() if named.search(name)), "Ampere")]
     return [
         _line(
             "intra_bytes_per_s",
             _number(node.nvlinks * rate),
-            f"nvidia-smi topo -m: NV{node.nvlinks}, {rate / 1e9:.0f} GB/s a link, one direction",
+            f"nvidia-smi topo -m: NV{node.nvlinks}, {rate / 1e9:g} GB/s a link, one direction, as NCCL counts on",
         )
     ]
 
@@ -288,7 +290,8 @@ def _nic_lines(node: Node) -> list[str]:
     note = f"{slow.source}: {slow.rate}, {slow.layer}"
     note += (f", of {several} a GPU" if several > 1 else "") + (", the slowest" if unlike else "")
     nearest = f"{count} GPUs, {len(nics)} NIC{'s' * (len(nics) > 1)} nearest to them"
-    lines = [_line("nic_bytes_per_s", _number(slow.bytes_per_s * several), note)]
+    note += f"; NCCL counts on {PORT_SHARE:.0%}"
+    lines = [_line("nic_bytes_per_s", _number(PORT_SHARE * slow.bytes_per_s * several), note)]
     lines.append(_line("ranks_per_nic", str(shares), nearest))
     lines += [f"# GPU {index}: {', '.join(names)} ({how})" for index, (names, how) in enumerate(node.nearest)]
     idle = [nic.name for nic in node.nics if nic not in nics]

@@ -31,7 +31,7 @@ from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Host
-from megatron_balance.cost.kernel import backward_factor
+from megatron_balance.cost.kernel import law_of
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.step import Layers
@@ -89,7 +89,7 @@ def kernel_s(plan: MicrobatchPlan) -> float:
     """
     cluster, model = machine(plan.num_ranks)
     pairs = sum(n * (n + 1) / 2 for n in plan.lengths)
-    return AnalyticCost(cluster, model).attention_s(pairs / plan.num_ranks) * (1 + backward_factor())
+    return AnalyticCost(cluster, model).attention_s(pairs / plan.num_ranks) * (1 + law_of(KERNEL).backward_factor)
 
 
 def rank_of(name: str, plan: MicrobatchPlan) -> int:

@@ -94,7 +94,7 @@ def measure(context: Context) -> Iterator[Row]:
     lengths = mixed_lengths(FRAGMENTS, LEAST, TOKENS)
     kernel = choose_kernel("auto", device, torch.bfloat16, DIM)
     if context.on_gpu:
-        yield LAUNCHES.measured(kernel.launches(squares(lengths)), kernel.name)
+        yield LAUNCHES.measured(kernel.launches(kernel.prepare(squares(lengths), device)), kernel.name)
         yield from _throughput(kernel, lengths, device)
     else:
         yield LAUNCHES.not_measured(f"{kernel.name} takes a call for each entry")

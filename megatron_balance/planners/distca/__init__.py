@@ -39,7 +39,6 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Rows
 from megatron_balance.ir.forest import Forest, over
-from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca.greedy import Drain, Rule, empty_light_servers
@@ -78,40 +77,37 @@ class DistcaOptions:
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions) -> MicrobatchPlan:
-    """One task table: the linear layout, and tasks within the tolerance."""
+    """One task table: the linear layout, and tasks within the tolerance. Windows are not planned for:
+    tasks are as they would be without them, and without trees.
+    """
     holders = _holders(cluster, options)
     check_pool(batch.lengths, len(holders), options.tokens_per_rank)
-    owned = as_rows(linear_owned(batch.lengths, holders))
-    return plan_owned(batch.lengths, owned, cluster, model, cost, options, over(model.mask, batch.trees))
+    owned = linear_owned(batch.lengths, holders)
+    mask = over(model.mask, batch.trees)
+    if not isinstance(mask, Forest) or mask.window:
+        return plan_owned(batch.lengths, as_rows(owned), cluster, model, cost, options)
+
+    def of_runs(rows: Ints, lengths: Sequence[int], paths: Paths) -> Ints:
+        return schedule(rows, lengths, cluster, cost, options, paths)
+
+    tasks = schedule_trees(owned, mask, of_runs)
+    return replace(_table(batch.lengths, as_rows(owned), tasks, cluster, model), mask=mask)
 
 
 def plan_owned(
-    lengths: tuple[int, ...],
-    owned: Rows,
-    cluster: Cluster,
-    model: Model,
-    cost: CostModel,
-    options: DistcaOptions,
-    mask: Mask = CAUSAL,
+    lengths: tuple[int, ...], owned: Rows, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions
 ) -> MicrobatchPlan:
     """`plan` for a given linear layout: rows (rank, seq, start, stop); ranks without tokens serve,
-    too. The layout being given, `tokens_per_rank`, `servers` and `pool_ranks` play no part. Windows
-    are not planned for: tasks are as they would be without.
+    too. The layout being given, `tokens_per_rank`, `servers` and `pool_ranks` play no part.
     """
-    law = law_of(cluster.attention_kernel).key_blocks
-    if options.tolerance is None and law is not None and law.block_tiles > 1:
-        options = replace(options, tolerance=_OF_PIECES)
-    forest = mask if isinstance(mask, Forest) and not mask.window else None
+    tasks = schedule(as_array(owned), lengths, cluster, cost, options)
+    return _table(lengths, owned, tasks, cluster, model)
 
-    def scheduled(owned: Ints, lengths: Sequence[int], paths: Paths | None = None) -> Ints:
-        return schedule(owned, lengths, cluster.num_ranks, cost, options, paths)
 
-    rows = as_array(owned)
-    tasks = scheduled(rows, lengths) if forest is None else schedule_trees(rows, forest, scheduled)
+def _table(lengths: tuple[int, ...], owned: Rows, tasks: Ints, cluster: Cluster, model: Model) -> MicrobatchPlan:
     zones = (TaskTable("attention", owned, as_rows(tasks)),) if owned else ()
     heads = model.num_heads, model.num_kv_heads
-    plan = MicrobatchPlan("distca", lengths, cluster.num_ranks, cluster.node_size, *heads, zones)
-    return plan if forest is None else replace(plan, mask=forest)
+    return MicrobatchPlan("distca", lengths, cluster.num_ranks, cluster.node_size, *heads, zones)
 
 
 def num_holders(cluster: Cluster, options: DistcaOptions) -> int:
@@ -152,9 +148,15 @@ def linear_owned(lengths: Sequence[int], ranks: Sequence[int]) -> Ints:
     return np.column_stack([np.array(ranks, dtype=np.int64)[rank], seq, begin - before, end - before])
 
 
-# Tolerances where none is given: on H200 nodes a layer is fastest at 0 to 0.02; with pieces of
-# queries that are paid for (`cost.kernel.KeyBlocks`), on H100 nodes at about 0.1.
-_TOLERANCE, _OF_PIECES = 0.02, 0.1
+def _tolerance(cluster: Cluster, options: DistcaOptions) -> float:
+    if options.tolerance is not None:
+        return options.tolerance
+    # On H200 nodes a layer is fastest at 0 to 0.02; with pieces of queries that are paid for
+    # (`cost.kernel.KeyBlocks`), on H100 nodes at about 0.1.
+    law = law_of(cluster.attention_kernel).key_blocks
+    return 0.1 if law is not None and law.block_tiles > 1 else 0.02
+
+
 # Share of the tolerance with which the limit starts; first steps by which it gives way are in the
 # rest.
 _AIM = 0.95
@@ -174,7 +176,7 @@ def _check(options: DistcaOptions) -> None:
 def schedule(
     owned: Ints,
     lengths: Sequence[int],
-    num_ranks: int,
+    cluster: Cluster,
     cost: CostModel,
     options: DistcaOptions,
     paths: Paths | None = None,
@@ -198,10 +200,10 @@ def schedule(
     sizes = TaskSizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
     shards = Plain(edges, sizes) if options.shards == "plain" else HeadTail(edges, sizes)
     most_received = inf if options.max_received_tokens is None else options.max_received_tokens
-    servers = Servers(edges, shards, num_ranks, options.max_kv_tokens or inf, most_received, paths)
+    servers = Servers(edges, shards, cluster.num_ranks, options.max_kv_tokens or inf, most_received, paths)
     enforce_caps(servers)
     least_score = options.least_score * cost.inter_node_s(1, 0)
-    tolerance = _TOLERANCE if options.tolerance is None else options.tolerance
+    tolerance = _tolerance(cluster, options)
     limit, limit_of_pairs = _limits(servers, owned, seconds, tolerance)
     rule = Rule(limit, tolerance, least_score)
     if options.empty_light_servers:

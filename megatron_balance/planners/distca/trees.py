@@ -63,8 +63,9 @@ class _Runs(NamedTuple):
 
 
 def schedule_trees(owned: Ints, forest: Forest, schedule: Callable[[Ints, Sequence[int], Paths], Ints]) -> Ints:
-    """Attention tasks [m, 6] of trees' `owned`, `Placed` rows: hulls, of which the mask hides the rest.
+    """Attention tasks [m, 6] of trees, their keys as hulls: a mask hides what is not on a path.
 
+    `owned`: `Placed` rows [n, 4].
     `schedule`: makes tasks of rows, lengths and paths of runs.
     """
     runs = _runs(forest)

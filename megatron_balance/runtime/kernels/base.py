@@ -45,12 +45,12 @@ class Kernel(Protocol):
 
     name: str
 
-    def launches(self, entries: Entries) -> int:
-        """Kernel calls that the entries take."""
-        ...
-
     def prepare(self, entries: Entries, device: torch.device) -> Any:
         """Index tensors, cu_seqlens or whatever the kernel needs of the entries on `device`."""
+        ...
+
+    def launches(self, entries: Any) -> int:
+        """Kernel calls that prepared entries take."""
         ...
 
     def forward(self, entries: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -57,8 +57,8 @@ class LatentKernel:
     def with_weight(self, weight: Tensor) -> LatentKernel:
         return LatentKernel(self.kernel, self.shape, weight)
 
-    def launches(self, entries: Entries) -> int:
-        return self.kernel.launches(entries)
+    def launches(self, entries: _LatentEntries) -> int:
+        return self.kernel.launches(entries.inner)
 
     def prepare(self, entries: Entries, device: torch.device) -> _LatentEntries:
         return _LatentEntries(self.kernel.prepare(entries, device), entries.k)

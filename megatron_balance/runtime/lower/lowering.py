@@ -455,7 +455,8 @@ class _Launching:
         queries, _, launch, fused, entries_of, q, k, reads, op_of = looked_up
         out = self.targets(indexes.space[Kind.Q], queries, launch, fused.q_pairs, len(op_of), distinct=True)
         for i, entries in enumerate(entries_of):
-            prepared, calls, op = self.kernel.prepare(entries, _HOST), self.kernel.launches(entries), op_of[i]
+            prepared, op = self.kernel.prepare(entries, _HOST), op_of[i]
+            calls = self.kernel.launches(prepared)
             launches.setdefault(op, []).append(
                 steps.Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads[i], calls)
             )
@@ -469,7 +470,8 @@ class _Launching:
         dq = self.targets(indexes.space[Kind.Q], queries, launch, fused.q_pairs, len(op_of))
         dk = self.targets(indexes.space[Kind.KV], keys, launch, fused.k_pairs, len(op_of))
         for i, entries in enumerate(_with_gradients(entries_of, fused, dq, dk)):
-            prepared, calls, op = self.kernel.prepare(entries, _HOST), self.kernel.launches(entries), op_of[i]
+            prepared, op = self.kernel.prepare(entries, _HOST), op_of[i]
+            calls = self.kernel.launches(prepared)
             step = steps.GradLaunch(
                 op, zones[op], q[i], k[i], _final_rows(dq[i]), prepared, dq[i], dk[i], reads[i], calls
             )

@@ -229,11 +229,12 @@ def dgx_h100(tmp_path):
 def test_a_dgx_h100_has_a_nic_a_gpu(dgx_h100, tmp_path):
     cluster, text = loaded(dgx_h100, tmp_path)
     assert (cluster.num_ranks, cluster.ranks_per_node, cluster.ranks_per_nic) == (8, 8, 1)
-    assert (cluster.intra_bytes_per_s, cluster.nic_bytes_per_s) == (450e9, 50e9)
+    preset = load_cluster("h100").build()
+    assert (cluster.intra_bytes_per_s, cluster.nic_bytes_per_s) == (preset.intra_bytes_per_s, preset.nic_bytes_per_s)
     assert cluster.memory_bytes == pytest.approx(81559 * 2**20, rel=1e-3)
-    assert cluster.flops_per_s == load_cluster("h100").build().flops_per_s
-    assert "# nvidia-smi topo -m: NV18, 25 GB/s a link, one direction" in text
-    assert "# /sys/class/infiniband/mlx5_0/ports/1/rate: 400 Gb/sec (4X NDR), InfiniBand" in text
+    assert cluster.flops_per_s == preset.flops_per_s
+    assert "# nvidia-smi topo -m: NV18, 20.6 GB/s a link, one direction" in text
+    assert "# /sys/class/infiniband/mlx5_0/ports/1/rate: 400 Gb/sec (4X NDR), InfiniBand; NCCL counts on 96%" in text
     assert "# GPU 1: mlx5_3 (PXB)" in text
     assert "Not nearest to any GPU, so not counted: mlx5_1, mlx5_7" in text
     assert "mlx5_2" not in text
@@ -246,7 +247,7 @@ def test_nodes_whose_nics_are_shared_named_by_their_devices_or_add_up(tmp_path):
         infiniband(tmp_path / "a800", name, "200 Gb/sec (2X NDR)", layer="Ethernet")
     listed, topo = gpus("NVIDIA A800-SXM4-80GB", 8, 81920), topology(8, "NV8", nics)
     cluster, text = loaded(read(tmp_path / "a800", listed, topo), tmp_path)
-    assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s, cluster.intra_bytes_per_s) == (2, 25e9, 200e9)
+    assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s, cluster.intra_bytes_per_s) == (2, 24e9, 160e9)
     assert cluster.flops_per_s == 312e12
     assert "# 8 GPUs, 4 NICs nearest to them" in text
     # Columns of an H200 HGX bear the devices' own names.
@@ -255,7 +256,7 @@ def test_nodes_whose_nics_are_shared_named_by_their_devices_or_add_up(tmp_path):
         infiniband(tmp_path / "h200", name, "400 Gb/sec (4X NDR)", layer="Ethernet")
     listed, topo = gpus("NVIDIA H200", 8, 143771), topology(8, "NV18", nics, legend=False)
     cluster, text = loaded(read(tmp_path / "h200", listed, topo), tmp_path)
-    assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s) == (1, 50e9)
+    assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s) == (1, 48e9)
     assert cluster.memory_bytes == pytest.approx(150.8e9)
     assert text.splitlines()[1].startswith("base: h200 ")
     # Two NICs a GPU add up, and the slowest counts.
@@ -265,7 +266,7 @@ def test_nodes_whose_nics_are_shared_named_by_their_devices_or_add_up(tmp_path):
         infiniband(tmp_path / "a100", name, rate)
     listed, topo = gpus("NVIDIA A100-SXM4-40GB", 2, 40960), topology(2, "NV12", nics)
     cluster, text = loaded(read(tmp_path / "a100", listed, topo), tmp_path)
-    assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s, cluster.intra_bytes_per_s) == (1, 25e9, 300e9)
+    assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s, cluster.intra_bytes_per_s) == (1, 24e9, 240e9)
     assert "of 2 a GPU, the slowest" in text
 
 
@@ -279,7 +280,7 @@ def test_without_a_nic_the_fastest_network_device_counts_and_is_shared(tmp_path)
         if physical:
             (device / "device").mkdir()
     cluster, text = loaded(read(tmp_path, gpus("NVIDIA L40S", 4, 46068), topology(4, "PHB", {})), tmp_path)
-    assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s) == (4, 25e9 / 8)
+    assert (cluster.ranks_per_nic, cluster.nic_bytes_per_s) == (4, 24e9 / 8)
     assert "/sys/class/net/eth1/speed: 25000 Mbit/s" in text
     assert "shows no NVLink between some GPUs" in text
     assert "No preset has the compute rates of NVIDIA L40S" in text
@@ -301,7 +302,7 @@ def test_where_the_topology_says_nothing_the_pci_bus_decides(tmp_path):
     assert loaded(node, tmp_path)[0].ranks_per_nic == 2
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB"])
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA B200"])
 def test_another_form_of_a_known_chip_has_no_rates_of_it_and_fewer_nics_than_gpus_are_shared(name, tmp_path):
     nics = {f"mlx5_{n}": {n: "PIX"} for n in range(6)}
     for nic in nics:
@@ -310,6 +311,7 @@ def test_another_form_of_a_known_chip_has_no_rates_of_it_and_fewer_nics_than_gpu
     assert "base:" not in text
     assert f"No preset has the compute rates of {name}" in text
     assert cluster.ranks_per_nic == 2, "two GPUs share a NIC where six serve eight"
+    assert cluster.intra_bytes_per_s == (18 * 40.1e9 if "B200" in name else 18 * 20.6e9)
     with pytest.raises(ConfigError, match="does not say the memory"):
         read(tmp_path, gpus(name, 1, 81559).replace("81559", "[N/A]"), None)
 
@@ -329,7 +331,7 @@ def test_the_verb_writes_a_file_that_plans_and_mistakes_are_one_line(dgx_h100, t
     monkeypatch.setattr(hardware, "read_node", lambda: dgx_h100)
     path = tmp_path / "cluster.yaml"
     document = run.json("doctor --json --write-cluster", path)
-    assert document["cluster"]["nic_bytes_per_s"] == 50e9
+    assert document["cluster"]["nic_bytes_per_s"] == 48e9
     assert len(document["node"]["gpus"]) == 8
     table = run.printed("plan --planner zeppelin --lengths 4000,100 --tokens-per-rank 1024 --cluster", path)
     assert table.startswith("8 ranks (1 node x 8), llama-7b on cluster")

@@ -102,12 +102,24 @@ def test_the_work_of_launches_is_that_of_their_blocks(drawn: list[tuple[int, ...
         column = -(-len(seen) // tokens) * tokens / TILE
         behind[1, number] = max(behind[1, number], column + KEY_BLOCKS.block_tiles)
         grids[number].append((heads, keys))
-    for found, counted in ((kernel.forward_work(pairs, launch, 3, mask, law), ahead),
+    for found, counted in ((kernel.forward_work(pairs, launch, 3, mask, law)[:2], ahead),
                            (kernel.backward_work(pairs, launch, 3, mask, KEY_BLOCKS)[:2], behind)):  # fmt: skip
         np.testing.assert_allclose(found, counted)
     # So few blocks are in one grid: the longest entry's for each entry.
     empty = [sum(heads * (max(k for _, k in grid) - keys) for heads, keys in grid) for grid in grids]
     assert kernel.backward_work(pairs, launch, 3, mask, KEY_BLOCKS)[2].tolist() == empty
+    assert kernel.forward_work(pairs, launch, 3, mask, law)[2].tolist() == [0, 0, 0], "blocks are persistent"
+
+
+def test_a_forward_of_flash_attention_2_pays_for_blocks_past_an_entrys_end() -> None:
+    cluster = replace(load_cluster("h100").build(), attention_kernel="flash_attn")
+    cost = AnalyticCost(cluster, Model(num_heads=16, num_kv_heads=16, head_dim=128))
+    lengths = (16384, 130, 4)
+    pairs = np.array([[seq, 0, length, 0, 16, 0, length, 0, 16] for seq, length in enumerate(lengths)])
+    # A grid of 3 x 128 blocks a head has 128 - 2 and 128 - 1 without work; of one entry none.
+    together, longest = (cost.attend_s(rows, np.zeros(len(rows), dtype=np.int64), 1)[0] for rows in (pairs, pairs[:1]))
+    tiles_s = (3 + 2 * kernel.BLOCK_TILES + 1 + kernel.BLOCK_TILES) * 16 * cost.block_s(1.0) / 132
+    assert together == pytest.approx(longest + tiles_s + 16 * (126 + 127) * 0.5e-6 / 132)
 
 
 ENTRIES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=12)

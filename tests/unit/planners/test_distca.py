@@ -28,7 +28,7 @@ from tests.support import flat_cost
 from tests.support.flat_cost import FlatCost
 
 MODEL, GROUPED = Model(num_heads=32, num_kv_heads=32, head_dim=128), Model(num_heads=32, num_kv_heads=8, head_dim=128)
-CLUSTER = Cluster(16, 8)
+CLUSTER, FOUR = Cluster(16, 8), Cluster(4, 4)
 COST = AnalyticCost(CLUSTER, MODEL)
 BATCHES = (  # 64k tokens: one long sequence, a mixture, none of the lengths a multiple of anything
     [63121, 2415],
@@ -120,7 +120,7 @@ def test_any_layout_is_attended_once_at_multiples_of_the_block(
         rows += [(int(rng.integers(num_ranks)), seq, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
     owned = np.array(sorted(rows), dtype=np.int64)
     how = DistcaOptions(tolerance=tolerance, block=block, shards=shards, empty_light_servers=empty_light_servers)  # pyright: ignore[reportArgumentType]
-    tasks = schedule(owned, lengths, num_ranks, COST, how)
+    tasks = schedule(owned, lengths, Cluster(num_ranks, num_ranks), COST, how)
     for seq, spans in enumerate(attended(tasks, lengths)):
         assert [0, *(b for _, b in spans)] == [*(a for a, _ in spans), lengths[seq]]
     assert (tasks[:, 4] == 0).all()
@@ -130,7 +130,7 @@ def test_any_layout_is_attended_once_at_multiples_of_the_block(
     if shards == "head_tail":  # tails are cut in blocks of the same edges
         inside |= {(seq, edge) for (seq, start), stop in starts.items() for edge in range(start, stop, block)}
     assert {(seq, edge) for _, seq, q0, q1, _, _ in tasks.tolist() for edge in (q0, q1)} <= inside
-    assert (tasks == schedule(owned, lengths, num_ranks, COST, how)).all()
+    assert (tasks == schedule(owned, lengths, Cluster(num_ranks, num_ranks), COST, how)).all()
 
 
 @pytest.mark.parametrize("lengths", BATCHES)
@@ -228,7 +228,8 @@ def test_a_server_takes_of_the_sequence_whose_keys_it_has_and_shares_what_caps_l
     # Ranks 1 and 2 have equally much too much; rank 0 has the first keys of rank 2's sequence and
     # rank 3 those of rank 1's.
     owned = np.array([(0, 1, 0, 1024), (1, 0, 1024, 4096), (2, 1, 1024, 4096), (3, 0, 0, 1024)], dtype=np.int64)
-    tasks = schedule(owned, [4096, 4096], 4, COST, DistcaOptions(tolerance=0.1, empty_light_servers=False)).tolist()
+    alone = DistcaOptions(tolerance=0.1, empty_light_servers=False)
+    tasks = schedule(owned, [4096, 4096], FOUR, COST, alone).tolist()
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 0 and q0 >= 1024} == {1, 3}
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 1 and q0 >= 1024} == {2, 0}
     # What a rank gives away for a cap is shared where nobody has room for all.
@@ -236,7 +237,7 @@ def test_a_server_takes_of_the_sequence_whose_keys_it_has_and_shares_what_caps_l
     # hold nothing, have room for all keys, and for half of rank 1's 1,000 queries of sequence 0.
     owned = np.array([(0, 0, 0, 3000), (0, 2, 0, 500), (1, 0, 3000, 4000), (1, 1, 0, 900)], dtype=np.int64)
     scheduling = DistcaOptions(tolerance=100.0, max_kv_tokens=4000, max_received_tokens=4500)
-    tasks = schedule(owned, [4000, 900, 500], 4, COST, scheduling)
+    tasks = schedule(owned, [4000, 900, 500], FOUR, COST, scheduling)
     given = tasks[(tasks[:, 1] == 0) & (tasks[:, 2] >= 3000)]
     assert sorted(given[:, 0].tolist()) == [2, 3]
 

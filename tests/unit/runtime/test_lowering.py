@@ -235,10 +235,12 @@ def test_a_backward_is_launched_as_often_as_its_cost_says(planner, monkeypatch):
     cheap = replace(law.key_blocks, launch_blocks=8, copy_blocks=0)
     monkeypatch.setitem(LAWS, "flash_attn_3", replace(law, key_blocks=cheap))
     kernel = kernels.VarlenKernel("flash_attn_3", SimpleNamespace())  # type: ignore[arg-type]
+    bucketed, searched = kernels.by_key_length, []
+    monkeypatch.setattr(kernels, "by_key_length", lambda *given: searched.append(1) or bucketed(*given))
     monkeypatch.setattr(bind, "kernel_of_widths", lambda *_, **__: kernel)
     lengths, cluster, shape = (3000, 70, 1300, 64, 200, 2500, 100, 90), Cluster(4, 2), (8, 4, 16)
     planned = plan(planner, Case(Batch(lengths), cluster, Model(*shape, attention="full"), None, 0))
-    split = 0
+    split = found = 0
     for rank in range(4):
         options = bind.BindOptions(memory.AttentionShape(*shape), groups.Groups(rank, 4, tuple(range(4)), None))
         bound = bind.prepare(planned, rank, options).bounds[0]
@@ -261,7 +263,9 @@ def test_a_backward_is_launched_as_often_as_its_cost_says(planner, monkeypatch):
             of = by_key_length(grid, np.zeros(len(pairs), dtype=np.int64), 1, cheap)[0]
             assert step.calls == len(set(of.tolist()))
             split += step.calls > 1
+        found += len(launches)
     assert split
+    assert len(searched) == found, "buckets of a launch are searched once"
 
 
 @pytest.mark.parametrize("planner", ["te_ring", "random_shares", "random_task_table", "random_once_per_node"])

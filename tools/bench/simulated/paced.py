@@ -42,7 +42,7 @@ class PacedKernel:
         """Of the time that launches should have taken so far, how much they took longer."""
         return self.late_s * self._share / self.computed_s if self.computed_s else 0.0
 
-    def launches(self, entries: Entries) -> int:
+    def launches(self, entries: Any) -> int:
         return self._kernel.launches(entries)
 
     def prepare(self, entries: Entries, device: torch.device) -> Any:
