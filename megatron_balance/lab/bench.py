@@ -369,6 +369,34 @@ class Bench:
 
         return [bound_s(batches, self.machine, self.setup) for batches in self.steps]
 
+    def flattened(self) -> Bench | None:
+        """The bench whose trees are rollouts of their own, each from root to leaf; None: no trees."""
+        if not any(batch.trees for batch in self.given.batches):
+            return None
+        batches = tuple(batch.flattened() for batch in self.given.batches)
+        return replace(self, given=replace(self.given, batches=batches))
+
+    def sharing(self) -> dict[str, Any] | None:
+        """What trees save beside the same rollouts one by one, over all batches; None: no trees."""
+        flat = self.flattened()
+        if flat is None:
+            return None
+        mask = self.given.model.mask
+        own, alone = (
+            (sum(batch.num_tokens for batch in batches), sum(batch.num_pairs(mask) for batch in batches))
+            for batches in (self.given.batches, flat.given.batches)
+        )
+        trees = [tree for batch in self.given.batches for tree in batch.trees]
+        return {
+            "trees": len(trees),
+            "segments": sum(map(len, trees)),
+            "rollouts": sum(len(batch.lengths) for batch in flat.given.batches),
+            "tokens": own[0],
+            "flattened_tokens": alone[0],
+            "attention_pairs": own[1],
+            "flattened_attention_pairs": alone[1],
+        }
+
     def described(self) -> dict[str, Any]:
         given, bounds_s = self.given, self.bounds_s()
         return {
@@ -382,6 +410,7 @@ class Bench:
             "price_per_gpu_hour": self.price,
             "assumed": given.assumed or None,
             "capacity_tokens_per_rank": given.tokens_per_rank,
+            "sharing": self.sharing(),
         }
 
     def headline(self) -> str:
@@ -393,6 +422,7 @@ class Bench:
         return (
             f"{nodes}, {given.model.name} on {cluster.name}{assumed}; {count} step{'s' * (count > 1)} of {self.group} "
             f"x {tokens:,.0f} tokens; bound {fmean(self.bounds_s()):.3f} s: even computation, nothing moves"
+            f"{of_sharing(self.sharing())}"
         )
 
 
@@ -484,6 +514,17 @@ def in_the_mean(row: Row) -> str:
     """A note on the speedup over all steps, where that of median steps says otherwise; else empty."""
     mean, median = row["mean_speedup"], row["speedup"]
     return f"over all steps {mean:.2f}x, over the median one {median:.2f}x" if abs(mean / median - 1) > APART else ""
+
+
+def of_sharing(sharing: dict[str, Any] | None) -> str:
+    """A further line on what trees save; else empty."""
+    if sharing is None:
+        return ""
+    tokens, pairs = (sharing[f"flattened_{key}"] / sharing[key] for key in ("tokens", "attention_pairs"))
+    return (
+        f"\n{sharing['trees']:,} trees of {sharing['segments']:,} segments; their {sharing['rollouts']:,} rollouts one by "
+        f"one are {tokens:.2f}x the tokens and {pairs:.2f}x the pairs"
+    )
 
 
 def saving(row: Row, base: Row, price: float | None) -> str:
