@@ -5,6 +5,7 @@ training runs its plans.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf, lcm
 from pathlib import Path
 from types import MappingProxyType
@@ -39,7 +40,7 @@ from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
-from megatron_balance.planning.layers import place_step
+from megatron_balance.planning.layers import of_trees, place_step
 from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, unknown, unknown_name, validated
 
 PingPong: TypeAlias = bool | Literal["auto"]
@@ -78,7 +79,7 @@ class PlannerChoice:
 
     def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
         """The plan of one microbatch, layers included; raises as `plan_step`."""
-        context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False)
+        context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False, trees=batch.trees)
         (plan,) = self.plan_step((batch.lengths,), context)[0].plans
         return plan
 
@@ -97,6 +98,8 @@ class PlannerChoice:
                 f"planner {self.name} cannot plan several pipeline stages together; these can: {_joint_planners()}"
             )
         self.check_carry(carry)
+        if context.trees:
+            self.check_trees(lengths, context, carry)
         if carry.planner != self.name:
             carry = carry.unowned()
         if self.planner.plan_step is None:
@@ -115,7 +118,14 @@ class PlannerChoice:
                 f"planner {self.name} neither trains nor carries on {sorted(set(waiting) ^ set(after.waiting))[:4]} "
                 "(number, tokens); expected every sequence in one of both"
             )
-        return step, after
+        return of_trees(step, context.trees, context.model.mask) if context.trees else step, after
+
+    def check_trees(self, lengths: Lengths, context: StepContext, carry: Carry) -> None:
+        """Reject (ConfigError) trees of other lengths than the step has, and what no trees go with."""
+        Batch(tuple(chain.from_iterable(lengths)), context.trees)
+        if context.joint is not None or carry.waiting:
+            what = "sequences that were held back" if carry.waiting else "the attention of several pipeline stages"
+            raise ConfigError(f"planner {self.name}: {what} cannot be planned together with trees")
 
     def check_carry(self, carry: Carry) -> None:
         """Reject sequences that another planner held back, if this one cannot train them."""
@@ -473,7 +483,7 @@ def resolved(config: Run) -> dict[str, Any]:
         sections["cluster"] = dict(cluster.given)
     if model is not None:
         # The run's.
-        sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k != "gradient_wire"}
+        sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k not in ("gradient_wire", "forest")}
     return {**sections, **body}
 
 

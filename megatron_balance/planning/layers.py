@@ -25,7 +25,8 @@ from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message, Move, Rows
-from megatron_balance.ir.mask import CAUSAL, SlidingWindow
+from megatron_balance.ir.forest import Forest, Tree, over
+from megatron_balance.ir.mask import CAUSAL, FOREST, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
@@ -106,7 +107,11 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
     split = tuple(
         tuple(tuple(map(seqs.__getitem__, part)) for part in of) for seqs, of in zip(members, parts, strict=True)
     )
-    batches = (Batch(tuple(map(pooled.__getitem__, part))) for part in chain.from_iterable(split))
+    trees = context.trees if FOREST in planner.masks else ()
+    batches = (
+        Batch(tuple(map(pooled.__getitem__, part)), tuple(map(trees.__getitem__, part)) if trees else ())
+        for part in chain.from_iterable(split)
+    )
     plans = tuple(_place_one(planner, batch, context) for batch in batches)
     return _with_ticks(planner, StepPlan(split, plans), context)
 
@@ -152,7 +157,21 @@ def _num_rounds(plan: MicrobatchPlan) -> int:
     return sum(pattern_of(each).num_exchanges(each) for each in plan.zones if isinstance(pattern_of(each), HeadRing))
 
 
+def of_trees(step: StepPlan, trees: Sequence[Tree], mask: Mask) -> StepPlan:
+    """The step with the plans of sequences that are trees, by number, in layers that have `mask`;
+    those of planners that know no trees are as `compile.halo` makes them.
+    """
+    plans: list[MicrobatchPlan] = []
+    for seqs, plan in zip(chain.from_iterable(step.members), step.plans, strict=True):
+        masked = over(mask, [trees[seq] for seq in seqs])
+        placed = plan if plan.mask == masked or isinstance(plan.mask, Forest) else replace(plan, mask=CAUSAL)
+        plans.append(under(placed, masked))
+    return replace(step, plans=tuple(plans))
+
+
 def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:
+    if isinstance(plan.mask, Forest):
+        return under(plan, model.mask)
     if not isinstance(model.mask, SlidingWindow):
         return plan
     return under(replace(plan, mask=CAUSAL), model.mask)
