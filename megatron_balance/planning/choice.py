@@ -5,6 +5,7 @@ training runs its plans.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf, lcm
 from pathlib import Path
 from types import MappingProxyType
@@ -39,7 +40,11 @@ from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
+<<<<<<< HEAD
 from megatron_balance.planning.layers import place_step, under_trees
+=======
+from megatron_balance.planning.layers import of_trees, place_step
+>>>>>>> s54-c
 from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, unknown, unknown_name, validated
 
 PingPong: TypeAlias = bool | Literal["auto"]
@@ -97,7 +102,12 @@ class PlannerChoice:
                 f"planner {self.name} cannot plan several pipeline stages together; these can: {_joint_planners()}"
             )
         self.check_carry(carry)
+<<<<<<< HEAD
         self._check_trees(context, carry)
+=======
+        if context.trees:
+            self.check_trees(lengths, context, carry)
+>>>>>>> s54-c
         if carry.planner != self.name:
             carry = carry.unowned()
         if self.planner.plan_step is None:
@@ -118,7 +128,14 @@ class PlannerChoice:
                 f"planner {self.name} neither trains nor carries on {sorted(set(waiting) ^ set(after.waiting))[:4]} "
                 "(number, tokens); expected every sequence in one of both"
             )
-        return step, after
+        return of_trees(step, context.trees, context.model.mask) if context.trees else step, after
+
+    def check_trees(self, lengths: Lengths, context: StepContext, carry: Carry) -> None:
+        """Reject (ConfigError) trees of other lengths than the step has, and what no trees go with."""
+        Batch(tuple(chain.from_iterable(lengths)), context.trees)
+        if context.joint is not None or carry.waiting:
+            what = "sequences that were held back" if carry.waiting else "the attention of several pipeline stages"
+            raise ConfigError(f"planner {self.name}: {what} cannot be planned together with trees")
 
     def _check_trees(self, context: StepContext, carry: Carry) -> None:
         """Reject (ConfigError) trees where they are not planned yet."""
@@ -492,7 +509,7 @@ def resolved(config: Run) -> dict[str, Any]:
         sections["cluster"] = dict(cluster.given)
     if model is not None:
         # The run's.
-        sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k != "gradient_wire"}
+        sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k not in ("gradient_wire", "forest")}
     return {**sections, **body}
 
 

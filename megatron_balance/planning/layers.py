@@ -26,7 +26,12 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message, Move, Rows
 from megatron_balance.ir.forest import Forest, Tree, over
+<<<<<<< HEAD
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
+=======
+from megatron_balance.ir.mask import CAUSAL, FOREST, Mask, SlidingWindow
+from megatron_balance.ir.model import Model
+>>>>>>> s54-c
 from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, dealt, held_back
@@ -107,10 +112,19 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
     split = tuple(
         tuple(tuple(map(seqs.__getitem__, part)) for part in of) for seqs, of in zip(members, parts, strict=True)
     )
+<<<<<<< HEAD
     plans = tuple(
         _place_one(planner, Batch(tuple(map(pooled.__getitem__, part)), _trees_of(part, context)), context)
         for part in chain.from_iterable(split)
     )
+=======
+    trees = context.trees if FOREST in planner.masks else ()
+    batches = (
+        Batch(tuple(map(pooled.__getitem__, part)), tuple(map(trees.__getitem__, part)) if trees else ())
+        for part in chain.from_iterable(split)
+    )
+    plans = tuple(_place_one(planner, batch, context) for batch in batches)
+>>>>>>> s54-c
     return _with_ticks(planner, StepPlan(split, plans), context)
 
 
@@ -167,10 +181,29 @@ def _num_rounds(plan: MicrobatchPlan) -> int:
     return sum(pattern_of(each).num_exchanges(each) for each in plan.zones if isinstance(pattern_of(each), HeadRing))
 
 
+<<<<<<< HEAD
 def _under(plan: MicrobatchPlan, context: StepContext, seqs: Sequence[int] = ()) -> MicrobatchPlan:
     """The plan under its model's window, and under the context's trees of its sequences."""
     mask = over(context.model.mask, _trees_of(seqs, context))
     if not isinstance(mask, SlidingWindow | Forest) or (isinstance(mask, Forest) and plan.mask == mask):
+=======
+def of_trees(step: StepPlan, trees: Sequence[Tree], mask: Mask) -> StepPlan:
+    """The step with the plans of sequences that are trees, by number, in layers that have `mask`;
+    those of planners that know no trees are as `compile.halo` makes them.
+    """
+    plans: list[MicrobatchPlan] = []
+    for seqs, plan in zip(chain.from_iterable(step.members), step.plans, strict=True):
+        masked = over(mask, [trees[seq] for seq in seqs])
+        placed = plan if plan.mask == masked or isinstance(plan.mask, Forest) else replace(plan, mask=CAUSAL)
+        plans.append(under(placed, masked))
+    return replace(step, plans=tuple(plans))
+
+
+def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:
+    if isinstance(plan.mask, Forest):
+        return under(plan, model.mask)
+    if not isinstance(model.mask, SlidingWindow):
+>>>>>>> s54-c
         return plan
     return under(replace(plan, mask=CAUSAL), mask)
 
