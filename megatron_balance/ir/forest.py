@@ -11,12 +11,12 @@ ones).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.mask import FOREST, FULL, WINDOW, Mask, Positions, SlidingWindow
+from megatron_balance.ir.mask import CAUSAL, END, FOREST, FULL, WINDOW, Cell, Mask, Positions, SlidingWindow
 
 if TYPE_CHECKING:
     from megatron_balance.ir.segments import Segments
@@ -87,16 +87,30 @@ class Forest(Mask):
 
     trees: tuple[Tree, ...]
     window: int = 0
+    # Worked out once: tables of many functions are kept by mask.
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trees", checked(self.trees))
+        object.__setattr__(self, "_hash", hash((self.trees, self.window)))
         if self.window < 0:
             raise ConfigError(f"a sliding window has at least 1 key, got {self.window}")
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def name(self) -> str:
         """Without the trees: plans and programs list them beside it."""
         return f"{FOREST}_{SlidingWindow(self.window).name}" if self.window else FOREST
+
+    @property
+    def window_size(self) -> int:
+        return self.window
+
+    @property
+    def without_window(self) -> Forest:
+        return Forest(self.trees)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -110,11 +124,30 @@ class Forest(Mask):
 
         return segments_of(self)
 
-    def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
-        return 0 * query, self.segments.last_key(seq, query)
-
     def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
-        return self.segments.queries(seq, key)
+        of = self.segments
+        at = of.at(seq, key)
+        return key + of.full[at] * (of.start[at] - key), of.end[at]
+
+    def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
+        of = self.segments
+        at = of.at(seq, query)
+        first = 0 * query
+        if self.window:
+            place = query - of.shift[at] - self.window + 1
+            first = of.on_path(seq, query, place * (place > 0))
+        return first, query + 1 + of.full[at] * (of.stop[at] - query - 1)
+
+    def cell(self, seq: Positions, query: Positions, key: Positions) -> Cell:
+        of = self.segments
+        at = of.at(seq, query)
+        # Tokens between that are not on the path are in nobody's way.
+        reach = self.window + of.shift[at] - of.shift[of.at(seq, key)] if self.window else END
+        return Cell(~of.full[at], reach)
+
+    def num_pairs(self, length: Positions) -> Positions:
+        """TypeError: of a tree its length does not tell them; `num_pairs` does."""
+        raise TypeError(f"a tree of {length} tokens: its pairs are those of its segments")
 
 
 def over(mask: Mask, trees: Sequence[Tree]) -> Mask:
@@ -136,6 +169,17 @@ def named(name: str, trees: Iterable[Iterable[Sequence[object]]]) -> Forest:
     if forest.name != name:
         raise ConfigError(f"trees under mask {name!r}; expected {FOREST} or {FOREST}_{WINDOW}_KEYS")
     return forest
+
+
+def num_pairs(tree: Tree, window: int = 0) -> int:
+    """Visible (query, key) pairs of a tree."""
+    mask = SlidingWindow(window) if window else CAUSAL
+    total, paths = 0, list[int]()
+    for length, parent, full in tree:
+        path = paths[parent] if paths else 0
+        paths.append(path + length)
+        total += mask.num_pairs(path + length) - mask.num_pairs(path) + full * (length * (length - 1) // 2)
+    return total
 
 
 def path_positions(tree: Tree) -> list[int]:

@@ -101,7 +101,7 @@ def test_the_entries_of_a_region_see_as_many_keys_as_the_region() -> None:
     for mask in (CAUSAL, SlidingWindow(7), SlidingWindow(60)):
         (full_q, keys), (q, before) = split_masks(pairs, mask)[False], split_masks(pairs, mask)[True]
         columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
-        visible = num_pairs(Rectangles(*(pairs[:, column] for column in columns)), mask)
+        visible = num_pairs(pairs[:, Pair.SEQ], Rectangles(*(pairs[:, column] for column in columns)), mask)
         beyond = full_q * keys + q * before + q * (q + 1) // 2 - visible
         # The mean of the keys that a window's queries see is rounded up.
         assert (beyond >= 0).all()

@@ -7,12 +7,14 @@ import pytest
 
 from megatron_balance import Batch
 from megatron_balance.errors import ConfigError, InvalidProgramError
-from megatron_balance.ir.forest import Forest, Segment, checked, document, over, path_positions, tree_of
+from megatron_balance.ir import arrays
+from megatron_balance.ir.arrays import Rectangles, split
+from megatron_balance.ir.forest import Forest, Segment, checked, document, num_pairs, over, path_positions, tree_of
 from megatron_balance.ir.mask import CAUSAL, FOREST, FULL, SlidingWindow, kind_of
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
-from tests.support.forests import some_tree, visible
+from tests.support.forests import dense, some_forest, some_tree, visible
 
 ROLLOUTS = (Segment(3, -1), Segment(2, 0), Segment(4, 0, full=True))
 LENGTHS = (9, 5)
@@ -137,3 +139,52 @@ def test_positions_along_paths_say_the_tree():
 def test_positions_of_no_tree_are_refused(positions, complaint):
     with pytest.raises(ConfigError, match=complaint):
         tree_of(positions)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 20])
+def test_a_forest_shows_what_its_paths_have(window):
+    # Hulls of what a query sees and of who sees a key, tokens on a path, pairs; cells of any
+    # rectangle hold what is visible of it, once, and nothing else.
+    random = Random(window)
+    for _ in range(60):
+        forest = some_forest(random, window=window)
+        of = forest.segments
+        for seq, shown in enumerate(dense(forest)):
+            tokens = np.arange(len(shown))
+            seqs = np.full_like(tokens, seq)
+            assert num_pairs(forest.trees[seq], window) == shown.sum()
+            first, stop = forest.keys(seqs, tokens)
+            assert first.tolist() == shown.argmax(axis=1).tolist()
+            assert stop.tolist() == (len(shown) - shown[:, ::-1].argmax(axis=1)).tolist()
+            first, stop = forest.queries(seqs, tokens)
+            whole = visible(forest.trees[seq])
+            assert first.tolist() == whole.argmax(axis=0).tolist()
+            assert stop.tolist() == (len(whole) - whole[::-1].argmax(axis=0)).tolist()
+            places = np.array(path_positions(forest.trees[seq]))
+            above = places[:, None] // 2
+            assert (places[of.on_path(seqs, tokens, above[:, 0])] == above[:, 0]).all()
+            assert whole[tokens, of.on_path(seqs, tokens, above[:, 0])].all()
+            corners = np.sort([[random.randint(0, len(shown)) for _ in range(4)] for _ in range(8)], axis=1)
+            for a, b, c, d in (*corners.tolist(), [0, len(shown)] * 2):
+                for q_start, q_stop, k_start, k_stop in ((a, b, c, d), (c, d, a, b), (a, c, b, d)):
+                    assert_split(forest, seq, (q_start, q_stop, k_start, k_stop), shown)
+
+
+def assert_split(forest, seq, rectangle, shown):
+    counted = np.zeros(shown.shape, dtype=int)
+    rectangles = Rectangles(*np.array([rectangle]).T)
+    row, cells = split(np.array([seq]), rectangles, forest)
+    assert not row.any()
+    causal, reach = forest.cell(np.full(len(row), seq), cells.q_start, cells.k_start)
+    reach = np.broadcast_to(reach, row.shape)
+    for q_start, q_stop, k_start, k_stop, behind, most in zip(*cells, causal, reach, strict=True):
+        q, k = np.ogrid[q_start:q_stop, k_start:k_stop]
+        pairs = (q < k + most) & (~behind | (k <= q))
+        assert pairs.any(axis=0).all()
+        assert pairs.any(axis=1).all()
+        counted[q_start:q_stop, k_start:k_stop] += pairs
+    wanted = np.zeros(shown.shape, dtype=int)
+    inside = slice(*rectangle[:2]), slice(*rectangle[2:])
+    wanted[inside] = shown[inside]
+    np.testing.assert_array_equal(counted, wanted)
+    assert arrays.num_pairs(np.array([seq]), rectangles, forest).tolist() == [wanted.sum()]
