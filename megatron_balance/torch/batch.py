@@ -23,8 +23,8 @@ from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.batch import at_least
-from megatron_balance.ir.forest import Forest, over
-from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
+from megatron_balance.ir.forest import Forest
+from megatron_balance.ir.mask import FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime import attention
@@ -478,14 +478,12 @@ class BalancedBatch:
             if (shape.num_heads, shape.num_kv_heads) != (plan.num_heads, plan.num_kv_heads):
                 plan = replace(plan, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
         if mask is not None and mask != plan.mask:
-            if isinstance(plan.mask, Forest) and not plan.mask.window:
-                mask = over(mask, plan.mask.trees)
-            elif plan.mask != CAUSAL:
+            if plan.mask.window_size or plan.mask == FULL:
                 raise ConfigError(
                     f"a layer attends under mask {mask.name}, and the batch was planned for {plan.mask.name} attention"
                     "; leave out Settings.mask, or give every layer that mask"
                 )
-            plan = under(replace(plan, mask=CAUSAL), mask)
+            plan = under(plan, mask)
         key = (dtype, device, plan.mask, shape)
         if key not in self._bounds:
             if plan.num_heads != self.plan.num_heads or plan.num_kv_heads != self.plan.num_kv_heads:

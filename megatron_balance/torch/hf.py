@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.compiler import disable
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.model_config import OWN_HEADS
 from megatron_balance.torch import positions
@@ -309,9 +308,7 @@ _OF_MODEL = "Leave out Settings.mask, so that plans are made for the model's own
 def _unlike(balanced: BalancedBatch, window: int | None, causal: bool | None, given: dict[str, Any]) -> dict[str, str]:
     """Features that a layer asks for and the plan does not have, each with what to do."""
     mask, longest = balanced.plan.mask, balanced.longest
-    planned = mask.size if isinstance(mask, SlidingWindow) else None
-    if isinstance(mask, Forest) and mask.window:
-        planned = mask.window
+    planned = mask.window_size or None
     shown, of_plan = (None if each is None or each >= longest else each for each in (window, planned))
     whole = "attention without a window"
     asked = {

@@ -1,7 +1,6 @@
 """A rank's rows: what travels with a token, nano-batches, positions and padding."""
 
 import threading
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_balance.compile.halo import under
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.forest import Forest, Segment, Tree, document, num_tokens, path_positions
 from megatron_balance.ir.mask import CAUSAL
@@ -230,13 +230,13 @@ def test_a_plan_of_other_trees_of_the_same_lengths_is_refused() -> None:
     exchange = partial(tokens.TokenExchange, pool=pool)
     alike = (*TREE[:3], Segment(2, 1))
     dealt = shared_by([sequences(TREE, document(3))])
-    exchange(dealt, [replace(plan, mask=Forest((TREE, document(3))))])
+    exchange(dealt, [under(plan, Forest((TREE, document(3))))])
     for mask in (CAUSAL, Forest((alike, document(3)))):
         told = rf"mask {mask.name}, and sequences \[0.* were dealt as other trees .* see one another"
         with pytest.raises(InvalidProgramError, match=told):
-            exchange(dealt, [replace(plan, mask=mask)])
+            exchange(dealt, [under(plan, mask)])
     with pytest.raises(InvalidProgramError, match="other trees"):
-        exchange(shared_by([sequences(document(8), document(3))]), [replace(plan, mask=Forest((TREE, document(3))))])
+        exchange(shared_by([sequences(document(8), document(3))]), [under(plan, Forest((TREE, document(3))))])
 
 
 def test_positions_are_along_the_paths_of_trees() -> None:
