@@ -48,7 +48,7 @@ class Batch:
     def num_pairs(self, mask: Mask) -> int:
         """Visible (query, key) pairs in layers that have `mask`."""
         if self.trees:
-            return sum(forest.num_pairs(tree, mask.window) for tree in self.trees)
+            return sum(forest.num_pairs(tree, mask.window_size) for tree in self.trees)
         return sum(int(mask.num_pairs(length)) for length in self.lengths)
 
     def flattened(self) -> Batch:

@@ -522,8 +522,8 @@ def of_sharing(sharing: dict[str, Any] | None) -> str:
         return ""
     tokens, pairs = (sharing[f"flattened_{key}"] / sharing[key] for key in ("tokens", "attention_pairs"))
     return (
-        f"\n{sharing['trees']:,} trees of {sharing['segments']:,} segments; their {sharing['rollouts']:,} rollouts one by "
-        f"one are {tokens:.2f}x the tokens and {pairs:.2f}x the pairs"
+        f"\n{sharing['trees']:,} trees of {sharing['segments']:,} segments; their {sharing['rollouts']:,} rollouts one "
+        f"by one are {tokens:.2f}x the tokens and {pairs:.2f}x the pairs"
     )
 
 
