@@ -9,7 +9,7 @@ from megatron_balance.compile.remap import fragments
 from megatron_balance.ir.arrays import Ints, as_rows, keys_of
 from megatron_balance.ir.columns import Held, Placed, Task
 from megatron_balance.ir.forest import Forest, over
-from megatron_balance.ir.mask import Mask, SlidingWindow
+from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable
 
 ZONE = "window"
@@ -27,7 +27,7 @@ def under(plan: MicrobatchPlan, mask: Mask) -> MicrobatchPlan:
     if plan.mask in (mask, mask.without_window if all_seen else mask):
         return plan
     assert isinstance(mask, SlidingWindow | Forest), mask
-    assert not plan.mask.window_size, plan.mask
+    assert plan.mask in (CAUSAL, mask.without_window), plan.mask
     routing = plan.routing
     if routing is not None:
         routing = replace(routing, zones=(REMAP,)) if REMAP in routing.zones else None

@@ -25,7 +25,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Rectangles
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.mask import CAUSAL, FULL, Cell, Mask
+from megatron_balance.ir.mask import CAUSAL, FULL, Band, Mask
 from megatron_balance.ir.model import Model
 
 # Points a doubling at which the time of a square of one run is tabulated for planners.
@@ -276,28 +276,28 @@ def split_masks(pairs: Ints, mask: Mask = CAUSAL) -> dict[bool, tuple[Ints, Ints
     they see in the mean.
     """
     rectangles = Rectangles(*pairs[:, Pair.SPANS].T)
-    cell = mask.cell(pairs[:, Pair.SEQ], rectangles.q_start, rectangles.k_start)
-    shown = rectangles.trimmed(cell)
-    return _split_window(shown, cell) if cell.windowed else _split_cell(shown, cell)
+    band = mask.band(pairs[:, Pair.SEQ], rectangles.q_start, rectangles.k_start)
+    shown = rectangles.trimmed(band)
+    return _split_window(shown, band) if band.windowed else _split_band(shown, band)
 
 
-def _split_cell(shown: Rectangles, cell: Cell) -> dict[bool, tuple[Ints, Ints]]:
+def _split_band(shown: Rectangles, band: Band) -> dict[bool, tuple[Ints, Ints]]:
     q_start, q_stop, k_start, k_stop = shown
     # A single query over the keys up to its own is a triangle of one, so that a sequence's times
     # come from one grid from its first token.
-    masked = cell.causal & (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
+    masked = band.causal & (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
     seen_whole = np.where(masked, np.maximum(q_start, k_stop), q_start)  # queries from here on see every key
     full = np.maximum(q_stop - seen_whole, 0)
     triangle = np.where(masked, k_stop - q_start, 0)
     return {False: (full, np.maximum(k_stop - k_start, 0)), True: (triangle, np.maximum(q_start - k_start, 0))}
 
 
-def _split_window(shown: Rectangles, cell: Cell) -> dict[bool, tuple[Ints, Ints]]:
+def _split_window(shown: Rectangles, band: Band) -> dict[bool, tuple[Ints, Ints]]:
     # Up to here a query sees all keys from the first one on.
-    edge = np.clip(shown.k_start + cell.reach, shown.q_start, shown.q_stop)
-    whole, cut = Cell(cell.causal), shown._replace(q_start=edge)
-    split = _split_cell(shown._replace(q_stop=edge).trimmed(whole), whole)
+    edge = np.clip(shown.k_start + band.reach, shown.q_start, shown.q_stop)
+    whole, cut = Band(band.causal), shown._replace(q_start=edge)
+    split = _split_band(shown._replace(q_stop=edge).trimmed(whole), whole)
     (full, keys), num_q = split[False], np.maximum(cut.q_stop - edge, 0)
-    pairs = full * keys + cut.num_pairs(cell)
+    pairs = full * keys + cut.num_pairs(band)
     full = full + num_q
     return {False: (full, -(-pairs // np.maximum(full, 1))), True: split[True]}

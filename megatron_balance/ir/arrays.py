@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.ir.columns import Fragment, Pair, Rows
 from megatron_balance.ir.forest import Forest
-from megatron_balance.ir.mask import CAUSAL, Cell, Mask
+from megatron_balance.ir.mask import CAUSAL, Band, Mask
 
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -290,24 +290,24 @@ class Rectangles(NamedTuple):
         return (self.q_start < self.q_stop) & (self.k_start < self.k_stop)
 
     # How all that read a program's rows read them, kernels included.
-    def trimmed(self, cell: Cell) -> Rectangles:
+    def trimmed(self, band: Band) -> Rectangles:
         """Without queries that see none of the keys, and keys that none of the queries sees; where
         that is all, both starts lie at or behind their stops.
         """
         q_start, q_stop, k_start, k_stop = self
         return Rectangles(
-            np.where(cell.causal, np.maximum(q_start, k_start), q_start),
-            np.minimum(q_stop, k_stop - 1 + cell.reach),
-            np.maximum(k_start, q_start - cell.reach + 1),
-            np.where(cell.causal, np.minimum(k_stop, q_stop), k_stop),
+            np.where(band.causal, np.maximum(q_start, k_start), q_start),
+            np.minimum(q_stop, k_stop - 1 + band.reach),
+            np.maximum(k_start, q_start - band.reach + 1),
+            np.where(band.causal, np.minimum(k_stop, q_stop), k_stop),
         )
 
-    def num_pairs(self, cell: Cell) -> Ints:
+    def num_pairs(self, band: Band) -> Ints:
         """Pairs that count: of all, or of those up to the diagonal, those that no window hides."""
         q_start, q_stop, k_start, k_stop = self
-        hidden = _up_to_diagonal(q_start - cell.reach, q_stop - cell.reach, k_start, k_stop) if cell.windowed else 0
+        hidden = _up_to_diagonal(q_start - band.reach, q_stop - band.reach, k_start, k_stop) if band.windowed else 0
         every = np.maximum(q_stop - q_start, 0) * np.maximum(k_stop - k_start, 0)
-        return np.where(cell.causal, _up_to_diagonal(*self), every) - hidden
+        return np.where(band.causal, _up_to_diagonal(*self), every) - hidden
 
 
 def _up_to_diagonal(q_start: Ints, q_stop: Ints, k_start: Ints, k_stop: Ints) -> Ints:
@@ -320,7 +320,7 @@ def _up_to_diagonal(q_start: Ints, q_stop: Ints, k_start: Ints, k_stop: Ints) ->
 
 def trim(seq: Ints, rectangles: Rectangles, mask: Mask) -> Rectangles:
     """Each rectangle without what the mask hides at its sides (`Rectangles.trimmed`)."""
-    return rectangles.trimmed(mask.cell(seq, rectangles.q_start, rectangles.k_start))
+    return rectangles.trimmed(mask.band(seq, rectangles.q_start, rectangles.k_start))
 
 
 def keys_of(seq: Ints, start: Ints, stop: Ints, mask: Mask) -> tuple[Ints, Ints]:
@@ -370,5 +370,5 @@ def num_pairs(seq: Ints, rectangles: Rectangles, mask: Mask) -> Ints:
     """Visible (query, key) pairs of each rectangle."""
     if isinstance(mask, Forest):
         row, cells = split(seq, rectangles, mask)
-        return sums(row, cells.num_pairs(mask.cell(seq[row], cells.q_start, cells.k_start)), len(seq))
-    return rectangles.num_pairs(mask.cell(seq, rectangles.q_start, rectangles.k_start))
+        return sums(row, cells.num_pairs(mask.band(seq[row], cells.q_start, cells.k_start)), len(seq))
+    return rectangles.num_pairs(mask.band(seq, rectangles.q_start, rectangles.k_start))

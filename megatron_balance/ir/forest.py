@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.mask import CAUSAL, END, FOREST, FULL, WINDOW, Cell, Mask, Positions, SlidingWindow
+from megatron_balance.ir.mask import CAUSAL, END, FOREST, FULL, WINDOW, Band, Mask, Positions, SlidingWindow
 
 if TYPE_CHECKING:
     from megatron_balance.ir.segments import Segments
@@ -138,12 +138,12 @@ class Forest(Mask):
             first = of.on_path(seq, query, place * (place > 0))
         return first, query + 1 + of.full[at] * (of.stop[at] - query - 1)
 
-    def cell(self, seq: Positions, query: Positions, key: Positions) -> Cell:
+    def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
         of = self.segments
         at = of.at(seq, query)
         # Tokens between that are not on the path are in nobody's way.
         reach = self.window + of.shift[at] - of.shift[of.at(seq, key)] if self.window else END
-        return Cell(~of.full[at], reach)
+        return Band(~of.full[at], reach)
 
     def num_pairs(self, length: Positions) -> Positions:
         """TypeError: of a tree its length does not tell them; `num_pairs` does."""

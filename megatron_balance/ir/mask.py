@@ -2,7 +2,7 @@
 
 A sequence is a line of tokens, or a tree of them (`ir.forest`), and along its path a query sees one
 run of keys. `queries` says who sees a key, `keys` what a query sees, both as hulls: between the keys
-of a run a tree has others, of branches beside the path. `cell` says what a kernel computes of a
+of a run a tree has others, of branches beside the path. `band` says what a kernel computes of a
 rectangle of queries and keys. Everything else follows from these: the rectangles into which a mask
 cuts another (`ir.arrays.split`), numbers of pairs, completeness (`compile.proof`). Positions are
 those of the sequence, so a mask never depends on how a sequence is cut over ranks.
@@ -26,7 +26,7 @@ END = 1 << 40
 
 # Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and
 # the passes of `compile` accept any mask. A model names its mask (`ir.model.Model.attention`),
-# which planners hand to their plans. Costs and the executor read masks by `cell`, so they handle
+# which planners hand to their plans. Costs and the executor read masks by `band`, so they handle
 # whatever a kernel's entry does: full, causal at the bottom right, and windows of either. A planner
 # that cannot plan one of them refuses it (`planners.base.Planner.masks`). Under a window the keys
 # that a query needs lie beside it, under a tree on its path, so few comm patterns of whole
@@ -68,7 +68,7 @@ class Mask(ABC):
         """The keys [first, stop) among which all are that the query sees; as `queries`."""
 
     @abstractmethod
-    def cell(self, seq: Positions, query: Positions, key: Positions) -> Cell:
+    def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
         """What a kernel computes of a rectangle whose first query and first key are these."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Mask(ABC):
         """Visible (query, key) pairs of sequences of `length` tokens that are lines."""
 
 
-class Cell(NamedTuple):
+class Band(NamedTuple):
     """Which pairs of a rectangle count: of the query at q and the key at k those with q < k + `reach`
     and, if `causal`, k <= q.
 
@@ -109,9 +109,9 @@ class Causal(Mask):
         del seq
         return key, 0 * key + END
 
-    def cell(self, seq: Positions, query: Positions, key: Positions) -> Cell:
+    def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
         del seq, query, key
-        return Cell(causal=True)
+        return Band(causal=True)
 
     def num_pairs(self, length: Positions) -> Positions:
         return length * (length + 1) // 2
@@ -133,9 +133,9 @@ class Full(Mask):
         del seq
         return 0 * key, 0 * key + END
 
-    def cell(self, seq: Positions, query: Positions, key: Positions) -> Cell:
+    def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
         del seq, query, key
-        return Cell(causal=False)
+        return Band(causal=False)
 
     def num_pairs(self, length: Positions) -> Positions:
         return length * length
@@ -172,9 +172,9 @@ class SlidingWindow(Mask):
         del seq
         return key, key + self.size
 
-    def cell(self, seq: Positions, query: Positions, key: Positions) -> Cell:
+    def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
         del seq, query, key
-        return Cell(causal=True, reach=self.size)
+        return Band(causal=True, reach=self.size)
 
     def num_pairs(self, length: Positions) -> Positions:
         hidden = (length - self.size) * (length > self.size)

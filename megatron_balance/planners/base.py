@@ -105,8 +105,8 @@ class StepContext:
     """Whether microbatches of a strategy are planned for one rank of each tensor-parallel group, with
     its share of the heads, as training runs them; else for whole groups, as one wide rank each."""
     trees: tuple[Tree, ...] = ()
-    """Of the step's sequences, by number; empty: all are plain documents. A planner of whole steps is
-    not given them: it plans by lengths."""
+    """Of the step's sequences, numbered microbatch by microbatch as dealt; none: all are plain
+    documents."""
     memory: StepMemory | None = None
     """Of the step around its plans, by the layout that runs. None: one stage of all layers, whose
     ranks share out the optimizer's state."""
@@ -203,7 +203,8 @@ class Planner:
     ping_pong: bool = False
     """Whether microbatches run as two nano-batches unless somebody says otherwise."""
     masks: tuple[str, ...] = KINDS
-    """Kinds of the masks that it plans for (`ir.mask.KINDS`)."""
+    """Kinds of the masks that it plans for (`ir.mask.KINDS`); with `FOREST` its batches have trees, and
+    it prices them. Others place trees by their lengths (`compile.halo`)."""
     plan_by_others: Callable[[Batch, StepContext], MicrobatchPlan] | None = None
     """Place one microbatch by asking other planners, layers included, where there is no `plan`."""
     by_capacity: bool = False

@@ -77,8 +77,8 @@ def _check_shape(program: Program) -> None:
 # and -1 right above its first one, and what a key has is the sum over all below it (depth first: one
 # run of atoms).
 #
-# Kernels do not know trees. They compute of a row what its `ir.mask.Cell` says, so the proof of a
-# row under a forest is that its cell holds for all of its queries and keys alike: one kind of
+# Kernels do not know trees. They compute of a row what its `ir.mask.Band` says, so the proof of a
+# row under a forest is that its band holds for all of its queries and keys alike: one kind of
 # segment, under a window one distance between positions and path, and nothing that the mask hides.
 # Then what rows compute is what the mask shows of them.
 #
@@ -528,7 +528,7 @@ class _State:
         # Check that what a kernel computes of a row by its first query and key holds for all others.
         seq = pairs[:, Pair.SEQ]
         row, query = ranges(*self.atoms.tokens(*pairs[:, Pair.QUERY_SPAN].T))
-        causal = mask.cell(seq, pairs[:, Pair.Q_START], pairs[:, Pair.K_START]).causal
+        causal = mask.band(seq, pairs[:, Pair.Q_START], pairs[:, Pair.K_START]).causal
         self.require_pair(causal[row] != self.tree.full[query], pairs[row], _SHOWS)
         if mask.window:
             of = mask.segments

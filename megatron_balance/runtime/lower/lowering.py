@@ -23,7 +23,7 @@ from megatron_balance.compile.transpose import places as places_of
 from megatron_balance.ir import arrays
 from megatron_balance.ir.arrays import union as union_of
 from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer
-from megatron_balance.ir.mask import CAUSAL, Cell, Mask
+from megatron_balance.ir.mask import CAUSAL, Band, Mask
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.lower import steps
@@ -567,19 +567,19 @@ def _reads(q: steps.Operand, k: steps.Operand) -> frozenset[tuple[Kind, int]]:
     return frozenset(buffers)
 
 
-def _cell(pairs: arrays.Ints, mask: Mask) -> Cell:
+def _band(pairs: arrays.Ints, mask: Mask) -> Band:
     """What of each pair, transposed [9, n], a kernel computes."""
-    return mask.cell(pairs[Pair.SEQ], pairs[Pair.Q_START], pairs[Pair.K_START])
+    return mask.band(pairs[Pair.SEQ], pairs[Pair.Q_START], pairs[Pair.K_START])
 
 
 def _simple_pairs(pairs: arrays.Ints, launch: arrays.Ints, mask: Mask = CAUSAL) -> tuple[arrays.Ints, arrays.Ints]:
     """Pairs, transposed [9, n], each full or causal at the bottom right, and their launches."""
     # Queries and keys that take no part are left out.
-    cell = _cell(pairs, mask)
+    band = _band(pairs, mask)
     pairs = arrays.trim_pairs(pairs.T, mask).T
-    if cell.windowed:
+    if band.windowed:
         return pairs, launch
-    neither = cell.causal & (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & (pairs[Pair.K_STOP] < pairs[Pair.Q_STOP])
+    neither = band.causal & (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & (pairs[Pair.K_STOP] < pairs[Pair.Q_STOP])
     if not neither.any():
         return pairs, launch
     upper, lower = pairs.copy(), pairs[:, neither]
@@ -620,14 +620,14 @@ def _fuse(
     """
     q_stop = q_row + pairs[Pair.Q_STOP] - pairs[Pair.Q_START]
     k_stop = k_row + pairs[Pair.K_STOP] - pairs[Pair.K_START]
-    cell = _cell(pairs, mask)
-    if cell.windowed:
+    band = _band(pairs, mask)
+    if band.windowed:
         # Of a trimmed pair less than the reach; negative where queries see keys behind their own.
         behind = pairs[Pair.Q_STOP] - pairs[Pair.K_STOP]
-        ahead = np.where(cell.causal, behind, pairs[Pair.Q_STOP] - pairs[Pair.Q_START])
-        windows, each = np.stack([cell.reach - 1 - behind, ahead], axis=1), np.arange(len(launch))
+        ahead = np.where(band.causal, behind, pairs[Pair.Q_STOP] - pairs[Pair.Q_START])
+        windows, each = np.stack([band.reach - 1 - behind, ahead], axis=1), np.arange(len(launch))
         return _Fused(launch, q_row, q_stop, k_row, k_stop, np.zeros(len(launch), dtype=bool), each, each, windows)
-    causal = (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & cell.causal
+    causal = (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & band.causal
     # One after the other, the keys of the same queries: all but the last must be full.
     linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]
     linked &= (pairs[Pair.SEQ, 1:] == pairs[Pair.SEQ, :-1]) & (launch[1:] == launch[:-1])

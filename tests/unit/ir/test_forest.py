@@ -175,7 +175,7 @@ def assert_split(forest, seq, rectangle, shown):
     rectangles = Rectangles(*np.array([rectangle]).T)
     row, cells = split(np.array([seq]), rectangles, forest)
     assert not row.any()
-    causal, reach = forest.cell(np.full(len(row), seq), cells.q_start, cells.k_start)
+    causal, reach = forest.band(np.full(len(row), seq), cells.q_start, cells.k_start)
     reach = np.broadcast_to(reach, row.shape)
     for q_start, q_stop, k_start, k_stop, behind, most in zip(*cells, causal, reach, strict=True):
         q, k = np.ogrid[q_start:q_stop, k_start:k_stop]
