@@ -71,7 +71,8 @@ def _beside(flat: dict[str, Any], best: dict[str, Any]) -> str:
     fits = "" if flat["fits"] else ", more than a rank's memory in one microbatch"
     return (
         f"the same rollouts one by one take {flat['step_s']:.3f} s by {flat['planner']} "
-        f"({flat['peak_bytes'] / 1e9:.1f} GB a rank{fits}): trees by {best['planner']} are {flat['step_s'] / best['step_s']:.2f}x as fast"
+        f"({flat['peak_bytes'] / 1e9:.1f} GB a rank{fits}): trees by {best['planner']} are "
+        f"{flat['step_s'] / best['step_s']:.2f}x as fast"
     )
 
 

@@ -96,7 +96,7 @@ PLANNERS: dict[str, Planner] = {
         plan_owned=distca.plan_owned,
         num_holders=distca.num_holders,
         ping_pong=True,
-        masks=("causal", "window"),
+        masks=("causal", "window", "forest"),
         left_out="it hides its transfers behind a second nano-batch, and microbatches run whole here",
     ),
     "wlb_llm": Planner(

@@ -105,13 +105,8 @@ class StepContext:
     """Whether microbatches of a strategy are planned for one rank of each tensor-parallel group, with
     its share of the heads, as training runs them; else for whole groups, as one wide rank each."""
     trees: tuple[Tree, ...] = ()
-<<<<<<< HEAD
-    """Of the step's sequences, by number; empty: all are plain documents. A planner of whole steps is
-    not given them: it plans by lengths."""
-=======
     """Of the step's sequences, numbered microbatch by microbatch as dealt; none: all are plain
     documents."""
->>>>>>> s54-c
     memory: StepMemory | None = None
     """Of the step around its plans, by the layout that runs. None: one stage of all layers, whose
     ranks share out the optimizer's state."""

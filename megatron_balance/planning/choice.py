@@ -40,11 +40,7 @@ from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
-<<<<<<< HEAD
-from megatron_balance.planning.layers import place_step, under_trees
-=======
 from megatron_balance.planning.layers import of_trees, place_step
->>>>>>> s54-c
 from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, unknown, unknown_name, validated
 
 PingPong: TypeAlias = bool | Literal["auto"]
@@ -102,12 +98,8 @@ class PlannerChoice:
                 f"planner {self.name} cannot plan several pipeline stages together; these can: {_joint_planners()}"
             )
         self.check_carry(carry)
-<<<<<<< HEAD
-        self._check_trees(context, carry)
-=======
         if context.trees:
             self.check_trees(lengths, context, carry)
->>>>>>> s54-c
         if carry.planner != self.name:
             carry = carry.unowned()
         if self.planner.plan_step is None:
@@ -115,9 +107,8 @@ class PlannerChoice:
             limit = inf if each is None else each * num_holders
             step, after = place_step(self.planner, lengths, self._asked(context), carry, limit)
         else:
+            # It numbers sequences anew for the planners that it asks, so it plans by lengths.
             step, after = self.planner.plan_step(lengths, dataclasses.replace(self._asked(context), trees=()), carry)
-            step = under_trees(step, context) if context.trees and not after.waiting else step
-        self._check_trees(context, after)
         assert after.is_empty or (context.may_carry and after.planner in ("", self.name)), after
         try:
             waiting = held_back(step, lengths, carry.waiting)
@@ -128,28 +119,19 @@ class PlannerChoice:
                 f"planner {self.name} neither trains nor carries on {sorted(set(waiting) ^ set(after.waiting))[:4]} "
                 "(number, tokens); expected every sequence in one of both"
             )
-        return of_trees(step, context.trees, context.model.mask) if context.trees else step, after
+        if not context.trees:
+            return step, after
+        self.check_trees(lengths, context, after)
+        return of_trees(step, context.trees, context.model.mask), after
 
     def check_trees(self, lengths: Lengths, context: StepContext, carry: Carry) -> None:
         """Reject (ConfigError) trees of other lengths than the step has, and what no trees go with."""
         Batch(tuple(chain.from_iterable(lengths)), context.trees)
         if context.joint is not None or carry.waiting:
-            what = "sequences that were held back" if carry.waiting else "the attention of several pipeline stages"
+            what = "the attention of several pipeline stages"
+            if carry.waiting:
+                what = f"{len(carry.waiting)} sequences that wait for a later step (none do with thresholds: [])"
             raise ConfigError(f"planner {self.name}: {what} cannot be planned together with trees")
-
-    def _check_trees(self, context: StepContext, carry: Carry) -> None:
-        """Reject (ConfigError) trees where they are not planned yet."""
-        if context.trees and context.joint is not None:
-            raise ConfigError(
-                f"planner {self.name}: trees are planned for each pipeline stage by itself, not for stages that attend "
-                "together; choose another planner, or pipeline: stages"
-            )
-        if context.trees and carry.waiting:
-            raise ConfigError(
-                f"planner {self.name}: {len(carry.waiting)} sequences wait for a later step, and neither do trees wait "
-                "nor are they planned beside such sequences; train those that wait first (flush), and leave out what "
-                "makes sequences wait (thresholds: [])"
-            )
 
     def check_carry(self, carry: Carry) -> None:
         """Reject sequences that another planner held back, if this one cannot train them."""

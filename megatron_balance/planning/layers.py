@@ -26,12 +26,8 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message, Move, Rows
 from megatron_balance.ir.forest import Forest, Tree, over
-<<<<<<< HEAD
-from megatron_balance.ir.mask import CAUSAL, SlidingWindow
-=======
 from megatron_balance.ir.mask import CAUSAL, FOREST, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
->>>>>>> s54-c
 from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, dealt, held_back
@@ -102,8 +98,7 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
         own = planner.plan_batch(Batch(pooled), context.cluster, context.model, context.cost, context.options)
         if not context.ping_pong:
             context = _of_microbatches(context, len(own.plans))
-            of_plans = chain.from_iterable(own.members)
-            plans = tuple(_layered(plan, context, seqs) for plan, seqs in zip(own.plans, of_plans, strict=True))
+            plans = tuple(_layered(plan, context) for plan in own.plans)
             return _with_ticks(planner, replace(own, plans=plans), context)
         members = tuple(nano_batch for (nano_batch,) in own.members)
     context = _of_microbatches(context, len(members))
@@ -112,31 +107,13 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
     split = tuple(
         tuple(tuple(map(seqs.__getitem__, part)) for part in of) for seqs, of in zip(members, parts, strict=True)
     )
-<<<<<<< HEAD
-    plans = tuple(
-        _place_one(planner, Batch(tuple(map(pooled.__getitem__, part)), _trees_of(part, context)), context)
-        for part in chain.from_iterable(split)
-    )
-=======
     trees = context.trees if FOREST in planner.masks else ()
     batches = (
         Batch(tuple(map(pooled.__getitem__, part)), tuple(map(trees.__getitem__, part)) if trees else ())
         for part in chain.from_iterable(split)
     )
     plans = tuple(_place_one(planner, batch, context) for batch in batches)
->>>>>>> s54-c
     return _with_ticks(planner, StepPlan(split, plans), context)
-
-
-def _trees_of(seqs: Sequence[int], context: StepContext) -> tuple[Tree, ...]:
-    return tuple(context.trees[seq] for seq in seqs) if context.trees else ()
-
-
-def under_trees(step: StepPlan, context: StepContext) -> StepPlan:
-    """A step that was planned by lengths, under the context's trees of its sequences."""
-    of_plans = chain.from_iterable(step.members)
-    plans = (_under(plan, context, seqs) for plan, seqs in zip(step.plans, of_plans, strict=True))
-    return replace(step, plans=tuple(plans))
 
 
 def _of_microbatches(context: StepContext, number: int) -> StepContext:
@@ -145,9 +122,8 @@ def _of_microbatches(context: StepContext, number: int) -> StepContext:
 
 def _place_one(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPlan:
     """The plan of one microbatch or nano-batch, layers included."""
-    context = replace(context, trees=batch.trees)
     if planner.plan_by_others is not None:
-        return planner.plan_by_others(batch, context)
+        return planner.plan_by_others(batch, replace(context, trees=batch.trees))
     assert planner.plan is not None
     if planner.plan_in is not None:
         plan = planner.plan_in(batch, context)
@@ -158,12 +134,12 @@ def _place_one(planner: Planner, batch: Batch, context: StepContext) -> Microbat
             f"planner {plan.planner} was given {batch.num_tokens} tokens in {len(batch.lengths)} sequences, and its "
             f"plan has {plan.num_tokens} in {len(plan.lengths)}; expected the same sequences"
         )
-    return _layered(plan, context, range(len(batch.lengths)))
+    return _layered(plan, context)
 
 
-def _layered(plan: MicrobatchPlan, context: StepContext, seqs: Sequence[int]) -> MicrobatchPlan:
+def _layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
     cluster, cost, layers = context.cluster, context.cost, context.layers
-    plan = _under(plan, context, seqs)
+    plan = _under(plan, context.model)
     made = with_layers(plan, cluster, cost, layers)
     if not made.moves or layers.remap_when != "pays" or _num_rounds(plan) > _MOST_ROUNDS:
         return made
@@ -181,12 +157,6 @@ def _num_rounds(plan: MicrobatchPlan) -> int:
     return sum(pattern_of(each).num_exchanges(each) for each in plan.zones if isinstance(pattern_of(each), HeadRing))
 
 
-<<<<<<< HEAD
-def _under(plan: MicrobatchPlan, context: StepContext, seqs: Sequence[int] = ()) -> MicrobatchPlan:
-    """The plan under its model's window, and under the context's trees of its sequences."""
-    mask = over(context.model.mask, _trees_of(seqs, context))
-    if not isinstance(mask, SlidingWindow | Forest) or (isinstance(mask, Forest) and plan.mask == mask):
-=======
 def of_trees(step: StepPlan, trees: Sequence[Tree], mask: Mask) -> StepPlan:
     """The step with the plans of sequences that are trees, by number, in layers that have `mask`;
     those of planners that know no trees are as `compile.halo` makes them.
@@ -203,9 +173,8 @@ def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:
     if isinstance(plan.mask, Forest):
         return under(plan, model.mask)
     if not isinstance(model.mask, SlidingWindow):
->>>>>>> s54-c
         return plan
-    return under(replace(plan, mask=CAUSAL), mask)
+    return under(replace(plan, mask=CAUSAL), model.mask)
 
 
 def _with_ticks(planner: Planner, step: StepPlan, context: StepContext) -> StepPlan:
@@ -226,7 +195,7 @@ def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -
 
     def plan(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
         owned_plan = plan_owned(lengths, owned, joint.cluster, context.model, cost, context.options)
-        return with_layers(_under(owned_plan, context), joint.cluster, cost, layers)
+        return with_layers(_under(owned_plan, context.model), joint.cluster, cost, layers)
 
     return plan
 

@@ -119,7 +119,7 @@ def model_of(name: str, dtype: torch.dtype, *, balanced: bool) -> nn.Module:
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH}
     heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
     config = getattr(transformers, f"{name}Config")(**sizes, **heads, num_hidden_layers=LAYERS)
-    config._attn_implementation = hf.register() if balanced else "eager"
+    config._attn_implementation = hf.register() if balanced else "sdpa"  # eager has softmax in fp32
     return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
 
 
