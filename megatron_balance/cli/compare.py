@@ -49,9 +49,8 @@ def run(args: argparse.Namespace) -> int:
         print(json_text({**found, "baseline_sizes": base["sizes"], **bench.described()}))
     else:
         _show(rows, left_out, base, bench)
-        best = next((row for row in rows if row["planner"] == best_of(rows)), None)
-        if flat is not None and best is not None:
-            inputs.console().print(_beside(flat, best))
+        if flat is not None:
+            inputs.console().print(_beside(flat, rows[0]))
     return 0
 
 

@@ -16,7 +16,6 @@ from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.perturbed import changed
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.emulated import Sockets
@@ -135,17 +134,15 @@ def by_mask(plan: MicrobatchPlan, machine: Machine) -> list[tuple[MicrobatchPlan
     """The layers under each of the model's masks (`Model.mask_shares`): what runs there, on which
     machine, and their share of the layers.
     """
-    layers = [(under(plan, mask), mask, share) for mask, share in machine.model.mask_shares]
     return [
-        (made, under_mask(machine, made.mask if isinstance(made.mask, Forest) else mask), share)
-        for made, mask, share in layers
+        ((made := under(plan, mask)), under_mask(machine, mask).for_trees(made.mask), share)
+        for mask, share in machine.model.mask_shares
     ]
 
 
 def under_mask(machine: Machine, mask: Mask) -> Machine:
     """The machine with a model all of whose layers have that mask."""
-    name, forest = (machine.model.attention, mask) if isinstance(mask, Forest) else (mask.name, None)
-    model = replace(machine.model, attention=name, other_attention="", other_layers=0, forest=forest)
+    model = replace(machine.model, attention=mask.name, other_attention="", other_layers=0)
     if model == machine.model:
         return machine
     return replace(machine, model=model, cost=changed(machine.cost, "layers of another mask", model=model))

@@ -159,7 +159,7 @@ def _phases_of(plan: MicrobatchPlan, machine: Machine, mode: PingPongMode) -> li
     ranks, sums, rings = compile_ranks(plan, mode.policy), mode.transport == "streams", ring_names(plan)
     found: list[tuple[SimulatedPhase, list[Cuts]]] = []
     for backward in (False, True):
-        phase = phase_of(ranks, machine, backward=backward, sums=sums, rings=rings)
+        phase = phase_of(ranks, machine.for_trees(plan.mask), backward=backward, sums=sums, rings=rings)
         if mode.signal:
             phase.flows = [replace(flow, num_bytes=1) for flow in phase.flows]
             for steps, seconds in zip(phase.steps, phase.seconds, strict=True):
@@ -176,7 +176,7 @@ class _Rounds:
 
     def __init__(self, plans: Sequence[MicrobatchPlan], machine: Machine, linear: _Linear, mode: PingPongMode) -> None:
         self.machine, self.linear, self.mode = machine, linear, mode
-        self.tables = [Tables(nano_batch, machine) for nano_batch in plans]
+        self.tables = [Tables(nano_batch, machine.for_trees(nano_batch.mask)) for nano_batch in plans]
 
     def run(self, num_layers: int, *, backward: bool) -> Outcome:
         outcome, issued = self._run(num_layers, None, backward=backward)

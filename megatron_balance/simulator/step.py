@@ -298,7 +298,7 @@ def _bound_of_microbatch(batch: Batch, machine: Machine, setup: Setup) -> float:
     for mask, share in model.mask_shares:
         shown = over(mask, batch.trees)
         rows = split_rows(pairs, Pair.SEQ, Pair.SPANS, shown)
-        cost_there, launch = under_mask(machine, shown).cost, np.zeros(len(rows), dtype=np.int64)
+        cost_there, launch = under_mask(machine, mask).for_trees(shown).cost, np.zeros(len(rows), dtype=np.int64)
         forward, backward = (
             before + share * float(cost_there.attend_s(rows, launch, 1, backward=b)[0]) / ranks
             for b, before in ((False, forward), (True, backward))

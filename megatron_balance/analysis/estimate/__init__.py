@@ -93,6 +93,7 @@ def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
     comm pattern.
     """
     assert not machine.slowdown, "an estimate takes ranks as alike; simulate a machine with slow ones"
+    machine = machine.for_trees(plan.mask)
     asked = machine.cluster, machine.model, machine.memory
     for known, on, found in tuple(_RECENT):  # a copy: threads plan ahead
         if known is plan and on.cost is machine.cost and (on.cluster, on.model, on.memory) == asked:
