@@ -63,7 +63,7 @@ class Machine:
         return self.cluster.num_ranks
 
     def for_trees(self, mask: Mask) -> Machine:
-        """The machine at the prices of a plan's mask, if that is of trees; else at those of its model's."""
+        """The machine at the prices of a plan's trees; of other masks, at those of its model."""
         forest = mask if isinstance(mask, Forest) else None
         if forest == self.model.forest:
             return self
