@@ -59,10 +59,11 @@ def _flattened(bench: Bench, choices: Sequence[PlannerChoice]) -> dict[str, Any]
     ranks cannot hold them.
     """
     flat, played = bench.flattened(), list[dict[str, Any]]()
-    for choice in choices if flat is not None else ():
-        if choice.name in FLAT:
-            with suppress(InfeasibleError):
-                played.append(flat.play(choice).row)
+    if flat is None:
+        return None
+    for choice in (each for each in choices if each.name in FLAT):
+        with suppress(InfeasibleError):
+            played.append(flat.play(choice).row)
     return min(played, key=lambda row: row["step_s"], default=None)
 
 
