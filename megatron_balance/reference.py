@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.columns import Pair, Rows
+from megatron_balance.ir.forest import Forest, path_positions
+from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import (
     KEY_SIDE,
     MOVED,
@@ -314,8 +316,7 @@ class _ReferenceRanks:
                 wanted[
                     np.ix_((heads >= h0) & (heads < h1), (queries >= q0) & (queries < q1), (keys >= k0) & (keys < k1))
                 ] = True
-            first, stop = self.program.mask.keys(np.full(len(queries), seq), queries)
-            wanted &= (keys >= first[:, None]) & (keys < stop[:, None])
+            wanted &= visible(self.program.mask, seq, queries, keys)
             blocks.append(_Tile(self.base[seq] + queries, heads, self.base[seq] + keys, wanted))
         return blocks
 
@@ -364,6 +365,18 @@ class _Tile:
     def seen(self) -> Bools:
         # Keys that some query sees, [heads, keys]: the others take no part.
         return np.logical_or.reduce(self.wanted, axis=1)
+
+
+def visible(mask: Mask, seq: int, queries: Ints, keys: Ints) -> Bools:
+    """Whether each query of a sequence sees each key, [queries, keys], by the mask's runs alone."""
+    if not isinstance(mask, Forest):
+        first, stop = mask.keys(np.full(len(queries), seq), queries)
+        return (keys >= first[:, None]) & (keys < stop[:, None])
+    # A key is seen by what lies below it and, if its segment is full, by all of that.
+    first, stop = mask.queries(np.full(len(keys), seq), keys)
+    shown = (queries[:, None] >= first) & (queries[:, None] < stop)
+    place = np.array(path_positions(mask.trees[seq]))
+    return shown & (place[queries][:, None] - place[keys] < mask.window) if mask.window else shown
 
 
 def _merge_outputs(one: Floats, two: Floats) -> Floats:

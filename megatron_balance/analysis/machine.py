@@ -1,15 +1,20 @@
 """The machine that a program runs on: links and NICs of its transfers, their rates, slow ranks."""
 
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.analysis.wire import NicOf, Payload
 from megatron_balance.cost.base import NO_HOST, Floats, Host, Ints, Link, MachineCost
+from megatron_balance.cost.perturbed import changed
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import Forest
+from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns.base import pairs_of
@@ -56,6 +61,14 @@ class Machine:
     @property
     def num_ranks(self) -> int:
         return self.cluster.num_ranks
+
+    def for_trees(self, mask: Mask) -> Machine:
+        """The machine at the prices of a plan's trees; of other masks, at those of its model."""
+        forest = mask if isinstance(mask, Forest) else None
+        if forest == self.model.forest:
+            return self
+        model = replace(self.model, forest=forest)
+        return replace(self, model=model, cost=changed(self.cost, "trees", model=model))
 
     def check(self, plan: MicrobatchPlan) -> None:
         """Reject a plan for other ranks. Raises ConfigError: another number of ranks, or of ranks a

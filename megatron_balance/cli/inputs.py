@@ -27,6 +27,7 @@ from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import Tree, num_tokens
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import Layers, Solver, When
 from megatron_balance.lab.bench import Inputs
@@ -65,7 +66,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens; 128k is 131072")
     read = "JSON: [lengths] or [[lengths], ...], one list per batch; or CSV, or lines; .gz and .zst too"
     add("--lengths-file", type=Path, metavar="FILE", help=read)
-    drawn = "draw lengths from a known distribution, data codes, or the documents of a file or folder"
+    shaped = "JSON: batches of trees, by segments [tokens, parent, causal|full] or by rollouts; see docs/trees.md"
+    add("--trees", type=Path, metavar="FILE", help=shaped)
+    drawn = (
+        "draw lengths from a known distribution, data codes, or the documents of a file or folder; or trees, as "
+        "rollouts:prompt=16k,responses=64 or agents:turns=40"
+    )
     add("--dataset", metavar="NAME|PATH", help=drawn)
     add("--tokens", type=tokens, metavar="N", help="with --dataset: tokens of a batch")
     add("--batches", type=int, metavar="K", help="with --dataset: number of batches (default 1)")
@@ -148,7 +154,7 @@ def read(
     cluster, model = machine(args, shape.tensor_parallel)
     model = replace(model, gradient_wire=config.gradient_wire, expert_split=max(1, shape.experts))
     check_positive(args, "tokens_per_rank")
-    batches = tuple(Batch(tuple(each)) for each in lengths or _lengths(args, config))
+    batches = _batches(args, config) if lengths is None else _of_lengths(lengths)
     chosen = _planners(args, config)
     told = [choice.options.tokens_per_rank for choice in chosen if choice.options.tokens_per_rank is not None]
     default = shape.capacity(cluster, model) if len(told) < len(chosen) else 0
@@ -191,11 +197,13 @@ def _assumed(args: argparse.Namespace, config: Run, cluster: Cluster, model: Mod
     return f"{' '.join(parts)} assumed" if parts else ""
 
 
-def _lengths(args: argparse.Namespace, config: Run) -> Sequence[Sequence[int]]:
+def _batches(args: argparse.Namespace, config: Run) -> tuple[Batch, ...]:
     # Reading and drawing need numpy; --help does not.
     from megatron_balance.workloads.lengths import draw, read_lengths
+    from megatron_balance.workloads.trees import draw_trees, is_trees, read_trees
 
-    given = [name for name in ("lengths", "lengths_file", "dataset") if getattr(args, name) is not None]
+    sources = ("lengths", "lengths_file", "trees", "dataset")
+    given = [name for name in sources if getattr(args, name) is not None]
     if len(given) > 1:
         raise ConfigError(f"--{given[0].replace('_', '-')} and --{given[1].replace('_', '-')} are both given; use one")
     if args.dataset is None and (config.dataset is None or given):
@@ -203,20 +211,35 @@ def _lengths(args: argparse.Namespace, config: Run) -> Sequence[Sequence[int]]:
             if getattr(args, option) is not None:
                 raise ConfigError(f"--{option} goes with --dataset NAME, which is not given")
     if args.lengths is not None:
-        return [_numbers(args.lengths)]
+        return _of_lengths([_numbers(args.lengths)])
     if args.lengths_file is not None:
-        return read_lengths(args.lengths_file)
+        return _of_lengths(read_lengths(args.lengths_file))
+    if args.trees is not None:
+        return _of_trees(read_trees(args.trees))
     if args.dataset is not None or config.dataset is not None:
         drawn = dataset(args, config.dataset)
-        return draw(drawn.name, drawn.tokens, drawn.batches, drawn.seed)
+        if is_trees(drawn.name):
+            return _of_trees(draw_trees(drawn.name, drawn.tokens, drawn.batches, drawn.seed))
+        return _of_lengths(draw(drawn.name, drawn.tokens, drawn.batches, drawn.seed))
     if config.lengths is not None:
         several = [entry for entry in config.lengths if isinstance(entry, list)]
-        return several or [[entry for entry in config.lengths if isinstance(entry, int)]]
+        return _of_lengths(several or [[entry for entry in config.lengths if isinstance(entry, int)]])
     if config.lengths_file is not None:
-        return read_lengths(config.lengths_file)
+        return _of_lengths(read_lengths(config.lengths_file))
+    if config.trees is not None:
+        return _of_trees(read_trees(config.trees))
     raise ConfigError(
-        "no sequence lengths to plan for; give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME --tokens N"
+        "no sequence lengths to plan for; give --lengths 4096,512,..., --lengths-file FILE, --trees FILE or --dataset "
+        "NAME --tokens N"
     )
+
+
+def _of_lengths(lengths: Iterable[Sequence[int]]) -> tuple[Batch, ...]:
+    return tuple(Batch(tuple(each)) for each in lengths)
+
+
+def _of_trees(trees: Iterable[tuple[Tree, ...]]) -> tuple[Batch, ...]:
+    return tuple(Batch(tuple(map(num_tokens, each)), each) for each in trees)
 
 
 def dataset(args: argparse.Namespace, given: DatasetConfig | None) -> DatasetConfig:

@@ -112,7 +112,7 @@ def _real(args: argparse.Namespace) -> RealBatches:
     """The batches of a run; cluster, model and configuration are the run's unless given."""
     from megatron_balance.lab.report.run import real_batches
 
-    for name in ("lengths", "lengths_file", "dataset", "tokens", "batches", "global_tokens"):
+    for name in ("lengths", "lengths_file", "trees", "dataset", "tokens", "batches", "global_tokens"):
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} does not go with --run, whose batches are the run's; drop one")
@@ -133,6 +133,8 @@ def _lengths_from(args: argparse.Namespace, given: Inputs) -> str:
         return "given one by one"
     if args.lengths_file is not None:
         return f"the file {args.lengths_file}"
+    if args.trees is not None:
+        return f"the trees of {args.trees}"
     if args.dataset is not None or drawn is not None:
         drawn = inputs.dataset(args, drawn)
         return f"drawn from {drawn.name}, seed {drawn.seed}"

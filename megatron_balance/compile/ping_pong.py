@@ -32,7 +32,7 @@ _REVERSED: dict[_SegmentKind, _SegmentKind] = {"linear": "linear", "start": "end
 # Ranks must issue what they exchange in one order (`compile.order`). The start of one
 # nano-batch is issued before the attend of the other on every rank, so only exchanges that every
 # rank can start at once may be part of it: those that come first in `compile.order`.
-class Segment(NamedTuple):
+class NanoSegment(NamedTuple):
     """One segment of one nano-batch.
 
     A linear step belongs to the layer that it leads to: that of layer 0 has nothing before it, that
@@ -64,35 +64,36 @@ def cut_segments(ops: Sequence[Op], steps: Sequence[Step], first: frozenset[int]
     return Cuts(ahead, end)
 
 
-def forward(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[Segment, ...]:
+def forward(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[NanoSegment, ...]:
     """Segments of a forward pass through `num_layers` layers, in order, nano-batches interleaved."""
-    ordered: list[Segment] = []
+    ordered: list[NanoSegment] = []
     for layer in range(num_layers):
         for nano_batch in range(num_nano_batches):
             ordered += _between(nano_batch, layer)
-        ordered += [Segment(nano_batch, layer, "attend") for nano_batch in range(num_nano_batches)]
+        ordered += [NanoSegment(nano_batch, layer, "attend") for nano_batch in range(num_nano_batches)]
     for nano_batch in range(num_nano_batches):
         ordered += _between(nano_batch, num_layers)[: 2 if num_layers else 1]
     return tuple(ordered)
 
 
-def one_by_one(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[Segment, ...]:
+def one_by_one(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[NanoSegment, ...]:
     """Segments of a forward without interleaving: each exchange is waited for (DistCA, Fig. 11)."""
-    ordered: list[Segment] = []
+    ordered: list[NanoSegment] = []
     for layer in range(num_layers):
         for nano_batch in range(num_nano_batches):
-            ordered += [Segment(nano_batch, layer, part) for part in ("linear", "start", "attend", "end")]
-    return (*ordered, *(Segment(nano_batch, num_layers, "linear") for nano_batch in range(num_nano_batches)))
+            ordered += [NanoSegment(nano_batch, layer, part) for part in ("linear", "start", "attend", "end")]
+    return (*ordered, *(NanoSegment(nano_batch, num_layers, "linear") for nano_batch in range(num_nano_batches)))
 
 
-def backward(forward_segments: Sequence[Segment]) -> tuple[Segment, ...]:
+def backward(forward_segments: Sequence[NanoSegment]) -> tuple[NanoSegment, ...]:
     """Segments of the backward pass, named by what they do: the reversal of an end is a start."""
     return tuple(
-        Segment(segment.nano_batch, segment.layer, _REVERSED[segment.part]) for segment in reversed(forward_segments)
+        NanoSegment(segment.nano_batch, segment.layer, _REVERSED[segment.part])
+        for segment in reversed(forward_segments)
     )
 
 
-def _between(nano_batch: int, layer: int) -> list[Segment]:
+def _between(nano_batch: int, layer: int) -> list[NanoSegment]:
     # Segments from the end of one layer's attention to the start of the next one's.
-    ended = [Segment(nano_batch, layer - 1, "end")] if layer else []
-    return [*ended, Segment(nano_batch, layer, "linear"), Segment(nano_batch, layer, "start")]
+    ended = [NanoSegment(nano_batch, layer - 1, "end")] if layer else []
+    return [*ended, NanoSegment(nano_batch, layer, "linear"), NanoSegment(nano_batch, layer, "start")]

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.arrays import key, sees
 from megatron_balance.ir.columns import Pair, Region
-from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
+from megatron_balance.ir.mask import CAUSAL, Band, Mask
 
 # Side of the tiles, of queries and of keys (WLB-LLM, section 5.2: "In FlashAttention's forward
 # kernel the tile size is 128").
@@ -147,26 +147,33 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL, tokens: int = TILE_TOKENS) -> tuple[
     tiles of `tokens` queries, a divisor of `TILE_TOKENS`, by `TILE_TOKENS` keys.
 
     Causal: the query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may
-    be full, causal or neither. A sliding window leaves out tiles at the other side, too.
+    be full, causal or neither. A window leaves out tiles at the other side, too.
     """
     (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
     num_q, num_k, behind = q_stop - q_start, k_stop - k_start, q_start - k_start
     blocks, widest, parts = -(-num_q // tokens), -(-num_k // TILE_TOKENS), TILE_TOKENS // tokens
-    if mask == FULL:
+    causal, reach = band = _band(pairs, mask)
+    if causal is False and not band.windowed:
         return blocks * widest, blocks, widest
     before = -(-behind // tokens)
     last = _between(-(-(behind + num_q) // TILE_TOKENS), widest)  # the last block need not be full
     # Block b walks min(ceil((before + b) / parts), widest) tiles, b = 1 .. blocks - 1; the last one is
     # counted apart.
     walked = _stepped_sum(before + blocks - 1, widest, parts) - _stepped_sum(before, widest, parts) + last
-    if isinstance(mask, SlidingWindow):
+    if causal is not True:
+        walked, last = np.where(causal, walked, blocks * widest), np.where(causal, last, widest)
+    if band.windowed:
         # Whole tiles before the first key of a block's first query are left out, floor(y / parts) of
         # them, which is ceil((y - parts + 1) / parts).
-        first = (behind - mask.size + 1) // tokens
+        first = (behind - reach + 1) // tokens
         stops = first + blocks - parts, first - parts
         walked = walked - (_stepped_sum(stops[0], widest, parts) - _stepped_sum(stops[1], widest, parts))
         last = np.minimum(last, (before - 1 - first) // parts + 2)  # where a block straddles most tiles
     return walked, blocks, last
+
+
+def _band(pairs: Ints, mask: Mask) -> Band:
+    return mask.band(pairs[:, Pair.SEQ], pairs[:, Pair.Q_START], pairs[:, Pair.K_START])
 
 
 def _stepped_sum(stop: Ints, top: Ints, parts: int) -> Ints:
@@ -179,13 +186,11 @@ def _stepped_sum(stop: Ints, top: Ints, parts: int) -> Ints:
 def key_blocks(pairs: Ints, mask: Mask) -> Ints:
     """Tiles of keys [n] that some query of each pair sees."""
     (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
-    num_k = k_stop - k_start
-    if mask == FULL:
-        return -(-num_k // TILE_TOKENS)
-    stop = -(-_between(q_stop - k_start, num_k) // TILE_TOKENS)
-    if not isinstance(mask, SlidingWindow):
+    num_k, band = k_stop - k_start, _band(pairs, mask)
+    stop = -(-np.where(band.causal, _between(q_stop - k_start, num_k), num_k) // TILE_TOKENS)
+    if not band.windowed:
         return stop
-    return np.maximum(stop - _between(q_start - mask.size + 1 - k_start, num_k) // TILE_TOKENS, 0)
+    return np.maximum(stop - _between(q_start - band.reach + 1 - k_start, num_k) // TILE_TOKENS, 0)
 
 
 def forward_work(
@@ -231,7 +236,10 @@ def backward_work(
     part, blocks = np.full(len(pairs), blocks_of.queries / TILE_TOKENS), key_blocks(pairs, mask)
     # Entries whose queries all see all keys are launched without a mask.
     (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
-    full = (mask == FULL) | ((mask == CAUSAL) & (q_start >= k_stop - 1))
+    band = _band(pairs, mask)
+    full = (
+        np.logical_not(band.causal) | (q_start >= k_stop - 1) if not band.windowed else np.zeros(len(pairs), dtype=bool)
+    )
     rows = np.where(full, -(-(q_stop - q_start) // blocks_of.full_queries), rows)
     walked = np.where(full, rows * -(-(k_stop - k_start) // TILE_TOKENS), walked)
     part[full] = blocks_of.full_queries / TILE_TOKENS

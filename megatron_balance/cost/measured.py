@@ -22,10 +22,10 @@ from megatron_balance.cost.fits import fit_link, least_squares
 from megatron_balance.cost.modules import head_module, layer_flops
 from megatron_balance.cost.table import CostTable, Curve, Grid
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Rectangles, num_pairs, trim_pairs
+from megatron_balance.ir.arrays import Rectangles
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
+from megatron_balance.ir.mask import CAUSAL, FULL, Band, Mask
 from megatron_balance.ir.model import Model
 
 # Points a doubling at which the time of a square of one run is tabulated for planners.
@@ -272,31 +272,32 @@ def split_masks(pairs: Ints, mask: Mask = CAUSAL) -> dict[bool, tuple[Ints, Ints
     """Kernel entries of each pair of regions [n, 9]: full ones (queries, keys) and causal ones
     (queries, keys before); 0 queries: no such entry.
 
-    Under a sliding window the queries that it cuts keys from count as full, over as many keys as
+    Under a window the queries that it cuts keys from count as full, over as many keys as
     they see in the mean.
     """
-    trimmed = trim_pairs(pairs, mask)
-    if isinstance(mask, SlidingWindow):
-        return _split_window(trimmed, mask)
-    q_start, q_stop = trimmed[:, Pair.Q_START], trimmed[:, Pair.Q_STOP]
-    k_start, k_stop = trimmed[:, Pair.K_START], trimmed[:, Pair.K_STOP]
+    rectangles = Rectangles(*pairs[:, Pair.SPANS].T)
+    band = mask.band(pairs[:, Pair.SEQ], rectangles.q_start, rectangles.k_start)
+    shown = rectangles.trimmed(band)
+    return _split_window(shown, band) if band.windowed else _split_band(shown, band)
+
+
+def _split_band(shown: Rectangles, band: Band) -> dict[bool, tuple[Ints, Ints]]:
+    q_start, q_stop, k_start, k_stop = shown
     # A single query over the keys up to its own is a triangle of one, so that a sequence's times
     # come from one grid from its first token.
-    masked = (mask == CAUSAL) & (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
+    masked = band.causal & (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
     seen_whole = np.where(masked, np.maximum(q_start, k_stop), q_start)  # queries from here on see every key
     full = np.maximum(q_stop - seen_whole, 0)
     triangle = np.where(masked, k_stop - q_start, 0)
     return {False: (full, np.maximum(k_stop - k_start, 0)), True: (triangle, np.maximum(q_start - k_start, 0))}
 
 
-def _split_window(trimmed: Ints, mask: SlidingWindow) -> dict[bool, tuple[Ints, Ints]]:
-    whole, cut = trimmed.copy(), trimmed.copy()
+def _split_window(shown: Rectangles, band: Band) -> dict[bool, tuple[Ints, Ints]]:
     # Up to here a query sees all keys from the first one on.
-    edge = np.clip(trimmed[:, Pair.K_START] + mask.size, trimmed[:, Pair.Q_START], trimmed[:, Pair.Q_STOP])
-    whole[:, Pair.Q_STOP], cut[:, Pair.Q_START] = edge, edge
-    split = split_masks(whole, CAUSAL)
-    (full, keys), num_q = split[False], np.maximum(cut[:, Pair.Q_STOP] - cut[:, Pair.Q_START], 0)
-    columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
-    pairs = full * keys + num_pairs(Rectangles(*(cut[:, column] for column in columns)), mask)
+    edge = np.clip(shown.k_start + band.reach, shown.q_start, shown.q_stop)
+    whole, cut = Band(band.causal), shown._replace(q_start=edge)
+    split = _split_band(shown._replace(q_stop=edge).trimmed(whole), whole)
+    (full, keys), num_q = split[False], np.maximum(cut.q_stop - edge, 0)
+    pairs = full * keys + cut.num_pairs(band)
     full = full + num_q
     return {False: (full, -(-pairs // np.maximum(full, 1))), True: split[True]}

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.model import Model
 
 # A product's backward is two of the same size: the gradient of the input and that of the weights.
@@ -128,15 +129,15 @@ def _expert(model: Model) -> int:
     return (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size
 
 
-def model_flops(model: Model, lengths: Iterable[int]) -> float:
-    """FLOPs of a forward and a backward pass over sequences of these lengths, nothing computed
-    twice: the model's products, and attention over the pairs that the mask shows.
+def model_flops(model: Model, batches: Iterable[Batch]) -> float:
+    """FLOPs of a forward and a backward pass over batches, nothing computed twice: the model's
+    products, and attention over the pairs that the mask shows.
 
     MFU is this over what GPUs could compute in the time (Chowdhery et al., 2022, Appendix B).
     """
-    lengths = list(lengths)
-    tokens = sum(lengths)
-    pairs = sum(share * sum(int(mask.num_pairs(length)) for length in lengths) for mask, share in model.mask_shares)
+    batches = list(batches)
+    tokens = sum(batch.num_tokens for batch in batches)
+    pairs = sum(share * sum(batch.num_pairs(mask) for batch in batches) for mask, share in model.mask_shares)
     # Launches make keys and values of latents that travel: products of the model all the same.
     of_layer = layer_flops(model) + (model.latent_flops if model.latent_travels else 0.0)
     products = model.num_layers * of_layer + head_module(model).flops

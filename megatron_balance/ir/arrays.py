@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.ir.columns import Fragment, Pair, Rows
-from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
+from megatron_balance.ir.forest import Forest
+from megatron_balance.ir.mask import CAUSAL, Band, Mask
 
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -283,19 +284,72 @@ class Rectangles(NamedTuple):
     k_start: Ints
     k_stop: Ints
 
+    @property
+    def some(self) -> Bools:
+        """Whether there are queries and keys."""
+        return (self.q_start < self.q_stop) & (self.k_start < self.k_stop)
+
+    # How all that read a program's rows read them, kernels included.
+    def trimmed(self, band: Band) -> Rectangles:
+        """Without queries that see none of the keys, and keys that none of the queries sees; where
+        that is all, both starts lie at or behind their stops.
+        """
+        q_start, q_stop, k_start, k_stop = self
+        return Rectangles(
+            np.where(band.causal, np.maximum(q_start, k_start), q_start),
+            np.minimum(q_stop, k_stop - 1 + band.reach),
+            np.maximum(k_start, q_start - band.reach + 1),
+            np.where(band.causal, np.minimum(k_stop, q_stop), k_stop),
+        )
+
+    def num_pairs(self, band: Band) -> Ints:
+        """Pairs that count: of all, or of those up to the diagonal, those that no window hides."""
+        q_start, q_stop, k_start, k_stop = self
+        hidden = _up_to_diagonal(q_start - band.reach, q_stop - band.reach, k_start, k_stop) if band.windowed else 0
+        every = np.maximum(q_stop - q_start, 0) * np.maximum(k_stop - k_start, 0)
+        return np.where(band.causal, _up_to_diagonal(*self), every) - hidden
+
+
+def _up_to_diagonal(q_start: Ints, q_stop: Ints, k_start: Ints, k_stop: Ints) -> Ints:
+    def seen(edge: Ints) -> Ints:
+        # Of keys from `edge` on, by the queries before `q_stop` less those before `q_start`.
+        return CAUSAL.num_pairs(np.maximum(q_stop - edge, 0)) - CAUSAL.num_pairs(np.maximum(q_start - edge, 0))
+
+    return seen(k_start) - seen(k_stop)
+
 
 def trim(seq: Ints, rectangles: Rectangles, mask: Mask) -> Rectangles:
-    """Cut off the queries that see none of the keys, and the keys that none of the queries sees.
+    """Each rectangle without what the mask hides at its sides (`Rectangles.trimmed`)."""
+    return rectangles.trimmed(mask.band(seq, rectangles.q_start, rectangles.k_start))
 
-    Where no query sees any key, nothing remains: both starts lie at or behind their stops.
+
+def keys_of(seq: Ints, start: Ints, stop: Ints, mask: Mask) -> tuple[Ints, Ints]:
+    """The keys [first, stop) among which all are that the queries [start, stop) see."""
+    # From the root on where a window is on paths: those of later branches may go far back.
+    first = np.zeros_like(start) if isinstance(mask, Forest) else mask.keys(seq, start)[0]
+    return first, mask.keys(seq, stop - 1)[1]
+
+
+def split(seq: Ints, rectangles: Rectangles, mask: Mask) -> tuple[Ints, Rectangles]:
+    """Cells of each rectangle: all that the mask shows of it and nothing else is in them, and each is
+    what one kernel entry computes. Also the row [m] that each is of, ascending.
     """
-    q_start, q_stop, k_start, k_stop = rectangles
-    return Rectangles(
-        np.maximum(q_start, mask.queries(seq, k_start)[0]),
-        np.minimum(q_stop, mask.queries(seq, k_stop - 1)[1]),
-        np.maximum(k_start, mask.keys(seq, q_start)[0]),
-        np.minimum(k_stop, mask.keys(seq, q_stop - 1)[1]),
-    )
+    row = np.arange(len(seq))
+    if isinstance(mask, Forest):
+        row, rectangles = mask.segments.parts(seq, rectangles)
+    shown = trim(seq[row], rectangles, mask)
+    return row[shown.some], Rectangles(*(side[shown.some] for side in shown))
+
+
+def split_rows(rows: Ints, seq: int, spans: Sequence[int], mask: Mask) -> Ints:
+    """Rows of a table, each as those of its cells; `seq` and `spans`: the columns of the sequence and
+    of `Rectangles`.
+    """
+    row, cells = split(rows[:, seq], Rectangles(*rows[:, spans].T), mask)
+    rows = rows[row]
+    for column, values in zip(spans, cells, strict=True):
+        rows[:, column] = values
+    return rows
 
 
 def trim_pairs(pairs: Ints, mask: Mask) -> Ints:
@@ -309,22 +363,12 @@ def trim_pairs(pairs: Ints, mask: Mask) -> Ints:
 
 def sees(pairs: Ints, mask: Mask) -> Bools:
     """Whether any query of each `Pair` row sees any of its keys."""
-    seq = pairs[:, Pair.SEQ]
-    first = np.maximum(pairs[:, Pair.K_START], mask.keys(seq, pairs[:, Pair.Q_START])[0])
-    return first < np.minimum(pairs[:, Pair.K_STOP], mask.keys(seq, pairs[:, Pair.Q_STOP] - 1)[1])
+    return trim(pairs[:, Pair.SEQ], Rectangles(*pairs[:, Pair.SPANS].T), mask).some
 
 
-def num_pairs(rectangles: Rectangles, mask: Mask) -> Ints:
-    """Visible (query, key) pairs of each rectangle, under a causal, full or sliding-window mask."""
-    q_start, q_stop, k_start, k_stop = rectangles
-    if isinstance(mask, SlidingWindow):
-        hidden = Rectangles(q_start - mask.size, q_stop - mask.size, k_start, k_stop)
-        return num_pairs(rectangles, CAUSAL) - num_pairs(hidden, CAUSAL)
-    if mask == FULL:
-        return np.maximum(q_stop - q_start, 0) * np.maximum(k_stop - k_start, 0)
-
-    def seen(edge: Ints) -> Ints:
-        # Of keys from `edge` on, by the queries before `q_stop` less those before `q_start`.
-        return CAUSAL.num_pairs(np.maximum(q_stop - edge, 0)) - CAUSAL.num_pairs(np.maximum(q_start - edge, 0))
-
-    return seen(k_start) - seen(k_stop)
+def num_pairs(seq: Ints, rectangles: Rectangles, mask: Mask) -> Ints:
+    """Visible (query, key) pairs of each rectangle."""
+    if isinstance(mask, Forest):
+        row, cells = split(seq, rectangles, mask)
+        return sums(row, cells.num_pairs(mask.band(seq[row], cells.q_start, cells.k_start)), len(seq))
+    return rectangles.num_pairs(mask.band(seq, rectangles.q_start, rectangles.k_start))

@@ -1,17 +1,27 @@
-"""The input of a planner: how long the sequences are."""
+"""The input of a planner: how long the sequences are, and which trees."""
+
+from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir import forest
+from megatron_balance.ir.mask import Mask
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Lengths in tokens of a microbatch's sequences (of the whole pool); the index is their id."""
+    """Lengths in tokens of a microbatch's sequences (of the whole pool); the index is their id.
+
+    `trees`: the tree of each sequence (`ir.forest`); none: all are plain documents. Raises
+    ConfigError: lengths or trees that are none, or that do not fit one another.
+    """
 
     lengths: tuple[int, ...]
+    trees: tuple[forest.Tree, ...] = ()
 
     def __post_init__(self) -> None:
         if not set(map(type, self.lengths)) <= {int}:
@@ -23,10 +33,27 @@ class Batch:
                 f"sequence {seq} has {length} tokens; every sequence needs at least 1. Drop empty documents "
                 "before planning"
             )
+        if self.trees:
+            object.__setattr__(self, "trees", forest.checked(self.trees))
+            if tuple(map(forest.num_tokens, self.trees)) != self.lengths:
+                raise ConfigError(
+                    f"trees of {[*map(forest.num_tokens, self.trees)][:8]} tokens and sequences of "
+                    f"{[*self.lengths[:8]]} (the first 8 each); every sequence has the length of its tree"
+                )
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    def num_pairs(self, mask: Mask) -> int:
+        """Visible (query, key) pairs in layers that have `mask`."""
+        if self.trees:
+            return sum(forest.num_pairs(tree, mask.window_size) for tree in self.trees)
+        return sum(int(mask.num_pairs(length)) for length in self.lengths)
+
+    def flattened(self) -> Batch:
+        """Each path from a root to a leaf as a sequence of its own."""
+        return Batch(tuple(chain.from_iterable(map(forest.leaf_lengths, self.trees)))) if self.trees else self
 
 
 def _whole(seq: int, length: object) -> int:

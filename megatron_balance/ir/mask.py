@@ -1,15 +1,19 @@
-"""The attention mask as a value: each query sees one run of the keys of its own sequence.
+"""The attention mask as a value: which queries of a sequence see which of its keys.
 
-A mask answers one question, `keys`: which run of keys a query sees. Everything else follows from
-it: the part of a (query, key) rectangle that counts (`ir.arrays`), numbers of pairs, completeness
-(`compile.proof`). Positions are those of the sequence, so a mask never depends on how a sequence
-is cut over ranks.
+A sequence is a line of tokens, or a tree of them (`ir.forest`), and along its path a query sees one
+run of keys. `queries` says who sees a key, `keys` what a query sees, both as hulls: between the keys
+of a run a tree has others, of branches beside the path. `band` says what a kernel computes of a
+rectangle of queries and keys. Everything else follows from these: the rectangles into which a mask
+cuts another (`ir.arrays.split`), numbers of pairs, completeness (`compile.proof`). Positions are
+those of the sequence, so a mask never depends on how a sequence is cut over ranks.
 """
+
+from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron_balance.errors import ConfigError
 
@@ -22,19 +26,20 @@ END = 1 << 40
 
 # Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and
 # the passes of `compile` accept any mask. A model names its mask (`ir.model.Model.attention`),
-# which planners hand to their plans. Costs and the executor handle causal, full and sliding-window
-# masks (`mask_named`); a planner that cannot plan one of them refuses it
-# (`planners.base.Planner.masks`). Under a window the keys that a query needs lie beside it, so no
-# comm pattern of whole sequences is run there: `compile.halo` brings each rank the keys before its
-# own tokens.
+# which planners hand to their plans. Costs and the executor read masks by `band`, so they handle
+# whatever a kernel's entry does: full, causal at the bottom right, and windows of either. A planner
+# that cannot plan one of them refuses it (`planners.base.Planner.masks`). Under a window the keys
+# that a query needs lie beside it, under a tree on its path, so few comm patterns of whole
+# sequences are run there: `compile.halo` brings each rank the keys that its own tokens see.
 #
 # Text and image tokens of one sample that attend to one another (a diffusion transformer's joint
 # attention) are one sequence under a full mask.
 @dataclass(frozen=True, slots=True)
 class Mask(ABC):
-    """A rule that gives each query one run of keys.
+    """A rule that gives each query one run of keys along its path.
 
-    The runs of consecutive queries overlap or touch, and neither end of them ever moves back.
+    Where a sequence is a line, the runs of consecutive queries overlap or touch, and neither end of
+    them ever moves back; `queries` and `keys` are then exact.
     """
 
     @property
@@ -42,34 +47,50 @@ class Mask(ABC):
     def name(self) -> str:
         """Name of the mask in the text form of programs and in the JSON of plans."""
 
+    @property
+    def window_size(self) -> int:
+        """Keys of its window; 0: it has none."""
+        return 0
+
+    @property
+    def without_window(self) -> Mask:
+        return self
+
     @abstractmethod
-    def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
-        """The run of keys [first, stop) that the query at position `query` of sequence `seq` sees.
+    def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
+        """The queries [first, stop) among which all are that see the key at position `key` of `seq`.
 
         `stop` may lie behind the sequence's end: callers cut it there.
         """
 
-    def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
-        """The run of queries [first, stop) that see the key: the inverse of `keys`, by bisection."""
-        return self._first_query(seq, key, stops=True), self._first_query(seq, key, stops=False)
+    @abstractmethod
+    def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
+        """The keys [first, stop) among which all are that the query sees; as `queries`."""
 
+    @abstractmethod
+    def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
+        """What a kernel computes of a rectangle whose first query and first key are these."""
+
+    @abstractmethod
     def num_pairs(self, length: Positions) -> Positions:
-        """Visible (query, key) pairs of a sequence of `length` tokens; of an array of lengths only
-        where a mask has a closed form.
-        """
-        runs = (self.keys(0, query) for query in range(length))
-        return sum(min(stop, length) - first for first, stop in runs)
+        """Visible (query, key) pairs of sequences of `length` tokens that are lines."""
 
-    def _first_query(self, seq: Positions, key: Positions, *, stops: bool) -> Positions:
-        # The first query whose run stops behind `key` (`stops`), or begins behind it.
-        # Arithmetic in place of `if`, since keys may be arrays. `behind`: it is `middle` or before.
-        low, high = 0 * key, 0 * key + END
-        for _ in range(END.bit_length()):
-            middle = (low + high) // 2
-            first, stop = self.keys(seq, middle)
-            behind = ((stop > key) if stops else (first > key)) | (low == high)
-            low, high = low + (1 - behind) * (middle + 1 - low), high + behind * (middle - high)
-        return low
+
+class Band(NamedTuple):
+    """Which pairs of a rectangle count: of the query at q and the key at k those with q < k + `reach`
+    and, if `causal`, k <= q.
+
+    Of a rectangle that no mask has to cut (`ir.arrays.split`) these are the pairs that it shows, and
+    one entry of a kernel computes them. Each is one value for all rectangles, or an array [n].
+    """
+
+    causal: Any
+    reach: Any = END
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a window ends what queries see."""
+        return self.reach is not END
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +108,10 @@ class Causal(Mask):
     def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
         del seq
         return key, 0 * key + END
+
+    def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
+        del seq, query, key
+        return Band(causal=True)
 
     def num_pairs(self, length: Positions) -> Positions:
         return length * (length + 1) // 2
@@ -108,6 +133,10 @@ class Full(Mask):
         del seq
         return 0 * key, 0 * key + END
 
+    def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
+        del seq, query, key
+        return Band(causal=False)
+
     def num_pairs(self, length: Positions) -> Positions:
         return length * length
 
@@ -126,6 +155,14 @@ class SlidingWindow(Mask):
     def name(self) -> str:
         return f"window_{self.size}"
 
+    @property
+    def window_size(self) -> int:
+        return self.size
+
+    @property
+    def without_window(self) -> Mask:
+        return CAUSAL
+
     def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
         del seq
         first = query - self.size + 1
@@ -134,6 +171,10 @@ class SlidingWindow(Mask):
     def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
         del seq
         return key, key + self.size
+
+    def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
+        del seq, query, key
+        return Band(causal=True, reach=self.size)
 
     def num_pairs(self, length: Positions) -> Positions:
         hidden = (length - self.size) * (length > self.size)
@@ -148,6 +189,8 @@ MASKS: dict[str, Mask] = {mask.name: mask for mask in (CAUSAL, FULL)}
 WINDOW = "window"
 # Kinds of masks, as planners name those that they plan for.
 KINDS = (*MASKS, WINDOW)
+# The kind of `ir.forest`'s masks; no model has one, batches do.
+FOREST = "forest"
 KNOWN = f"{', '.join(MASKS)}, window_KEYS (a sliding window, for example window_4096)"
 _WINDOW_NAME = re.compile(rf"{WINDOW}_([1-9]\d{{0,9}})")
 
@@ -163,5 +206,5 @@ def mask_named(name: str) -> Mask:
 
 
 def kind_of(mask: Mask) -> str:
-    """The kind of a mask, one of `KINDS`."""
-    return WINDOW if isinstance(mask, SlidingWindow) else mask.name
+    """The kind of a mask, one of `KINDS`, or `FOREST`."""
+    return mask.name.partition("_")[0]

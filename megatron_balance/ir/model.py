@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import at_least
+from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import KNOWN, Mask, mask_named
 
 # The type that gradients of queries, keys and values travel in between ranks: fp32 (fp64 for fp64),
@@ -71,6 +72,10 @@ class Model:
     tied_embeddings: bool = False
     """Whether the output matrix is the embedding: one stage then holds one of them."""
 
+    forest: Forest | None = None
+    """The mask in place of `attention`, of a microbatch of trees that is priced; no configuration has
+    one."""
+
     def __post_init__(self) -> None:
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
             object.__setattr__(self, what, at_least(1, f"model {self.name}: {what}", getattr(self, what)))
@@ -119,7 +124,7 @@ class Model:
     @property
     def mask(self) -> Mask:
         """The mask of every sequence."""
-        return mask_named(self.attention)
+        return self.forest or mask_named(self.attention)
 
     @property
     def masks(self) -> tuple[Mask, ...]:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.files import parse_json
+from megatron_balance.ir import forest
 from megatron_balance.ir.columns import Move, Placed, Rows, Task
 from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
 
@@ -106,8 +107,9 @@ class MicrobatchPlan:
 
     `moves`: the remap (Zeppelin, section 3.4), `Move` rows by src, then dst: the last tokens of
     what the zones place on src are owned by dst outside attention. Empty: the linear layout is the
-    attention layout. `mask`: of all sequences; JSON names it where it is not causal. `note`: why a
-    planner decided so, for the log; no decision, and not in the fingerprint.
+    attention layout. `mask`: of all sequences; JSON names it where it is not causal, and lists the
+    trees of a forest beside it. `note`: why a planner decided so, for the log; no decision, and not in
+    the fingerprint.
     """
 
     planner: str
@@ -148,6 +150,7 @@ def to_json(plan: MicrobatchPlan) -> str:
         "moves": list(plan.moves),
         "routing": None if plan.routing is None else asdict(plan.routing),
         **({} if plan.mask == CAUSAL else {"mask": plan.mask.name}),
+        **({"trees": plan.mask.trees} if isinstance(plan.mask, forest.Forest) else {}),
         **({"note": plan.note} if plan.note else {}),
     }
     return json.dumps(body, separators=(",", ":"), allow_nan=False)
@@ -192,11 +195,15 @@ def from_body(loaded: Any) -> MicrobatchPlan:
             zones=tuple(_zone_from_json(z) for z in body["zones"]),
             moves=Rows.of(Move.WIDTH, body["moves"]),
             routing=_routing_from_json(body["routing"]),
-            mask=mask_named(str(body.get("mask", CAUSAL.name))),
+            mask=_mask_from_json(str(body.get("mask", CAUSAL.name)), body.get("trees")),
             note=str(body.get("note", "")),
         )
     except MALFORMED as error:
         raise ConfigError(f"damaged plan: {type(error).__name__}: {error}") from None
+
+
+def _mask_from_json(name: str, trees: Any) -> Mask:
+    return mask_named(name) if trees is None else forest.named(name, trees)
 
 
 def _zone_from_json(zone: dict[str, Any]) -> AnyPlanZone:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.files import parse_json
 from megatron_balance.ir import plan as plans
+from megatron_balance.ir.forest import Tree
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.strategy import Strategy
 
@@ -30,6 +31,9 @@ FORMAT = "megatron-balance step 2"
 
 # By microbatch, the lengths in tokens of its sequences.
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
+
+# By microbatch, the trees of its sequences (`ir.forest`); empty: all of the step are plain documents.
+Trees: TypeAlias = tuple[tuple[Tree, ...], ...]
 
 # By microbatch and nano-batch, the numbers of its sequences; the i-th is sequence i of its plan.
 Members: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]

@@ -15,16 +15,19 @@ message use it.
 Heads are written, as `h[0:4)` behind a region, only where a region has not all of them. A routed
 exchange has a line a pair of ranks with the proxies of each piece, `r4 <- r3 via r2>r6 r3>r7`. A
 program with a remap says `remap_in N` behind its policy, one whose mask is not causal `mask M`
-behind that.
+behind that. Under a forest the next lines are the trees, a segment by its tokens and the one it is
+below, with `f` where it is full: `tree s0 8 3<0 4f<0`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import assert_never
 
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.columns import Fragment, Pair, Route, Rows, Transfer, Value
+from megatron_balance.ir.forest import Forest, Segment
+from megatron_balance.ir.forest import named as forest_named
 from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
 from megatron_balance.ir.program import COLLECTIVES, KEY_SIDE, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program
 
@@ -39,6 +42,7 @@ KIND_NAMES = {
 _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 _REGION = re.compile(r"s(\d+)\[(\d+):(\d+)\)(?: h\[(\d+):(\d+)\))?")
 _TRANSFER = re.compile(r"r(\d+) <- r(\d+) (\w+) (.+)")
+_SEGMENT = re.compile(r"(\d+)(f?)(?:<(\d+))?")
 _ROUTE = re.compile(r"r(\d+) <- r(\d+) via((?: r\d+>r\d+)+)")
 
 
@@ -48,6 +52,8 @@ def text(program: Program) -> str:
     heads += f" remap_in {program.remap_in}" if program.remap_in else ""
     heads += f" mask {program.mask.name}" if program.mask != CAUSAL else ""
     lines = [" ".join(["program lengths", *map(str, program.lengths), heads])]
+    for seq, tree in enumerate(program.mask.trees if isinstance(program.mask, Forest) else ()):
+        lines.append(" ".join([f"tree s{seq}", *map(_segment_text, tree)]))
     for rank, owned in enumerate(program.owned):
         lines.append(" ".join([f"owner r{rank}", *(f"s{s}[{a}:{b})" for s, a, b in owned)]))
     for name, ops in (("forward", program.forward), ("backward", program.backward)):
@@ -112,7 +118,8 @@ class _TextParser:
             r"(?: remap_in (\d+))?(?: mask (\w+))?",
             line,
         )
-        mask = None if head is None else _mask(head[6])
+        trees = self.trees()
+        mask = None if head is None else _mask(head[6], trees)
         if head is None or mask is None:
             raise self.error(
                 number, line, "expected 'program lengths ... heads H kv_heads G policy P [remap_in N] [mask M]'"
@@ -146,6 +153,18 @@ class _TextParser:
             int(head[5] or 0),
             mask,
         )
+
+    def trees(self) -> list[list[Segment]]:
+        # The trees behind the first line, which are taken away.
+        trees: list[list[Segment]] = []
+        while len(self.lines) > 1 and self.lines[1][1].startswith("tree "):
+            number, line = self.lines.pop(1)
+            _, name, *words = line.split()
+            matches = [_SEGMENT.fullmatch(word) for word in words]
+            if name != f"s{len(trees)}" or not all(matches):
+                raise self.error(number, line, f"expected 'tree s{len(trees)} TOKENS[f][<PARENT] ...'")
+            trees.append([Segment(int(m[1]), int(m[3] or -1), bool(m[2])) for m in matches if m])
+        return trees
 
     def blocks(self) -> Iterator[tuple[int, str, list[tuple[int, str]]]]:
         at = 1
@@ -217,10 +236,15 @@ class _TextParser:
         return InvalidProgramError(f"program text, line {number}: {wanted}, got {line!r}")
 
 
-def _mask(name: str | None) -> Mask | None:
+def _segment_text(segment: Segment) -> str:
+    above = f"<{segment.parent}" if segment.parent >= 0 else ""
+    return f"{segment.length}{'f' if segment.full else ''}{above}"
+
+
+def _mask(name: str | None, trees: Sequence[Sequence[Segment]]) -> Mask | None:
     # The mask of this name; causal where there is none, None where none is called so.
     try:
-        return mask_named(name or CAUSAL.name)
+        return forest_named(name or CAUSAL.name, trees) if trees else mask_named(name or CAUSAL.name)
     except ConfigError:
         return None
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from statistics import fmean
@@ -145,15 +146,20 @@ class Bench:
         from megatron_balance.cost.modules import model_flops
 
         batches, pool = self.given.batches, self.pool.cluster
-        flops = model_flops(self.given.model, (n for batch in batches for n in batch.lengths))
+        flops = model_flops(self.given.model, batches)
         seconds = sum(batch.num_tokens for batch in batches) / found["tokens_per_s"]
         return flops / (seconds * pool.num_ranks * pool.flops_per_s)
 
     @property
+    def steps(self) -> list[tuple[Batch, ...]]:
+        """Batches by step."""
+        each = self.given.batches
+        return [each[at : at + self.group] for at in range(0, len(each), self.group)]
+
+    @property
     def lengths(self) -> list[tuple[tuple[int, ...], ...]]:
         """By step and batch."""
-        each = [batch.lengths for batch in self.given.batches]
-        return [tuple(each[at : at + self.group]) for at in range(0, len(each), self.group)]
+        return [tuple(batch.lengths for batch in step) for step in self.steps]
 
     def mode(self, choice: PlannerChoice) -> StepMode:
         """The mode in which a planner's steps run."""
@@ -251,8 +257,9 @@ class Bench:
         begin = time.perf_counter()
         steps: list[StepPlan] = []
         carry = EMPTY
-        for lengths in self.progress(self.lengths, f"{choice.name}: plan"):
-            step, carry = choice.plan_step(lengths, context, carry)
+        for batches in self.progress(self.steps, f"{choice.name}: plan"):
+            context = replace(context, trees=tuple(chain.from_iterable(batch.trees for batch in batches)))
+            step, carry = choice.plan_step(tuple(batch.lengths for batch in batches), context, carry)
             steps.append(step)
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
         for step in steps:
@@ -360,7 +367,35 @@ class Bench:
         """Seconds of even computation of each step (`simulator.step`)."""
         from megatron_balance.simulator.step import bound_s
 
-        return [bound_s(lengths, self.machine, self.setup) for lengths in self.lengths]
+        return [bound_s(batches, self.machine, self.setup) for batches in self.steps]
+
+    def flattened(self) -> Bench | None:
+        """The bench whose trees are rollouts of their own, each from root to leaf; None: no trees."""
+        if not any(batch.trees for batch in self.given.batches):
+            return None
+        batches = tuple(batch.flattened() for batch in self.given.batches)
+        return replace(self, given=replace(self.given, batches=batches))
+
+    def sharing(self) -> dict[str, Any] | None:
+        """What trees save beside the same rollouts one by one, over all batches; None: no trees."""
+        flat = self.flattened()
+        if flat is None:
+            return None
+        mask = self.given.model.mask
+        own, alone = (
+            (sum(batch.num_tokens for batch in batches), sum(batch.num_pairs(mask) for batch in batches))
+            for batches in (self.given.batches, flat.given.batches)
+        )
+        trees = [tree for batch in self.given.batches for tree in batch.trees]
+        return {
+            "trees": len(trees),
+            "segments": sum(map(len, trees)),
+            "rollouts": sum(len(batch.lengths) for batch in flat.given.batches),
+            "tokens": own[0],
+            "flattened_tokens": alone[0],
+            "attention_pairs": own[1],
+            "flattened_attention_pairs": alone[1],
+        }
 
     def described(self) -> dict[str, Any]:
         given, bounds_s = self.given, self.bounds_s()
@@ -375,6 +410,7 @@ class Bench:
             "price_per_gpu_hour": self.price,
             "assumed": given.assumed or None,
             "capacity_tokens_per_rank": given.tokens_per_rank,
+            "sharing": self.sharing(),
         }
 
     def headline(self) -> str:
@@ -386,6 +422,7 @@ class Bench:
         return (
             f"{nodes}, {given.model.name} on {cluster.name}{assumed}; {count} step{'s' * (count > 1)} of {self.group} "
             f"x {tokens:,.0f} tokens; bound {fmean(self.bounds_s()):.3f} s: even computation, nothing moves"
+            f"{of_sharing(self.sharing())}"
         )
 
 
@@ -477,6 +514,17 @@ def in_the_mean(row: Row) -> str:
     """A note on the speedup over all steps, where that of median steps says otherwise; else empty."""
     mean, median = row["mean_speedup"], row["speedup"]
     return f"over all steps {mean:.2f}x, over the median one {median:.2f}x" if abs(mean / median - 1) > APART else ""
+
+
+def of_sharing(sharing: dict[str, Any] | None) -> str:
+    """A further line on what trees save; else empty."""
+    if sharing is None:
+        return ""
+    tokens, pairs = (sharing[f"flattened_{key}"] / sharing[key] for key in ("tokens", "attention_pairs"))
+    return (
+        f"\n{sharing['trees']:,} trees of {sharing['segments']:,} segments; their {sharing['rollouts']:,} rollouts one "
+        f"by one are {tokens:.2f}x the tokens and {pairs:.2f}x the pairs"
+    )
 
 
 def saving(row: Row, base: Row, price: float | None) -> str:

@@ -30,7 +30,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_balance.analysis.backward import Recomputed, attention_runs
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.compile.ping_pong import NanoSegment
 from megatron_balance.compile.pipeline import PhaseName
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.step import Cell, Tick, TickPlan
@@ -387,7 +387,7 @@ def _each(functions: Any, count: int) -> list[Callable[..., Any]]:
 
 class _LayerPass(NamedTuple):
     backward: bool
-    segments: tuple[Segment, ...]
+    segments: tuple[NanoSegment, ...]
 
 
 def _attention_passes(

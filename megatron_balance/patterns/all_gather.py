@@ -91,9 +91,9 @@ class _AllGather(base.CommPattern[Zone]):
         pairs = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             chunks = self.chunks(zone, context.lengths)
-            start, stop = chunks.fragments[:, Fragment.START], chunks.fragments[:, Fragment.STOP]
-            every = Rectangles(start, stop, np.zeros_like(start), context.lengths[chunks.fragments[:, Fragment.SEQ]])
-            pairs += sums(np.array(zone.ranks)[chunks.index], num_pairs(every, context.mask), context.num_ranks)
+            seq, start, stop = chunks.fragments.T
+            every = Rectangles(start, stop, np.zeros_like(start), context.lengths[seq])
+            pairs += sums(np.array(zone.ranks)[chunks.index], num_pairs(seq, every, context.mask), context.num_ranks)
         return pairs
 
     def largest_exchange(self, zone: Zone, context: base.Context) -> Ints:
@@ -113,8 +113,9 @@ class _AllGather(base.CommPattern[Zone]):
     def rounds(self, zone: Zone, context: base.Context) -> base.ZoneRounds:
         # One gather and one launch; on one rank the launch alone.
         chunks, size = self.chunks(zone, context.lengths), len(zone.ranks)
-        pairs = base.prefix_pairs(chunks.fragments, context)
-        launches = base.Launches(pairs, chunks.index, np.zeros(size), np.arange(size)[:, None])
+        each = [base.prefix_pairs(chunks.held(index), context) for index in range(size)]
+        launch = np.repeat(np.arange(size), [len(pairs) for pairs in each])
+        launches = base.Launches(np.concatenate(each), launch, np.zeros(size), np.arange(size)[:, None])
         token_heads = (chunks.shared_tokens() * context.num_kv_heads).astype(np.float64)
         blocks = np.repeat(token_heads[:, None], size, axis=1)
         traffic = base.GroupTraffic({Kind.KV: blocks}, {}, gathers=True) if size > 1 else None

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_array, num_pairs, sums
+from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_array, keys_of, num_pairs, split_rows, sums
 from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Rows, Transfer, Value
-from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
+from megatron_balance.ir.forest import Forest
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Merge, Op
 from megatron_balance.patterns.sends import Sends, intersections, messages_of
@@ -41,6 +42,9 @@ class AnyZone(Protocol):
 
 
 Z = TypeVar("Z", bound=AnyZone)
+
+# Patterns that bring every rank all keys of its sequences, so that it attends whatever it sees.
+_GATHERS = ("all_gather", "gather_documents", "gather_sequence")
 
 # A zone after its index in the plan.
 ZoneAt: TypeAlias = tuple[int, Z]
@@ -68,9 +72,10 @@ class Context:
     @classmethod
     def of(cls, plan: MicrobatchPlan) -> Context:
         """The context of a plan's zones; InvalidProgramError: a pattern has none for its mask."""
-        if isinstance(plan.mask, SlidingWindow):
+        if plan.mask.window_size or isinstance(plan.mask, Forest):
+            gathers = () if plan.mask.window_size else _GATHERS
             for zone in plan.zones:
-                if not isinstance(zone, TaskTable):
+                if not isinstance(zone, TaskTable) and zone.pattern not in gathers:
                     raise InvalidProgramError(
                         f"zone {zone.name}: comm pattern {zone.pattern} has no program under mask {plan.mask.name}; "
                         "expected task tables, which compile.halo makes of the zones of any plan"
@@ -523,17 +528,20 @@ def _pairs_of(work: Iterable[ZoneWork], context: Context) -> int:
     total = 0
     for part in work:
         rows = as_array(part.pairs)
-        each = num_pairs(Rectangles(*rows[:, Pair.SPANS].T), context.mask)
+        each = num_pairs(rows[:, Pair.SEQ], Rectangles(*rows[:, Pair.SPANS].T), context.mask)
         total += int((each * (rows[:, Pair.Q_HEAD_STOP] - rows[:, Pair.Q_HEAD_START])).sum())
     return total // context.num_heads
 
 
 def prefix_pairs(fragments: Ints, context: Context) -> Ints:
-    """Pairs of fragments, each over all keys that the mask shows of the sequence, all heads."""
+    """Pairs of fragments, each over all keys that the mask shows of the sequence, all heads; of trees
+    the cells.
+    """
     seq, start, stop = fragments.T
-    first = context.mask.keys(seq, start)[0]
-    last = np.minimum(context.mask.keys(seq, stop - 1)[1], context.lengths[seq])
-    return pairs_of(fragments, np.column_stack([first, last]), [context.all_heads])
+    first, last = keys_of(seq, start, stop, context.mask)
+    keys = np.column_stack([first, np.minimum(last, context.lengths[seq])])
+    pairs = pairs_of(fragments, keys, [context.all_heads])
+    return split_rows(pairs, Pair.SEQ, Pair.SPANS, context.mask) if isinstance(context.mask, Forest) else pairs
 
 
 def pairs_of(queries: Ints, keys: Ints, slices: Sequence[Sequence[int]]) -> Ints:

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_balance.ir import arrays
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows
 from megatron_balance.ir.columns import Held, Pair, Placed, Rows, Task, Transfer, Value
-from megatron_balance.ir.mask import CAUSAL, FULL, Mask
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import SharedZone, TaskTable
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import base
@@ -80,7 +80,7 @@ class Dispatch(ListedPattern[TaskTable]):
         attended = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             tasks = as_array(zone.tasks)
-            pairs = arrays.num_pairs(arrays.Rectangles(*tasks[:, Task.SPANS].T), context.mask)
+            pairs = arrays.num_pairs(tasks[:, Task.SEQ], arrays.Rectangles(*tasks[:, Task.SPANS].T), context.mask)
             attended += arrays.sums(tasks[:, Task.RANK], pairs, context.num_ranks)
         return attended
 
@@ -123,16 +123,11 @@ def _heads(context: base.Context) -> tuple[int, int]:
 
 
 def _visible(zone: TaskTable, mask: Mask, rank: int | None = None) -> Ints:
-    # The tasks (of a rank) without queries that see none of their keys and keys that none of their
-    # queries sees.
-    # Those stay at the owner.
+    # The tasks (of a rank), cut into cells, without queries that see none of their keys and keys that
+    # none of their queries sees. Those stay at the owner.
     table = as_array(zone.tasks)
-    tasks = table.copy() if rank is None else table[table[:, Task.RANK] == rank]
-    if mask == FULL:
-        return tasks
-    shown = arrays.trim(tasks[:, Task.SEQ], arrays.Rectangles(*tasks[:, Task.SPANS].T), mask)
-    tasks[:, Task.SPANS] = np.stack(shown, axis=1)
-    return tasks[(shown.q_start < shown.q_stop) & (shown.k_start < shown.k_stop)]
+    tasks = table if rank is None else table[table[:, Task.RANK] == rank]
+    return arrays.split_rows(tasks, Task.SEQ, range(*Task.SPANS.indices(Task.WIDTH)), mask)
 
 
 @lru_cache(maxsize=64)

@@ -386,7 +386,7 @@ class WavesPattern(ListedPattern[SharedZone]):
         for zone in zones:
             made = schedule(zone, context.mask)
             tasks = [np.concatenate(own) for own in made.tasks]
-            pairs = [int(num_pairs(Rectangles(*rows.T[1:]), context.mask).sum()) for rows in tasks]
+            pairs = [int(num_pairs(rows[:, 0], Rectangles(*rows.T[1:]), context.mask).sum()) for rows in tasks]
             slices = _slices(made, context)
             attended[made.all_ranks()] += head_exchange.shared_by_heads(np.array(pairs), slices, context)
         return attended

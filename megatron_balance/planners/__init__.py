@@ -6,6 +6,7 @@ another.
 from typing import Any
 
 from megatron_balance.analysis.estimate import Bounds
+from megatron_balance.ir.mask import FOREST, KINDS
 from megatron_balance.ir.step import Layers
 from megatron_balance.planners import (
     auto,
@@ -96,7 +97,7 @@ PLANNERS: dict[str, Planner] = {
         plan_owned=distca.plan_owned,
         num_holders=distca.num_holders,
         ping_pong=True,
-        masks=("causal", "window"),
+        masks=("causal", "window", FOREST),
         left_out="it hides its transfers behind a second nano-batch, and microbatches run whole here",
     ),
     "wlb_llm": Planner(
@@ -141,6 +142,7 @@ PLANNERS: dict[str, Planner] = {
         auto.AutoOptions,
         _WHERE_THEY_PAY,
         plan_by_others=auto.plan,
+        masks=(*KINDS, FOREST),
         left_out="it is the one that asks",
     ),
 }

@@ -15,6 +15,7 @@ from megatron_balance.analysis.backward import GB
 from megatron_balance.analysis.estimate import ALIKE, Bounds, Estimate, best_first, estimate
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.mask import FOREST
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY
 from megatron_balance.planners.base import Candidate, StepContext
@@ -63,7 +64,8 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     for bound_s, at in ordered:
         candidate = candidates[at]
         fitting = [each.estimate.layer_s for each in priced if each.estimate.backward.fits]
-        if fitting and bound_s > min(fitting) * (1 - options.margin):
+        # Bounds are of lengths, and trees have fewer pairs.
+        if not batch.trees and fitting and bound_s > min(fitting) * (1 - options.margin):
             passed_over.append(candidate.label)
             continue
         try:
@@ -75,7 +77,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     if not priced:
         raise refused[0] if refused else ConfigError("auto: no planner to ask (option planners)")
     priced = [priced[number] for number in best_first([each.estimate for each in priced])]
-    return replace(priced[0].plan, note=_note(priced, bounds.even(), passed_over))
+    return replace(priced[0].plan, note=_note(priced, 0.0 if batch.trees else bounds.even(), passed_over))
 
 
 def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:
@@ -95,7 +97,9 @@ def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:
             f"auto: planners: {', '.join(options.planners)} part heads, and a latent that travels is of all of them; "
             "name others"
         )
-    return [each for each in able if options.planners or not each.planner.left_out]
+    # Trees are asked of all that price them.
+    trees = {FOREST} if context.trees else set[str]()
+    return [each for each in able if options.planners or not each.planner.left_out or trees & set(each.planner.masks)]
 
 
 def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: AutoOptions) -> MicrobatchPlan:

@@ -19,6 +19,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.forest import Tree
 from megatron_balance.ir.mask import KINDS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -103,6 +104,9 @@ class StepContext:
     of_ranks: bool = False
     """Whether microbatches of a strategy are planned for one rank of each tensor-parallel group, with
     its share of the heads, as training runs them; else for whole groups, as one wide rank each."""
+    trees: tuple[Tree, ...] = ()
+    """Of the step's sequences, numbered microbatch by microbatch as dealt; none: all are plain
+    documents."""
     memory: StepMemory | None = None
     """Of the step around its plans, by the layout that runs. None: one stage of all layers, whose
     ranks share out the optimizer's state."""
@@ -199,7 +203,8 @@ class Planner:
     ping_pong: bool = False
     """Whether microbatches run as two nano-batches unless somebody says otherwise."""
     masks: tuple[str, ...] = KINDS
-    """Kinds of the masks that it plans for (`ir.mask.KINDS`)."""
+    """Kinds of the masks that it plans for (`ir.mask.KINDS`); with `FOREST` its batches have trees,
+    and it prices them. Others place trees by their lengths (`compile.halo`)."""
     plan_by_others: Callable[[Batch, StepContext], MicrobatchPlan] | None = None
     """Place one microbatch by asking other planners, layers included, where there is no `plan`."""
     sized_by: Literal["", "tokens_per_rank", "group_size"] = ""

@@ -151,7 +151,7 @@ def _dealt(lengths: Ints, num_ranks: int, mask: Mask, options: MagiOptions) -> I
     # Pairs of all queries before each edge.
     seq = np.searchsorted(stops, edges)
     begun = Rectangles(0 * seq, edges - (stops - lengths)[seq], 0 * seq, lengths[seq])
-    before = np.append(0, np.cumsum(mask.num_pairs(lengths)))[seq] + num_pairs(begun, mask)
+    before = np.append(0, np.cumsum(mask.num_pairs(lengths)))[seq] + num_pairs(seq, begun, mask)
     rank = np.array(_by_pairs(np.diff(before).tolist(), num_ranks))
     # Neighbouring chunks of a rank are one; cut where a sequence ends.
     turns = np.diff(rank, prepend=-1) != 0

@@ -5,6 +5,7 @@ training runs its plans.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf, lcm
 from pathlib import Path
 from types import MappingProxyType
@@ -39,7 +40,7 @@ from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
-from megatron_balance.planning.layers import place_step
+from megatron_balance.planning.layers import of_trees, place_step
 from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, unknown, unknown_name, validated
 
 PingPong: TypeAlias = bool | Literal["auto"]
@@ -78,7 +79,7 @@ class PlannerChoice:
 
     def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
         """The plan of one microbatch, layers included; raises as `plan_step`."""
-        context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False)
+        context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False, trees=batch.trees)
         (plan,) = self.plan_step((batch.lengths,), context)[0].plans
         return plan
 
@@ -87,7 +88,7 @@ class PlannerChoice:
 
         Raises:
             InfeasibleError: a sequence or a microbatch that the ranks cannot hold.
-            ConfigError: options, stages, a mask or waiting sequences that the planner cannot plan.
+            ConfigError: options, stages, a mask, trees or waiting sequences that it cannot plan.
             InvalidProgramError: a step that trains a sequence twice, by another length, or loses one.
         """
         num_holders = self.num_holders(context.cluster)
@@ -97,6 +98,8 @@ class PlannerChoice:
                 f"planner {self.name} cannot plan several pipeline stages together; these can: {_joint_planners()}"
             )
         self.check_carry(carry)
+        if context.trees:
+            self.check_trees(lengths, context, carry)
         if carry.planner != self.name:
             carry = carry.unowned()
         if self.planner.plan_step is None:
@@ -104,7 +107,8 @@ class PlannerChoice:
             limit = inf if each is None else each * num_holders
             step, after = place_step(self.planner, lengths, self._asked(context), carry, limit)
         else:
-            step, after = self.planner.plan_step(lengths, self._asked(context), carry)
+            # It numbers sequences anew for the planners that it asks, so it plans by lengths.
+            step, after = self.planner.plan_step(lengths, dataclasses.replace(self._asked(context), trees=()), carry)
         assert after.is_empty or (context.may_carry and after.planner in ("", self.name)), after
         try:
             waiting = held_back(step, lengths, carry.waiting)
@@ -115,7 +119,19 @@ class PlannerChoice:
                 f"planner {self.name} neither trains nor carries on {sorted(set(waiting) ^ set(after.waiting))[:4]} "
                 "(number, tokens); expected every sequence in one of both"
             )
-        return step, after
+        if not context.trees:
+            return step, after
+        self.check_trees(lengths, context, after)
+        return of_trees(step, context.trees, context.model.mask), after
+
+    def check_trees(self, lengths: Lengths, context: StepContext, carry: Carry) -> None:
+        """Reject (ConfigError) trees of other lengths than the step has, and what no trees go with."""
+        Batch(tuple(chain.from_iterable(lengths)), context.trees)
+        if context.joint is not None or carry.waiting:
+            what = "the attention of several pipeline stages"
+            if carry.waiting:
+                what = f"{len(carry.waiting)} sequences that wait for a later step (none do with thresholds: [])"
+            raise ConfigError(f"planner {self.name}: {what} cannot be planned together with trees")
 
     def check_carry(self, carry: Carry) -> None:
         """Reject sequences that another planner held back, if this one cannot train them."""
@@ -304,6 +320,8 @@ class Run(BaseModel):
     """Sequence lengths in tokens, of one batch or of several."""
     lengths_file: Path | None = None
     """JSON file of lengths, relative to this file."""
+    trees: Path | None = None
+    """Or JSON file of trees (`workloads.trees.read_trees`), relative to this file."""
     dataset: DatasetConfig | None = None
     """Or lengths drawn from a distribution."""
     routing: When | RoutingChoice | None = None
@@ -410,7 +428,7 @@ def load_config(path: str | Path, *, planner: str | None = None, cluster: str | 
         keys["cluster"] = load_cluster(keys["cluster"], path, "cluster")
     if keys.get("model") is not None:
         keys["model"] = load_model(keys["model"], (), path, "model")
-    for key in ("lengths_file", "plan_costs"):
+    for key in ("lengths_file", "trees", "plan_costs"):
         if isinstance(keys.get(key), str):
             keys[key] = path.parent / keys[key]
     config = cast(Run, validated(Run, {**keys, "source": str(path)}, str(path), "", known))
@@ -473,7 +491,7 @@ def resolved(config: Run) -> dict[str, Any]:
         sections["cluster"] = dict(cluster.given)
     if model is not None:
         # The run's.
-        sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k != "gradient_wire"}
+        sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k not in ("gradient_wire", "forest")}
     return {**sections, **body}
 
 

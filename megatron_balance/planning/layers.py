@@ -25,7 +25,8 @@ from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message, Move, Rows
-from megatron_balance.ir.mask import CAUSAL, SlidingWindow
+from megatron_balance.ir.forest import Forest, Tree, over
+from megatron_balance.ir.mask import CAUSAL, FOREST, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
@@ -106,7 +107,10 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
     if context.ping_pong:
         parts = nano_batches_of(lengths, ping_pong=True, aligned=context.joint is not None)
         split, split_lengths = (_parted(each, parts) for each in (members, lengths))
-    plans = tuple(_place_one(planner, Batch(each), context) for each in chain.from_iterable(split_lengths))
+    trees = context.trees if FOREST in planner.masks else ()
+    each = zip(*map(chain.from_iterable, (split_lengths, split)), strict=True)
+    batches = (Batch(of, tuple(map(trees.__getitem__, seqs)) if trees else ()) for of, seqs in each)
+    plans = tuple(_place_one(planner, batch, context) for batch in batches)
     return _with_ticks(planner, StepPlan(split, plans), context)
 
 
@@ -124,7 +128,7 @@ def _of_microbatches(context: StepContext, number: int) -> StepContext:
 def _place_one(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPlan:
     """The plan of one microbatch or nano-batch, layers included."""
     if planner.plan_by_others is not None:
-        return planner.plan_by_others(batch, context)
+        return planner.plan_by_others(batch, replace(context, trees=batch.trees))
     assert planner.plan is not None
     if planner.plan_in is not None:
         plan = planner.plan_in(batch, context)
@@ -158,7 +162,21 @@ def _num_rounds(plan: MicrobatchPlan) -> int:
     return sum(pattern_of(each).num_exchanges(each) for each in plan.zones if isinstance(pattern_of(each), HeadRing))
 
 
+def of_trees(step: StepPlan, trees: Sequence[Tree], mask: Mask) -> StepPlan:
+    """The step with the plans of sequences that are trees, by number, in layers that have `mask`;
+    those of planners that know no trees are as `compile.halo` makes them.
+    """
+    plans: list[MicrobatchPlan] = []
+    for seqs, plan in zip(chain.from_iterable(step.members), step.plans, strict=True):
+        masked = over(mask, [trees[seq] for seq in seqs])
+        placed = plan if plan.mask == masked or isinstance(plan.mask, Forest) else replace(plan, mask=CAUSAL)
+        plans.append(under(placed, masked))
+    return replace(step, plans=tuple(plans))
+
+
 def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:
+    if isinstance(plan.mask, Forest):
+        return under(plan, model.mask)
     if not isinstance(model.mask, SlidingWindow):
         return plan
     return under(replace(plan, mask=CAUSAL), model.mask)

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from queue import Full, Queue
 from threading import Event, Thread
 from typing import IO, Any
@@ -23,7 +24,7 @@ from megatron_balance.compile.proof.structure import verify_plans
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.step import EMPTY, Carry, Layers, StepPlan, from_body, to_json
+from megatron_balance.ir.step import EMPTY, Carry, Layers, StepPlan, Trees, from_body, to_json
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import JointStages, StepContext
 from megatron_balance.planners.pipelines import Pipelines, pipelines_of
@@ -100,16 +101,17 @@ class StepPlanner:
         return [pipelines_of(each, context) for each in self.choice.planner.strategies(self.choice.options)]
 
     def plan(
-        self, lengths: Sequence[Sequence[int]], carry: Carry = EMPTY, *, may_delay: bool = True
+        self, lengths: Sequence[Sequence[int]], carry: Carry = EMPTY, *, trees: Trees = (), may_delay: bool = True
     ) -> tuple[StepPlan, Carry]:
         """The plan of a training step, proved to hold together, and what it carries on."""
-        context = self._context if may_delay else dataclasses.replace(self._context, may_delay=False)
+        context = dataclasses.replace(self._context, may_delay=may_delay, trees=tuple(chain.from_iterable(trees)))
         step, carried = self.choice.plan_step(_frozen(lengths), context, carry)
         verify_plans(step)
         return step, carried
 
-    def plan_evaluation(self, lengths: Sequence[Sequence[int]]) -> StepPlan:
-        step = self.choice.plan_step(_frozen(lengths), self._evaluation)[0]
+    def plan_evaluation(self, lengths: Sequence[Sequence[int]], trees: Trees = ()) -> StepPlan:
+        context = dataclasses.replace(self._evaluation, trees=tuple(chain.from_iterable(trees)))
+        step = self.choice.plan_step(_frozen(lengths), context)[0]
         verify_plans(step)
         return step
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.compile.ping_pong import NanoSegment
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun, run_backward, run_forward
@@ -335,7 +335,7 @@ class Server:
     # Of scores.
     scale: float
 
-    def serve(self, bounds: Sequence[Bound], segments: Sequence[Segment], *, backward: bool) -> None:
+    def serve(self, bounds: Sequence[Bound], segments: Sequence[NanoSegment], *, backward: bool) -> None:
         """Serve a pass through some layers: attend to what others send, and send it back. `bounds`:
         by nano-batch; `segments`: of the pass (`compile.ping_pong`), in the order in which the
         others make them. InvalidProgramError: this rank owns rows of a plan.

@@ -19,7 +19,6 @@ from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Fragment
-from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
@@ -152,7 +151,7 @@ def prepare(plan: MicrobatchPlan, rank: int, options: BindOptions, policies: Seq
     """
     _check(plan, options, policies)
     groups, shape, device = options.groups, options.shape, torch.device(options.device)
-    windows = isinstance(plan.mask, SlidingWindow)
+    windows = plan.mask.window_size > 0
     kernel: Any = kernel_of_widths(options.kernel, device, options.dtype, shape.widths, windows=windows)
     if shape.latent is not None:
         check_latent(plan)

@@ -134,7 +134,10 @@ def by_mask(plan: MicrobatchPlan, machine: Machine) -> list[tuple[MicrobatchPlan
     """The layers under each of the model's masks (`Model.mask_shares`): what runs there, on which
     machine, and their share of the layers.
     """
-    return [(under(plan, mask), under_mask(machine, mask), share) for mask, share in machine.model.mask_shares]
+    return [
+        ((made := under(plan, mask)), under_mask(machine, mask).for_trees(made.mask), share)
+        for mask, share in machine.model.mask_shares
+    ]
 
 
 def under_mask(machine: Machine, mask: Mask) -> Machine:

@@ -24,7 +24,7 @@ from megatron_balance.analysis.rounds import stages, turned
 from megatron_balance.analysis.tables import Tables
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import RunLaunches, Step
-from megatron_balance.compile.ping_pong import Cuts, Segment
+from megatron_balance.compile.ping_pong import Cuts, NanoSegment
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import LAUNCHES_OF_RUN, Floats, Ints
 from megatron_balance.errors import ConfigError
@@ -105,12 +105,12 @@ def _extended(less: Outcome, more: Outcome, times: int) -> Outcome:
     return Outcome(*(b + times * (b - a) for a, b in both))
 
 
-def _segments(num_layers: int, mode: PingPongMode, *, backward: bool) -> tuple[Segment, ...]:
+def _segments(num_layers: int, mode: PingPongMode, *, backward: bool) -> tuple[NanoSegment, ...]:
     segments = (ping_pong.forward if mode.interleaved else ping_pong.one_by_one)(num_layers)
     return ping_pong.backward(segments) if backward else segments
 
 
-def _is_layer(segment: Segment, num_layers: int) -> bool:
+def _is_layer(segment: NanoSegment, num_layers: int) -> bool:
     # Whether a linear step counts: behind the last layer's attention there is none.
     return segment.layer < num_layers
 
@@ -159,7 +159,7 @@ def _phases_of(plan: MicrobatchPlan, machine: Machine, mode: PingPongMode) -> li
     ranks, sums, rings = compile_ranks(plan, mode.policy), mode.transport == "streams", ring_names(plan)
     found: list[tuple[SimulatedPhase, list[Cuts]]] = []
     for backward in (False, True):
-        phase = phase_of(ranks, machine, backward=backward, sums=sums, rings=rings)
+        phase = phase_of(ranks, machine.for_trees(plan.mask), backward=backward, sums=sums, rings=rings)
         if mode.signal:
             phase.flows = [replace(flow, num_bytes=1) for flow in phase.flows]
             for steps, seconds in zip(phase.steps, phase.seconds, strict=True):
@@ -176,7 +176,7 @@ class _Rounds:
 
     def __init__(self, plans: Sequence[MicrobatchPlan], machine: Machine, linear: _Linear, mode: PingPongMode) -> None:
         self.machine, self.linear, self.mode = machine, linear, mode
-        self.tables = [Tables(nano_batch, machine) for nano_batch in plans]
+        self.tables = [Tables(nano_batch, machine.for_trees(nano_batch.mask)) for nano_batch in plans]
 
     def run(self, num_layers: int, *, backward: bool) -> Outcome:
         outcome, issued = self._run(num_layers, None, backward=backward)

@@ -23,10 +23,13 @@ from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import split_rows
+from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.forest import over
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
-from megatron_balance.ir.step import Lengths, StepPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.simulator import ping_pong, pipeline
 from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call, under_mask
 from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks
@@ -273,33 +276,37 @@ class _StepRun:
         return machine.utilisation(busy, moved, step_s)
 
 
-def bound_s(lengths: Lengths, machine: Machine, setup: Setup = PLAIN) -> float:
+def bound_s(batches: Sequence[Batch], machine: Machine, setup: Setup = PLAIN) -> float:
     """Seconds of a step's forward and backward: even computation over all ranks and pipeline
     stages.
 
-    `lengths`: of the step's documents in tokens, microbatch by microbatch; `machine`: of one pipeline
-    stage's ranks; `setup`: `pipeline` and `recompute` count; what surrounds layers and head
-    (optimizer, synchronisation, experts' exchange, bubbles) does not.
+    `batches`: the step's, microbatch by microbatch; `machine`: of one pipeline stage's ranks; `setup`:
+    `pipeline` and `recompute` count; what surrounds layers and head (optimizer, synchronisation,
+    experts' exchange, bubbles) does not.
     """
-    return sum(_bound_of_microbatch(each, machine, setup) for each in lengths) / setup.pipeline
+    return sum(_bound_of_microbatch(each, machine, setup) for each in batches) / setup.pipeline
 
 
-def _bound_of_microbatch(lengths: Sequence[int], machine: Machine, setup: Setup) -> float:
+def _bound_of_microbatch(batch: Batch, machine: Machine, setup: Setup) -> float:
     cost, model, ranks = machine.cost, machine.model, machine.num_ranks
-    costs = [(under_mask(machine, mask).cost, share) for mask, share in model.mask_shares]
-    pairs = np.zeros((len(lengths), Pair.WIDTH), dtype=np.int64)
-    pairs[:, Pair.SEQ] = np.arange(len(lengths))  # rows of unlike documents are unlike rows
-    pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = lengths
+    pairs = np.zeros((len(batch.lengths), Pair.WIDTH), dtype=np.int64)
+    pairs[:, Pair.SEQ] = np.arange(len(pairs))  # rows of unlike documents are unlike rows
+    pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = batch.lengths
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
-    launch = np.zeros(len(pairs), dtype=np.int64)
-    tokens = sum(lengths) / ranks
-    forward, backward = (
-        sum(share * each.attend_s(pairs, launch, 1, backward=b)[0] for each, share in costs) / ranks
-        + cost.layer_s(tokens, backward=b)
-        for b in (False, True)
-    )
+    tokens = batch.num_tokens / ranks
+    forward = backward = 0.0
+    for mask, share in model.mask_shares:
+        shown = over(mask, batch.trees)
+        rows = split_rows(pairs, Pair.SEQ, Pair.SPANS, shown)
+        cost_there, launch = under_mask(machine, mask).for_trees(shown).cost, np.zeros(len(rows), dtype=np.int64)
+        forward, backward = (
+            before + share * float(cost_there.attend_s(rows, launch, 1, backward=b)[0]) / ranks
+            for b, before in ((False, forward), (True, backward))
+        )
+    forward += cost.layer_s(tokens)
+    backward += cost.layer_s(tokens, backward=True)
     again = forward if setup.recompute == "full" else 0.0
-    layers_s = model.num_layers * float(forward + backward + again)
+    layers_s = model.num_layers * (forward + backward + again)
     return layers_s + cost.head_s(tokens) + cost.head_s(tokens, backward=True)
 
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_balance.compile.pipeline import BOTH_PHASES
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.batch import at_least
+from megatron_balance.ir.forest import document
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths
@@ -29,7 +30,7 @@ from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.movers import build_variants
 from megatron_balance.torch import documents
 from megatron_balance.torch.batch import BalancedBatch, Dealt, LossScale
-from megatron_balance.torch.documents import IGNORED, LABEL, TOKEN, Document
+from megatron_balance.torch.documents import LABEL, TOKEN, Document
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
 from megatron_balance.torch.settings import Settings, layers_of, model_of
 from megatron_balance.training import tokens
@@ -37,6 +38,7 @@ from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.training.log import StepTracer
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans, check_agreement
 from megatron_balance.training.pool import Pool, TensorParallel
+from megatron_balance.workloads.rollouts import IGNORED, Rollouts, as_trees
 
 T = TypeVar("T")
 ALONE = TensorParallel()
@@ -218,6 +220,40 @@ class SequenceBalancer:
         while self._most(len(self._plans.end_step().held)):
             yield self._run(self._share([[] for _ in range(microbatches)]), may_delay=False)
 
+    def rollouts(self, rollouts: Sequence[Any], weights: Sequence[Any] | None = None) -> BalancedBatch:
+        """The rows that this rank computes of a step of rollouts: token ids [n] of prompt and
+        response, in any order. What rollouts of one rank have in common from their beginning on is
+        computed once, so one rank gives all rollouts of a prompt; none is fine.
+
+        `weights`: of each rollout one number a token, what its prediction counts in
+        `BalancedBatch.weighted_nll`: an advantage, 0 for the prompt's. All ranks give them, or none.
+
+        DataError: rollouts or weights that are none, on every rank. ConfigError: a planner that holds
+        sequences back. Others as for documents.
+        """
+        made, failure, parts = as_trees([]), None, []
+        try:
+            made, parts = documents.read_rollouts(rollouts, weights)
+        except Exception as error:  # told to all ranks
+            failure = error
+        return self._run_trees(parts, failure, made)
+
+    def trees(self, trees: Sequence[Document]) -> BalancedBatch:
+        """The rows that this rank computes of a step of trees: tuples (tokens [n], labels [n],
+        segments, others [n, ...]), tokens depth first, labels those of the outputs already.
+
+        `segments`: (length, parent, full) of each, as `ir.forest.Segment`: `parent` is a number in
+        the tree, -1 for the first; `full`: its tokens see one another both ways.
+
+        Errors as for `rollouts`.
+        """
+        failure, parts = None, []
+        try:
+            parts = documents.read_trees(trees)
+        except Exception as error:  # told to all ranks
+            failure = error
+        return self._run_trees(parts, failure)
+
     @_collective
     def evaluate(self, documents: Sequence[Document]) -> BalancedBatch:
         """The rows that this rank computes of documents that are not trained: no backward follows.
@@ -227,7 +263,7 @@ class SequenceBalancer:
         if self._evaluation is None:
             self._evaluation = self._make_plans(None, evaluation=True)
         dealing = self._share([documents], training=False)
-        planned = self._evaluation.plan(dealing.shared.lengths)
+        planned = self._evaluation.plan(dealing.shared.lengths, dealing.shared.trees)
         (batch,) = self._deal(dealing, planned, training=False)
         return batch
 
@@ -365,9 +401,25 @@ class SequenceBalancer:
             failure = error
         if self._form is None:
             self._form = documents.agree_form(None if failure is not None else form, self.pool)
-        width = (self._form or documents.Form()).num_columns
-        mine = [tokens.Sequences.of([each.rows() for each in of], width) for of in parts] if failure is None else []
+        mine = _sequences(parts, self._form) if failure is None else []
         return self._share_sequences(mine, failure, len(microbatches), training=training)
+
+    @_collective
+    def _run_trees(
+        self, parts: list[documents.Parts], failure: Exception | None, rollouts: Rollouts | None = None
+    ) -> BalancedBatch:
+        """A step of one microbatch of trees, of a form of their own."""
+        self._check_none_pending("a step of trees")
+        form: documents.Form | None = None
+        try:
+            form = documents.check_form([parts], None)
+        except DataError as error:
+            failure = failure or error
+        form = documents.agree_form(None if failure is not None else form, self.pool)
+        mine = _sequences([parts], form) if failure is None else []
+        (batch,) = self._run(replace(self._share_sequences(mine, failure, 1), form=form))
+        batch.rollouts = rollouts
+        return batch
 
     @_collective
     def _share_again(self) -> _Dealing:
@@ -382,7 +434,7 @@ class SequenceBalancer:
     ) -> _Dealing:
         shared = tokens.share_lengths(mine, failure, num_microbatches, self.pool, ALONE, self.device)
         ends = list(accumulate((len(each.lengths) for each in mine), initial=self._num_documents if training else 0))
-        dealing = _Dealing(self._read, mine, [tuple(range(a, b)) for a, b in pairwise(ends)], shared)
+        dealing = _Dealing(self._read, mine, [tuple(range(a, b)) for a, b in pairwise(ends)], shared, self._form)
         if training:
             self._known |= dict(enumerate(shared.lengths, start=self._read))
             self._read += num_microbatches
@@ -397,7 +449,8 @@ class SequenceBalancer:
             log.warning("%s", idle)
         self._said_idle = True
         self._tracer.begin_next()
-        self.planned = planned = self._plans.plan(dealing.shared.lengths, may_delay=may_delay)
+        lengths, trees = dealing.shared.lengths, dealing.shared.trees
+        self.planned = planned = self._plans.plan(lengths, trees, may_delay=may_delay)
         self._tracer.planned(self._spec.name)
         batches = self._deal(dealing, planned, training=True)
         self._at += self._num_microbatches
@@ -417,17 +470,18 @@ class SequenceBalancer:
         numbers |= {held.number: self._waiting.number(held) for held in planned.recalled if held.number in again}
         if training:
             self._waiting.keep(planned.ledger.held, dealing)
-        form = self._form or documents.Form()
+        form = dealing.form or documents.Form()
         exchange = tokens.TokenExchange(apart, planned.plans, self.pool)
         rows = exchange.to_ranks(mine, form.num_columns, ALONE, self.device)
         scale = self._loss_scale(rows)
         batches: list[BalancedBatch] = []
         for at, seqs in enumerate(chain.from_iterable(planned.step.members)):
-            local = tokens.assemble(rows[at], exchange.layouts[at], self.settings.row_multiple)
+            plan = planned.plans[at]
+            local = tokens.assemble(rows[at], exchange.layouts[at], self.settings.row_multiple, plan.mask)
             lengths = zip(seqs, apart.lengths[at], strict=True)
             dealt = Dealt(
-                planned.plans[at],
-                tokens.PoolLengths((apart.lengths[at],), (apart.owners[at],)),
+                plan,
+                apart.of(at),
                 tuple((numbers[seq], length) for seq, length in lengths if seq in numbers),
                 self.pool,
                 self.model,
@@ -499,6 +553,19 @@ class _Known(Samples):
             return None
 
 
+def _sequences(parts: Sequence[Sequence[documents.Parts]], form: documents.Form | None) -> list[tokens.Sequences]:
+    """By microbatch, the documents' rows, of the columns that the ranks agreed on."""
+    width = (form or documents.Form()).num_columns
+    return [
+        tokens.Sequences.of(
+            [each.rows() for each in of],
+            width,
+            [each.tree or document(len(each.tokens)) for each in of] if any(each.tree for each in of) else (),
+        )
+        for of in parts
+    ]
+
+
 _Place = tuple[int, int]  # where a document was dealt: number of the microbatch in the run, and number in it
 
 
@@ -512,6 +579,7 @@ class _Dealing:
     mine: list[tokens.Sequences]
     numbers: list[tuple[int, ...]]
     shared: tokens.PoolLengths
+    form: documents.Form | None = None
 
     def own(self, rank: int) -> list[tuple[_Place, int]]:
         """Of this rank's documents, the place and the number."""

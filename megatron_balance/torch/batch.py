@@ -23,7 +23,8 @@ from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.batch import at_least
-from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
+from megatron_balance.ir.forest import Forest
+from megatron_balance.ir.mask import FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime import attention
@@ -32,6 +33,7 @@ from megatron_balance.runtime.bind import AttentionShape, Bound
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths, TokenExchange
+from megatron_balance.workloads.rollouts import IGNORED, Rollouts
 
 # Looks a plan up for this rank. The shape is of a layer's heads; None: as the balancer's model.
 _Bind: TypeAlias = Callable[[MicrobatchPlan, torch.dtype, torch.device, AttentionShape | None], Bound]
@@ -100,8 +102,11 @@ class BalancedBatch:
         documents: numbers of the documents that this rank gave, in the order of `gather`. A rank's
             documents count from 0 over all steps; a planner may bring them in another microbatch or
             a later step.
+        rollouts: those that this rank gave, as trees; None: the step is of documents.
         accept: of the balancer.
     """
+
+    rollouts: Rollouts | None = None
 
     def __init__(  # noqa: PLR0913  the balancer alone makes it
         self,
@@ -136,6 +141,8 @@ class BalancedBatch:
         self._untaken = 0
         self._taken: WeakSet[torch.UntypedStorage] = WeakSet()
         self._mark = object()  # under it, nodes of autograd graphs have their `_Forward`
+        # what `by_rollout` gathered with a gradient and no loss was made of yet
+        self._gathered: Tensor | None = None
 
     def __repr__(self) -> str:
         return (
@@ -147,6 +154,14 @@ class BalancedBatch:
     def num_rows(self) -> int:
         """T: tokens and padding."""
         return len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, or path of a tree."""
+        if isinstance(self.plan.mask, Forest):
+            of = self.plan.mask.segments
+            return int((of.stop - of.shift).max())
+        return max(self.plan.lengths, default=0)
 
     @property
     def num_targets(self) -> Tensor:
@@ -246,6 +261,7 @@ class BalancedBatch:
                 Accelerate has divided the loss by its accumulation steps.
         """
         _check_scalar(loss)
+        self._check_documents()
         self._check_attended(attended, loss)
         targets = self._scale.num_targets.clamp(min=1)
         mean = loss * (self._scale.num_ranks / targets).to(loss.dtype)
@@ -259,11 +275,82 @@ class BalancedBatch:
         mean loss.
         """
         _check_scalar(loss)
+        self._check_documents()
         self._check_attended(attended, loss)
         total = loss.detach().double()
         if self._scale.num_ranks > 1:
             dist.all_reduce(total, group=self._scale.group)
         return total / self._scale.num_targets.clamp(min=1)
+
+    def _check_documents(self) -> None:
+        if self.rollouts is not None:
+            raise ConfigError(
+                "a mean over the targets of rollouts would count those that several have in common once; take "
+                "weighted_nll, with the weights of the step, or by_rollout and sum_loss"
+            )
+
+    def weighted_nll(self, logits: Tensor, *, attended: int | None = None) -> Tensor:
+        """The negative log likelihood of the rollouts' tokens, each times its weight; a loss to call
+        `backward` on, as `sum_loss`. No collective.
+
+        Args:
+            logits: [T, V] or [1, T, V].
+            attended: see the class.
+
+        Raises:
+            ConfigError: other rows; a step without weights; attention that did not reach the plan.
+        """
+        rows = self._rows_of(logits)
+        if self.rollouts is None or not (self.others or not self.plan.lengths):
+            raise ConfigError("expected a step of balancer.rollouts(rollouts, weights), got one without weights")
+        self._check_attended(attended, logits)
+        # fp64 where the logits are; sums of half precision would be rounded.
+        rows = rows if rows.dtype.itemsize >= torch.float32.itemsize else rows.float()
+        nll = F.cross_entropy(rows, self.labels, reduction="none", ignore_index=IGNORED)
+        weights = self.others[0] if self.others else nll.new_zeros(self.num_rows)
+        return self._scale.num_ranks * (weights.to(nll.dtype) * nll).sum()
+
+    def by_rollout(self, values: Tensor, *, attended: int | None = None) -> list[Tensor]:
+        """Results of rows [n, ...] of each rollout that this rank gave, in order, along its path and
+        with a gradient: at the place of a token what the row gave that predicts the next one, so
+        `each[:-1]` belongs to `rollout[1:]`. Collective over the pool, and its backward too.
+
+        Ask once a loss, with what it needs side by side ([T, k]), and take `sum_loss` of it.
+
+        `values`: as for `gather`. ConfigError: as there; a step without rollouts; asked again before
+        `sum_loss`.
+        """
+        if self.rollouts is None:
+            raise ConfigError("expected a step of balancer.rollouts, got one of documents or trees; take gather_rows")
+        if self._gathered is not None and values.requires_grad:
+            raise ConfigError(
+                "expected by_rollout once a loss, got a second call: ranks would wait for one another in the backward. "
+                "Give it all values at once, side by side, and take sum_loss of the loss before the next one"
+            )
+        rows = self.gather_rows(values, attended=attended)
+        if rows.requires_grad:
+            self._gathered = rows
+        # Documents come in the order of the plan.
+        lengths = [length for _, length in self._dealt.documents]
+        order = sorted(range(len(lengths)), key=self.documents.__getitem__)
+        if order != list(range(len(lengths))):
+            parts = rows.split(lengths)
+            rows = torch.cat([parts[at] for at in order])
+        index = torch.from_numpy(self.rollouts.rows).to(rows.device)
+        return list(rows[index].split(list(self.rollouts.lengths)))
+
+    def sum_loss(self, loss: Tensor | float = 0.0) -> Tensor:
+        """The loss to call `backward` on, of this rank's loss of its rollouts: its gradients, once
+        FSDP or DDP has averaged them, are those of the sum over all ranks.
+
+        Every rank calls it, and the backward; one without rollouts gives 0. ConfigError: no scalar, or
+        one of half precision.
+        """
+        if isinstance(loss, Tensor):
+            _check_scalar(loss)
+        rows, self._gathered = self._gathered, None
+        # The backward of `by_rollout` runs on every rank, whatever its loss is made of.
+        return self._scale.num_ranks * (torch.as_tensor(loss) if rows is None else loss + rows[:0].sum())
 
     def router_loss(self, logits: Sequence[Tensor], top_k: int, *, attended: int | None = None) -> Tensor:
         """The auxiliary loss of routers (Switch Transformer, equations 4-6; Transformers'
@@ -320,6 +407,12 @@ class BalancedBatch:
         The backward is collective too, so every rank calls it, one that gave no document on the sum
         of its empty tensor.
         """
+        rows = self._rows_of(values)
+        self._check_attended(attended, values)
+        return back(rows[: self.num_tokens], self._exchange)
+
+    def _rows_of(self, values: Tensor) -> Tensor:
+        """Values [T, ...] or [1, T, ...] as [T, ...]; ConfigError: they are neither."""
         if not isinstance(values, Tensor):
             raise ConfigError(f"expected a tensor with one entry for each row, got {type(values).__name__}")
         rows = values
@@ -327,14 +420,15 @@ class BalancedBatch:
             rows = rows[0]
         if not rows.ndim or len(rows) != self.num_rows:
             raise ConfigError(f"expected one entry for each of {self.num_rows} rows, got {list(values.shape)}")
-        self._check_attended(attended, values)
-        return back(rows[: self.num_tokens], self._exchange)
+        return rows
 
     def cumulative(self, values: Tensor) -> Tensor:
         """Sums [T] of integers [T] over the rows of each document up to each, wherever they lie.
 
-        Collective over the pool. 0 at padding.
+        Collective over the pool. 0 at padding. ConfigError: the batch has trees.
         """
+        if isinstance(self.plan.mask, Forest):
+            raise ConfigError("expected documents, got trees: sums along their paths are not built")
         whole = self._exchange.back(values[: self.num_tokens])
         documents = whole.split([length for _, length in self._dealt.documents])
         sums = self._exchange.there(torch.cat([whole[:0], *(each.cumsum(0) for each in documents)]))
@@ -384,7 +478,7 @@ class BalancedBatch:
             if (shape.num_heads, shape.num_kv_heads) != (plan.num_heads, plan.num_kv_heads):
                 plan = replace(plan, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
         if mask is not None and mask != plan.mask:
-            if plan.mask != CAUSAL:
+            if plan.mask.window_size or plan.mask == FULL:
                 raise ConfigError(
                     f"a layer attends under mask {mask.name}, and the batch was planned for {plan.mask.name} attention"
                     "; leave out Settings.mask, or give every layer that mask"

@@ -1,10 +1,10 @@
-"""Documents as a user gives them, as rows of integers that travel through the pool.
+"""Documents, rollouts and trees as a user gives them, as rows of integers that travel in the pool.
 
 A row is a token: its id, its label, and the bytes of whatever else the document has for it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
 
@@ -14,13 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_balance.errors import DataError
+from megatron_balance.errors import BalanceError, DataError
+from megatron_balance.ir.forest import Tree, checked, num_tokens
 from megatron_balance.training.pool import Pool
+from megatron_balance.workloads.rollouts import IGNORED, Rollouts, as_trees
 
 # Token ids [n], or a tuple of them and of other tensors per token: (tokens, labels, others [n,
 # ...]). Whatever `torch.as_tensor` takes is a tensor here.
 Document: TypeAlias = Any
-IGNORED = -100  # the label of a token that has none, as `torch.nn.functional.cross_entropy` has it
 TOKEN, LABEL = range(2)  # columns of a row; those of other tensors follow
 WORD = 8  # bytes of a column
 
@@ -57,11 +58,14 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """A document as tensors: ids and labels int64 [n], others [n, ...]; on the host."""
+    """A document as tensors: ids and labels int64 [n], others [n, ...]; on the host. `tree`: its
+    segments; None: it is a plain one.
+    """
 
     tokens: Tensor
     labels: Tensor
     others: tuple[Tensor, ...] = ()
+    tree: Tree | None = None
 
     @property
     def form(self) -> Form:
@@ -128,6 +132,40 @@ def read(microbatches: Sequence[Sequence[Document]], *, shift_labels: bool) -> l
             except DataError as error:
                 raise DataError(f"document {at}: {error}") from None
     return made
+
+
+def read_trees(trees: Sequence[Document]) -> list[Parts]:
+    """Trees (tokens, labels, segments, others ...). DataError with the number of what is none."""
+    made: list[Parts] = []
+    for at, given in enumerate(trees):
+        try:
+            if not isinstance(given, tuple) or len(given) < 3:
+                raise DataError("expected a tuple (tokens, labels, segments, others ...)")
+            tokens, labels, segments, *others = given
+            parts = _parts_of((tokens, labels, *others), shift_labels=False)
+            (tree,) = checked([[(int(length), int(parent), bool(full)) for length, parent, full in segments]])
+            if num_tokens(tree) != len(parts.tokens):
+                raise DataError(f"segments of {num_tokens(tree)} tokens, and {len(parts.tokens)} tokens")
+        except (BalanceError, TypeError, ValueError) as error:
+            raise DataError(f"tree {at}: {error}") from None
+        made.append(replace(parts, tree=tree))
+    return made
+
+
+def read_rollouts(rollouts: Sequence[Any], weights: Sequence[Any] | None) -> tuple[Rollouts, list[Parts]]:
+    """Rollouts and their trees; with `weights` the rows' are the one further tensor (float64).
+    DataError: they are none.
+    """
+    if isinstance(rollouts, (Tensor, np.ndarray, str, bytes, Mapping)) or not isinstance(rollouts, Sequence):
+        raise DataError(f"expected a list of rollouts, got a {type(rollouts).__name__}; put it into a list")
+    made = as_trees([each.cpu() if isinstance(each, Tensor) else each for each in rollouts])
+    columns = [torch.from_numpy(made.tokens), torch.from_numpy(made.labels)]
+    if weights is not None:
+        given = [each.detach().cpu() if isinstance(each, Tensor) else each for each in weights]
+        columns.append(torch.from_numpy(made.weights(given)))
+    sizes = list(map(num_tokens, made.trees))
+    parts = zip(*(column.split(sizes) for column in columns), made.trees, strict=True)
+    return made, [Parts(ids, labels, tuple(others), tree) for ids, labels, *others, tree in parts]
 
 
 def check_form(documents: Sequence[Sequence[Parts]], form: Form | None) -> Form | None:

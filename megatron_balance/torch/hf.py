@@ -265,7 +265,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
     window: int | None = given.get("sliding_window")
     causal = given["is_causal"] if given.get("is_causal") is not None else getattr(module, "is_causal", None)
     wrong: dict[str, str] = {}
-    longest = max(balanced.plan.lengths, default=0)
+    longest = balanced.longest
     if isinstance(attention_mask, _MaskRequest):
         asked = attention_mask
         causal = asked.mask != FULL
@@ -307,8 +307,8 @@ _OF_MODEL = "Leave out Settings.mask, so that plans are made for the model's own
 
 def _unlike(balanced: BalancedBatch, window: int | None, causal: bool | None, given: dict[str, Any]) -> dict[str, str]:
     """Features that a layer asks for and the plan does not have, each with what to do."""
-    mask, longest = balanced.plan.mask, max(balanced.plan.lengths, default=0)
-    planned = mask.size if isinstance(mask, SlidingWindow) else None
+    mask, longest = balanced.plan.mask, balanced.longest
+    planned = mask.window_size or None
     shown, of_plan = (None if each is None or each >= longest else each for each in (window, planned))
     whole = "attention without a window"
     asked = {

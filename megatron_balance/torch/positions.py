@@ -28,6 +28,7 @@ from torch.compiler import disable
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Fragment
+from megatron_balance.ir.forest import Forest
 from megatron_balance.torch.batch import BalancedBatch, in_backward
 
 _batches: WeakValueDictionary[int, BalancedBatch] = WeakValueDictionary()  # by the address of their `position_ids`
@@ -163,7 +164,7 @@ def _original_length(config: object, rope: Mapping[str, Any]) -> int:
 
 
 def _check_untreated(name: str, config: object, file: object, batch: BalancedBatch) -> None:
-    longest = max(batch.plan.lengths, default=0)
+    longest = batch.longest
     for _, rope in _ropes(config):
         if _by_length(rope) and longest > (original := _original_length(config, rope)):
             raise ConfigError(
@@ -188,6 +189,12 @@ def _rotate(rotary: Any, x: Tensor, position_ids: Tensor, *kind: str, **named: A
     if batch is None or position_ids.shape[-1] != batch.num_rows or not _by_length(rope):
         return forward(rotary, x, position_ids, *kind, **named)
     original = _original_length(rotary.config, rope)
+    if batch.longest > original and isinstance(batch.plan.mask, Forest):
+        raise ConfigError(
+            f"RoPE {_type(rope)} has another table for documents above {original} tokens, and a row that rollouts of "
+            f"several lengths share has none; the longest path here has {batch.longest} tokens. Give shorter "
+            "rollouts, or each as a document"
+        )
     lengths = np.maximum(np.array(batch.plan.lengths), original)
     if "dynamic" not in _type(rope):
         lengths = np.minimum(lengths, original + 1)  # two tables

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, Trees
 from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import PlanAhead, StepPlanner
 from megatron_balance.runtime.groups import Groups
@@ -126,7 +126,7 @@ class StepPlans:
         self._evaluation = evaluation
         self._expected: dict[tuple[int, int], Lengths] = {}
         self._drawn: tuple[int, int, Draw, Lengths, PlannedStep] | None = None
-        self._last: tuple[int, Lengths, PlannedStep] | None = None
+        self._last: tuple[int, Lengths, Trees, PlannedStep] | None = None
         self._ledger = Ledger()
         self._warned = False
 
@@ -177,9 +177,15 @@ class StepPlans:
         return Draw(num_microbatches)
 
     def plan(
-        self, lengths: Lengths, *, may_delay: bool = True, announced: Mapping[int, str] = MappingProxyType({})
+        self,
+        lengths: Lengths,
+        trees: Trees = (),
+        *,
+        may_delay: bool = True,
+        announced: Mapping[int, str] = MappingProxyType({}),
     ) -> PlannedStep:
-        """The plan of a step of microbatches of these lengths, as read, equal on all ranks.
+        """The plan of a step of microbatches of these lengths and trees, as read, equal on all ranks.
+        Steps with trees are planned on the spot.
         `may_delay`: whether documents may be held back that would fit, where nothing was drawn,
         which says so itself. `announced`: by global rank, the `Draw.fingerprint` of each.
 
@@ -191,21 +197,21 @@ class StepPlans:
         if self._drawn is not None and self._drawn[0] == consumed:
             # What was drawn less comes as empty microbatches, so that every rank runs their number.
             lengths += ((),) * (self._drawn[1] - len(lengths))
-        if self._last is not None and self._last[:2] == (consumed, lengths):
-            return self._last[2]
+        if self._last is not None and self._last[:3] == (consumed, lengths, trees):
+            return self._last[3]
         # Whether the iterator brought what was drawn: then the plan is made already, and announced.
-        if self._drawn is not None and self._drawn[0] == consumed and self._drawn[3] == lengths:
+        if self._drawn is not None and self._drawn[0] == consumed and (self._drawn[3], ()) == (lengths, trees):
             planned = self._drawn[4]
         else:
             self.end_step()
-            planned = self._planned(consumed, lengths, may_delay=may_delay)
+            planned = self._planned(consumed, lengths, trees, may_delay=may_delay)
             if self._drawn is not None and self._drawn[0] == consumed:
                 self._check_read(consumed, planned)
             planned = self._accounted(planned, lengths, consumed, len(lengths), 0)
         planned = self._compared(planned, consumed, announced)
         if self._ahead is not None:
             planned = dataclasses.replace(planned, proofs=self._ahead.proofs)
-        self._last = (consumed, lengths, planned)
+        self._last = (consumed, lengths, trees, planned)
         return planned
 
     def _compared(self, planned: PlannedStep, consumed: int, announced: Mapping[int, str]) -> PlannedStep:
@@ -232,7 +238,7 @@ class StepPlans:
     def end_step(self) -> Ledger:
         """End the last step: its ledger is what the next one is planned with."""
         if self._last is not None:
-            self._ledger = self._last[2].ledger
+            self._ledger = self._last[3].ledger
         return self._ledger
 
     def saved(self) -> str:
@@ -287,7 +293,7 @@ class StepPlans:
         ahead, last = self._ahead, self._last
         if ahead is None or last is None:
             return None
-        consumed, lengths, _ = last
+        consumed, lengths = last[:2]
         return ahead.peek((consumed + len(lengths) * self._samples.per_microbatch, len(lengths)))
 
     def close(self) -> None:
@@ -319,18 +325,18 @@ class StepPlans:
         recalled = tuple(known[number] for number in sorted(number for number in trained if number < 0))
         return dataclasses.replace(planned, recalled=recalled, ledger=ledger)
 
-    def _planned(self, consumed: int, lengths: Lengths, *, may_delay: bool = True) -> PlannedStep:
+    def _planned(self, consumed: int, lengths: Lengths, trees: Trees = (), *, may_delay: bool = True) -> PlannedStep:
         # Steps that draw less are the last ones, and not asked for ahead.
-        if self._ahead is None or not may_delay or self._ledger.behind:
-            return self._now(lengths, may_delay=may_delay)
+        if self._ahead is None or not may_delay or self._ledger.behind or trees:
+            return self._now(lengths, trees, may_delay=may_delay)
         return self._from_ahead(self._ahead, consumed, lengths)
 
-    def _now(self, lengths: Lengths, *, may_delay: bool = True) -> PlannedStep:
+    def _now(self, lengths: Lengths, trees: Trees = (), *, may_delay: bool = True) -> PlannedStep:
         start = time.perf_counter()
         if self._evaluation:
-            step, carry = self._planner.plan_evaluation(lengths), EMPTY
+            step, carry = self._planner.plan_evaluation(lengths, trees), EMPTY
         else:
-            step, carry = self._planner.plan(lengths, self._ledger.carry, may_delay=may_delay)
+            step, carry = self._planner.plan(lengths, self._ledger.carry, trees=trees, may_delay=may_delay)
         seconds = time.perf_counter() - start
         return PlannedStep(step, seconds, seconds, carry, planner=self._planner.choice.name)
 

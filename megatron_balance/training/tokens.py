@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice, repeat, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +19,13 @@ from torch import Tensor
 
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.remap import layouts
-from megatron_balance.errors import BalanceError, ConfigError, DataError
+from megatron_balance.errors import BalanceError, ConfigError, DataError, InvalidProgramError
 from megatron_balance.ir.arrays import Ints, ranges
 from megatron_balance.ir.columns import Fragment, Placed
+from megatron_balance.ir.forest import Forest, Segment, Tree, document, over
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import Members, Waiting, dealt
+from megatron_balance.ir.step import Members, Trees, Waiting, dealt
 from megatron_balance.training.pool import Pool, StrategyRanks, TensorParallel, least_and_most
 
 
@@ -35,12 +37,20 @@ class Sequences:
     rows: Tensor
     # In tokens, summing to T.
     lengths: tuple[int, ...]
+    # Of each sequence; empty: all are plain documents.
+    trees: tuple[Tree, ...] = ()
 
     @classmethod
-    def of(cls, documents: Sequence[Tensor], num_columns: int = 1) -> Sequences:
+    def of(cls, documents: Sequence[Tensor], num_columns: int = 1, trees: Sequence[Tree] = ()) -> Sequences:
         """Documents [n], or [n, C] for C columns, of integers; none is fine."""
-        rows = [document.reshape(-1, num_columns).long() for document in documents]
-        return cls(torch.cat([torch.empty(0, num_columns, dtype=torch.int64), *rows]), tuple(map(len, rows)))
+        rows = [each.reshape(-1, num_columns).long() for each in documents]
+        whole = torch.cat([torch.empty(0, num_columns, dtype=torch.int64), *rows])
+        return cls(whole, tuple(map(len, rows)), tuple(trees))
+
+    def sizes(self) -> list[int]:
+        """Of each sequence, the segments of its tree; 0: it is a plain document."""
+        pairs = zip(self.trees, self.lengths, strict=True) if self.trees else ()
+        return [0 if tree == document(length) else len(tree) for tree, length in pairs] or [0] * len(self.lengths)
 
 
 def to_bits(values: Tensor) -> Tensor:
@@ -71,6 +81,12 @@ class PoolLengths:
     owners: tuple[Ints, ...]
     # By global rank, the fingerprint of the plan that it made before.
     announced: Mapping[int, str] = field(default_factory=dict[int, str])
+    # As `lengths`, the trees of the sequences; empty: all of the step are plain documents.
+    trees: Trees = ()
+
+    def of(self, at: int) -> PoolLengths:
+        """One microbatch."""
+        return PoolLengths(self.lengths[at : at + 1], self.owners[at : at + 1], trees=self.trees[at : at + 1])
 
 
 def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and whom to tell
@@ -83,8 +99,8 @@ def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and who
     *,
     fingerprint: str = "",
 ) -> PoolLengths:
-    """Share the lengths of all sequences. Collective over the joint pool and the tensor-parallel
-    group, whose rank 0 shares, and hands on.
+    """Share the lengths and the trees of all sequences. Collective over the joint pool and the
+    tensor-parallel group, whose rank 0 shares, and hands on.
 
     `mine`: by microbatch, what this rank read; empty where its microbatches do not count.
     `failure`: the reason why it could not read, told to the others before it is raised.
@@ -100,7 +116,7 @@ def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and who
     header = chain.from_iterable(least_and_most((num_microbatches, *_halves(fingerprint)), peers, device))
     if tensor_parallel.is_source:
         counts = [len(m.lengths) for m in mine]
-        row = [*header, *counts, *(length for m in mine for length in m.lengths)]
+        row = [*header, *counts, *(length for m in mine for length in m.lengths), *_tree_numbers(mine)]
         if failure is not None:
             # The header stands before the counts so that a failure needs no collective of its own.
             row = [_FAILED] * _HEADER
@@ -112,8 +128,8 @@ def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and who
         padded[: len(row)] = torch.tensor(row, dtype=torch.int64)
         table = padded[None].to(device)
         if joint.size > 1:
-            # [joint ranks, widest row]: header, counts by microbatch, lengths. Rows are padded with
-            # zeros.
+            # [joint ranks, widest row]: header, counts by microbatch, lengths, trees. Rows are padded
+            # with zeros.
             table = torch.empty(joint.size, int(width), dtype=torch.int64, device=device)
             dist.all_gather(list(table.unbind()), padded.to(device), group=joint.pool)
     if tensor_parallel.size > 1:
@@ -127,6 +143,16 @@ def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and who
     _check_read(rows, failure, pool)
     announced = {pool.joint.ranks[rank]: _announced(row) for rank, row in enumerate(rows[:, 2:_HEADER].tolist())}
     return _split_by_microbatch(rows[: pool.size, _HEADER:], num_microbatches, pool, announced)
+
+
+def _tree_numbers(mine: Sequence[Sequences]) -> list[int]:
+    """Of each sequence the segments of its tree, then all segments; nothing where there are none."""
+    sizes = [size for m in mine for size in m.sizes()]
+    if not any(sizes):
+        return []
+    # Padding says 0 segments, so documents of ranks that give no trees are plain ones.
+    trees = [tree for m in mine for tree, size in zip(m.trees, m.sizes(), strict=False) if size]
+    return [*sizes, *(int(number) for tree in trees for segment in tree for number in segment)]
 
 
 def _halves(fingerprint: str) -> tuple[int, int]:
@@ -190,15 +216,24 @@ def _check_numbers(numbers: Ints, pool: Pool) -> None:
 def _split_by_microbatch(rows: Ints, num_microbatches: int, pool: Pool, announced: Mapping[int, str]) -> PoolLengths:
     lengths: list[list[int]] = [[] for _ in range(num_microbatches)]
     owners: list[list[int]] = [[] for _ in range(num_microbatches)]
+    trees: list[list[Tree]] = [[] for _ in range(num_microbatches)]
     for reader in pool.readers:
-        # counts [num_microbatches] of the reader, then its lengths, microbatch by microbatch.
-        at = num_microbatches
-        for m, count in enumerate(rows[reader, :num_microbatches].tolist()):
-            lengths[m] += rows[reader, at : at + count].tolist()
+        # counts [num_microbatches] of the reader, then its lengths, microbatch by microbatch, then
+        # the number of segments of each sequence, likewise, then all segments.
+        numbers = iter(rows[reader].tolist())
+        counts = list(islice(numbers, num_microbatches))
+        read = [list(islice(numbers, count)) for count in counts]
+        sizes = [list(islice(numbers, count)) for count in counts]
+        for m, count in enumerate(counts):
+            lengths[m] += read[m]
             owners[m] += [reader] * count
-            at += count
+            for length, size in zip_longest(read[m], sizes[m], fillvalue=0):
+                segments = (islice(numbers, 3) for _ in range(size))
+                tree = tuple(Segment(tokens, parent, bool(full)) for tokens, parent, full in segments)
+                trees[m].append(tree or document(length))
     shared = tuple(np.array(each, dtype=np.int64) for each in owners)
-    return PoolLengths(tuple(map(tuple, lengths)), shared, announced)
+    given = any(over(CAUSAL, each) != CAUSAL for each in trees)
+    return PoolLengths(tuple(map(tuple, lengths)), shared, announced, tuple(map(tuple, trees)) if given else ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,6 +268,8 @@ def by_nano_batch(
     place = {number: num_read + at for at, (number, _) in enumerate(recalled.waiting)}
     lengths = np.array([*chain.from_iterable(shared.lengths), *(n for _, n in recalled.waiting)], dtype=np.int64)
     owners = np.concatenate([np.empty(0, dtype=np.int64), *shared.owners, np.array(recalled.owners, dtype=np.int64)])
+    trees = list(chain.from_iterable(shared.trees))
+    assert not (trees and recalled.waiting), "trees and sequences of earlier steps"
     again = dict(recalled.rows)
     reads = bool(mine) or bool(again)
     width = next((each.shape[1] for each in (*(each.rows for each in mine), *again.values())), 1)
@@ -252,17 +289,20 @@ def by_nano_batch(
     read: list[Sequences] = []
     apart_lengths: list[tuple[int, ...]] = []
     apart_owners: list[Ints] = []
+    apart_trees: list[tuple[Tree, ...]] = []
     for seqs in chosen:
         # Places in the table; numbers below 0 are those of earlier steps.
         at = np.array([seq if seq >= 0 else place[seq] for seq in seqs], dtype=np.int64)
         apart_lengths.append(tuple(lengths[at].tolist()))
         apart_owners.append(owners[at])
+        if trees:
+            apart_trees.append(tuple(trees[seq] for seq in at.tolist()))
         if reads:
             taken = at[here[at]]
             # [tokens]: rows of the chosen sequences, one behind the other.
             tokens = ranges(first[taken], first[taken] + lengths[taken])[1]
             read.append(Sequences(rows[torch.from_numpy(tokens)], tuple(lengths[taken].tolist())))
-    return read, PoolLengths(tuple(apart_lengths), tuple(apart_owners))
+    return read, PoolLengths(tuple(apart_lengths), tuple(apart_owners), trees=tuple(apart_trees))
 
 
 class _Routes(NamedTuple):
@@ -289,8 +329,10 @@ class TokenExchange:
     ) -> None:
         """Look up the layouts of this rank. `shared`: a microbatch for each of `plans`.
         `pipelines`: by plan, whose ranks of the pool it is over (`Pool.ranks_of`); None: the whole
-        pool's.
+        pool's. InvalidProgramError: a plan of other trees than its sequences are.
         """
+        for plan, trees in zip(plans, shared.trees or repeat(()), strict=False):
+            _check_trees(plan, trees)
         self._shared = shared
         self._plans = plans
         self._pool = pool
@@ -333,7 +375,8 @@ class TokenExchange:
 
     def local(self, rows: Sequence[Tensor], own: Sequence[int], multiple: int) -> LocalMicrobatch:
         """This rank's rows of a microbatch, of the nano-batches `own` of what `to_ranks` gave."""
-        return interleave([assemble(rows[at], self.layouts[at], multiple) for at in own], multiple)
+        assembled = [assemble(rows[at], self.layouts[at], multiple, self._plans[at].mask) for at in own]
+        return interleave(assembled, multiple)
 
     def there(self, read: Tensor) -> Tensor:
         """Values [rows read here, ...] of all microbatches to the ranks of the layouts: [rows of
@@ -424,6 +467,19 @@ class TokenExchange:
         return counts.tolist(), ranges(arrives, arrives + sizes)[1]
 
 
+def _check_trees(plan: MicrobatchPlan, trees: Sequence[Tree]) -> None:
+    """Refuse a plan whose mask is not that of `trees`; lengths alone would agree, and siblings see
+    one another.
+    """
+    planned, dealt_ones = (mask.trees if isinstance(mask, Forest) else () for mask in (plan.mask, over(CAUSAL, trees)))
+    if planned != dealt_ones:
+        seqs = [seq for seq, (a, b) in enumerate(zip_longest(planned, dealt_ones)) if a != b]
+        raise InvalidProgramError(
+            f"plan {plan.fingerprint()} of planner {plan.planner} has mask {plan.mask.name}, and sequences {seqs[:4]} "
+            "were dealt as other trees than it was made for: their branches would see one another"
+        )
+
+
 def _starts(shared: PoolLengths, rank: int) -> list[Ints]:
     """By microbatch and sequence: the row of its first token, of all that `rank` read."""
     result: list[Ints] = []
@@ -443,7 +499,7 @@ class LocalMicrobatch:
 
     # [T, C] int64, zeros where padded.
     rows: Tensor
-    # [T] int64: of each token in its own sequence.
+    # [T] int64: of each token in its own sequence, or on its path in a tree.
     positions: Tensor
     # [T]: True where a row belongs to no sequence.
     padding: Tensor
@@ -451,12 +507,18 @@ class LocalMicrobatch:
     nano_batches: tuple[LocalMicrobatch, ...] = ()
 
 
-def assemble(rows: Tensor, layout: Ints, multiple: int) -> LocalMicrobatch:
-    """Pad rows [T, C], which lie as `layout` (seq, start, stop), to a multiple of `multiple`."""
+def assemble(rows: Tensor, layout: Ints, multiple: int, mask: Mask = CAUSAL) -> LocalMicrobatch:
+    """Pad rows [T, C], which lie as `layout` (seq, start, stop), to a multiple of `multiple`.
+    `mask`: of the plan; under a forest positions are along the paths of its trees.
+    """
     # A rank without tokens still takes part in every collective of a layer, so it computes masked
     # padding.
     padding = padded(len(rows), multiple) - len(rows)
-    positions = torch.from_numpy(ranges(layout[:, Fragment.START], layout[:, Fragment.STOP])[1]).to(rows.device)
+    row, places = ranges(layout[:, Fragment.START], layout[:, Fragment.STOP])
+    if isinstance(mask, Forest):
+        of = mask.segments
+        places -= of.shift[of.at(layout[row, Fragment.SEQ], places)]
+    positions = torch.from_numpy(places).to(rows.device)
     assert len(positions) == len(rows), f"the exchange brought {len(rows)} tokens, the layout has {len(positions)}"
     rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
     positions = torch.nn.functional.pad(positions, (0, padding))

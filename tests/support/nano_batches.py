@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.compile.ping_pong import NanoSegment
 from megatron_balance.compile.pipeline import PhaseName, layout
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.columns import Rows
@@ -42,7 +42,7 @@ class NanoBatches:
 
 
 def layers(
-    world: World, plans: Plans, segments: Sequence[Segment] | None, policy: Policy, streams: bool = False
+    world: World, plans: Plans, segments: Sequence[NanoSegment] | None, policy: Policy, streams: bool = False
 ) -> NanoBatches:
     # Both nano-batches through all layers of `segments`, in fp64; without turns, through two layers
     # with one call each, one nano-batch after the other.
@@ -73,7 +73,7 @@ class AttentionOf(NamedTuple):
     backward: BackwardSlot | None = None
 
 
-def interleaved(plans: Sequence[AttentionOf], inputs: Sequence[QKV], segments: Sequence[Segment]) -> list[Tensor]:
+def interleaved(plans: Sequence[AttentionOf], inputs: Sequence[QKV], segments: Sequence[NanoSegment]) -> list[Tensor]:
     # Outputs of the last layer, by nano-batch.
     num_layers = max(segment.layer for segment in segments)
     calls: dict[int, AttentionCall] = {}
@@ -195,7 +195,7 @@ class _Run:
         self.stage, self.rank = divmod(world.rank, plan.num_ranks)
         self.shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
         self.nano_batches, self.way = nano_batches, way
-        self.segments: tuple[Segment, ...] = ping_pong.forward(LAYERS, len(nano_batches))
+        self.segments: tuple[NanoSegment, ...] = ping_pong.forward(LAYERS, len(nano_batches))
         self.nano_batch_of: dict[Bound, int] = {}
         self.under_way: dict[Cell, tuple[list[BackwardSlot], list[Tensor], tuple[Tensor, ...], list[Tensor]]] = {}
         self.found: dict[tuple[Cell, int], Values] = {}

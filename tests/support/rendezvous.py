@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from megatron_balance.analysis.wire import is_collective
-from megatron_balance.compile.ping_pong import Segment, backward, one_by_one
+from megatron_balance.compile.ping_pong import NanoSegment, backward, one_by_one
 from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.compile.proof.runs import IssuedCall, interleaved
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -93,7 +93,7 @@ def group_calls(batches: Iterable[IssuedCall]) -> list[GroupCall]:
 
 
 def batches_of(
-    plans: Sequence[MicrobatchPlan], compiled: Sequence[Sequence[CompiledRank]], segments: Sequence[Segment]
+    plans: Sequence[MicrobatchPlan], compiled: Sequence[Sequence[CompiledRank]], segments: Sequence[NanoSegment]
 ) -> tuple[list[list[IssuedCall]], list[list[IssuedCall]]]:
     # Batches of every rank in the forward and in the backward of plans that run in `segments`.
     per_node = plans[0].ranks_per_node
@@ -105,7 +105,7 @@ def batches_of(
 def calls_of(
     plans: Sequence[MicrobatchPlan],
     compiled: Sequence[Sequence[CompiledRank]],
-    segments: Sequence[Segment] | None = None,
+    segments: Sequence[NanoSegment] | None = None,
 ) -> list[list[GroupCall]]:
     # Group calls of every rank in the forward and then the backward of plans, one layer of each if
     # no segments are given.

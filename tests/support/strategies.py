@@ -16,6 +16,7 @@ from megatron_balance.ir.arrays import as_rows
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Move, Rows
+from megatron_balance.ir.forest import Forest, over
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow, kind_of
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, SharedZone, TaskTable, Zone
@@ -257,10 +258,7 @@ def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
 def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
     # A planner's decision, without layers.
     if planner in TEST_PLANNERS:
-        planned = TEST_PLANNERS[planner](case.batch, case.cluster, case.model, case.seed)
-        if kind_of(planned.mask) == "window" and not all(isinstance(zone, TaskTable) for zone in planned.zones):
-            return under(replace(planned, mask=CAUSAL), planned.mask)
-        return planned
+        return _of_tests(planner, case)
     name, options = VARIANTS.get(planner, (planner, {}))
     chosen, ranks = PLANNERS[name], case.cluster.num_ranks
     if kind_of(case.model.mask) not in chosen.masks:
@@ -273,6 +271,24 @@ def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
     cost = AnalyticCost(case.cluster, case.model)
     bare = PlannerChoice(name, options, options=chosen.options(tokens_per_rank=room, **options), planner=chosen)
     return bare.plan(case.batch, case.cluster, case.model, cost)
+
+
+def _of_tests(planner: str, case: Case) -> MicrobatchPlan:
+    trees, model = case.batch.trees, case.model
+    mask = over(model.mask, trees)
+    if isinstance(mask, Forest):
+        # Any rectangle shows something of some tree.
+        model = replace(
+            model, attention="full" if planner in ("random_task_table", "random_once_per_node") else "causal"
+        )
+    planned = TEST_PLANNERS[planner](case.batch, case.cluster, model, case.seed)
+    if isinstance(mask, Forest) and all(isinstance(zone, TaskTable) for zone in planned.zones):
+        return replace(planned, mask=mask)
+    if isinstance(mask, Forest) or (
+        planned.mask.window_size and not all(isinstance(zone, TaskTable) for zone in planned.zones)
+    ):
+        return under(replace(planned, mask=CAUSAL), mask)
+    return planned
 
 
 # Examples of a property that says nothing else, in the profile `ci`.

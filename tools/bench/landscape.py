@@ -29,6 +29,7 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError
+from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import AttentionKernel, Cluster
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns import pattern_of
@@ -131,7 +132,7 @@ def run(case: Case, document: Row) -> Row:
     machine = Machine(built, model, AnalyticCost(built, model))
     lengths = (tuple(document["batches"][case.batches][case.number]),)
     row: Row = {"cell": case.cell, "batches": case.batches, "number": case.number, "label": case.label}
-    row["bound_s"] = bound_s(lengths, machine, SETUP)
+    row["bound_s"] = bound_s([*map(Batch, lengths)], machine, SETUP)
     name, given = VARIANTS[case.label]
     choice = choose_planner(name, given)
     try:

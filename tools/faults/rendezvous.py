@@ -53,7 +53,7 @@ class Drawn:
     large: bool
 
     @property
-    def segments(self) -> Sequence[ping_pong.Segment]:
+    def segments(self) -> Sequence[ping_pong.NanoSegment]:
         return ping_pong.forward(2) if len(self.plans) > 1 else ping_pong.one_by_one(2, 1)
 
     def __str__(self) -> str:

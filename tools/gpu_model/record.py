@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.compile.ping_pong import NanoSegment
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -100,7 +100,7 @@ class _Run:
             gradient_wire=self.way.gradient_wire,
         )
 
-    def take(self, segments: Sequence[Segment], bounds: Sequence[Bound], *, backward: bool) -> None:
+    def take(self, segments: Sequence[NanoSegment], bounds: Sequence[Bound], *, backward: bool) -> None:
         """Take segments in order, as `runtime.attention` does. Together where there is one plan."""
         runs: dict[int, PhaseRun] = {}
         for number, layer, part in segments:

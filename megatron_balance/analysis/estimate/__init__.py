@@ -97,6 +97,7 @@ def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
     comm pattern.
     """
     assert not machine.slowdown, "an estimate takes ranks as alike; simulate a machine with slow ones"
+    machine = machine.for_trees(plan.mask)
     zones: _Zones | None = None
     for known, on, found, of in tuple(_RECENT):  # a copy: threads plan ahead
         if on.cost is machine.cost and (on.cluster, on.model) == (machine.cluster, machine.model):

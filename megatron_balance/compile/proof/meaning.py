@@ -11,8 +11,9 @@ import numpy as np
 
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Atoms, Bools, Ints, as_array, concat, numbered, ranges, sees, trim_pairs
+from megatron_balance.ir.arrays import Atoms, Bools, Ints, as_array, concat, key_seq, numbered, ranges, sees, trim_pairs
 from megatron_balance.ir.columns import Fragment, Pair, Region, Rows, Transfer, Value
+from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.program import (
     KEY_SIDE,
     MOVED,
@@ -29,6 +30,7 @@ from megatron_balance.ir.program import (
 from megatron_balance.ir.text import op_lines
 
 _NEVER = -1
+_SHOWS = "a kernel would show what the mask hides, or hide what it shows"
 COPIED = (Kind.Q, Kind.KV, Kind.OUT_GRAD)  # a transfer leaves these with the source
 
 
@@ -67,7 +69,20 @@ def _check_shape(program: Program) -> None:
 # * Transfers and merges conserve contributions.
 #
 # So an output is complete exactly when the count at its owner equals the number of keys that it may
-# see, and likewise for the gradients. Every op is needed: an exchange that brings nothing new or
+# see, and likewise for the gradients. Of trees keys are counted along paths: each key atom has the
+# number of atoms before it on its path, its place, and a query sees one run of places, under a
+# window, too, which hides what is far back on the path. Which atom a place is differs by branch, so
+# a row may name only keys on the path of all of its queries; then (query, place) is a pair. The
+# queries that see a key are those below it whose run reaches it: each query counts 1 at its last key
+# and -1 right above its first one, and what a key has is the sum over all below it (depth first: one
+# run of atoms).
+#
+# Kernels do not know trees. They compute of a row what its `ir.mask.Band` says, so the proof of a
+# row under a forest is that its band holds for all of its queries and keys alike: one kind of
+# segment, under a window one distance between positions and path, and nothing that the mask hides.
+# Then what rows compute is what the mask shows of them.
+#
+#  Every op is needed: an exchange that brings nothing new or
 # nothing used, and a merge with nothing to merge, are errors, so that dropping any op of a program
 # that verifies makes one that does not.
 class _State:
@@ -86,13 +101,16 @@ class _State:
         every = np.arange(len(self.lengths))
         # Atoms of each sequence.
         self.first, self.last = self.atoms.tokens(every, np.zeros_like(self.lengths), self.lengths)
+        _, self._there = ranges(self.first, self.last)  # between the end of a sequence and the next are none
         self.places = _Places.of(tables, program.num_ranks, self.first, self.last, self.num_heads)
         size = self.places.size
         self.held = {kind: np.zeros(size, dtype=bool) for kind in COPIED}
         self.brought = {kind: np.full(size, _NEVER, dtype=np.int32) for kind in self.held}
         self.parts = {kind: np.zeros(size, dtype=np.int16) for kind in MOVED}
         self.count = {kind: np.zeros(size, dtype=np.int64) for kind in MOVED}
-        self.key_first, self.key_last = self._visible_keys()
+        self.tree = self._tree()
+        # First and one past the last place of the keys that each query atom sees.
+        self.key_first, self.key_last = (self.tree.place[atom] + side for side, atom in enumerate(self._visible_keys()))
         num_keys = np.where(self.computed(tables), self.key_last - self.key_first, 0)
         self.pair_base = np.cumsum(num_keys) - num_keys
         self.done = np.zeros(int(num_keys.sum()) * self.num_heads, dtype=bool)
@@ -114,17 +132,45 @@ class _State:
             self.run("backward", program.backward)
             self.finish("backward", (Kind.Q_GRAD, Kind.KV_GRAD))
 
+    def _tree(self) -> _Tree:
+        # A sequence that is no tree is one path.
+        every, there, mask = np.arange(self.atoms.num_token_atoms), self._there, self.program.mask
+        seq, start = self.atoms.seq(there), self.atoms.start(there)
+        tree = _Tree(every, every - 1, every.copy(), every, np.zeros(len(every), dtype=bool))
+        tree.below[there] = self.last[seq]
+        if not isinstance(mask, Forest):
+            return tree
+        of = mask.segments
+        at, (first, end) = of.at(seq, start), mask.queries(seq, start)
+        tree.below[there] = self.atoms.at(seq, end - 1) + 1
+        # Of the atoms up to each those that it lies below, itself included.
+        ends = np.bincount(tree.below[there], minlength=len(every) + 1)[:-1]
+        place = np.cumsum(np.isin(every, there) - ends) - 1
+        above, seen_from, full = tree.above.copy(), every.copy(), tree.full.copy()
+        begins = (start == of.start[at]) & (of.above[at] >= 0)
+        above[there[begins]] = self.atoms.at(seq[begins], of.above[at[begins]])
+        seen_from[there], full[there] = self.atoms.at(seq, first), of.full[at]
+        return _Tree(place, above, tree.below, seen_from, full)
+
     def _visible_keys(self) -> tuple[Ints, Ints]:
-        # First and one past the last key atom of which each query atom sees any key:
-        # [num_token_atoms] each.
+        # First and last key atom of which each query atom sees any key: [num_token_atoms] each.
         first, last = np.zeros((2, self.atoms.num_token_atoms), dtype=np.int64)
-        _, query = ranges(self.first, self.last)  # the atoms between the end of a sequence and the next are none
+        query = self._there
         seq = self.atoms.seq(query)
         begin = self.program.mask.keys(seq, self.atoms.start(query))[0]
         end = self.program.mask.keys(seq, self.atoms.stop(query) - 1)[1]
         first[query] = self.atoms.at(seq, begin)
-        last[query] = self.atoms.at(seq, np.minimum(end, self.lengths[seq]) - 1) + 1
+        last[query] = self.atoms.at(seq, np.minimum(end, self.lengths[seq]) - 1)
         return first, last
+
+    def num_queries(self) -> Ints:
+        # Query atoms that see each key atom.
+        query, (first, last) = self._there, self._visible_keys()
+        higher = np.where(self.tree.place[first[query]] > 0, self.tree.above[first[query]], len(first))
+        size = len(first) + 1
+        begun = np.bincount(last[query], minlength=size) - np.bincount(higher, minlength=size)
+        before = np.append(0, np.cumsum(begun))
+        return before[self.tree.below] - before[:-2]
 
     def computed(self, tables: _ProgramTables) -> Bools:  # noqa: ARG002  one rank's state looks
         # Whether launches that are looked at attend for each query atom, [num_token_atoms].
@@ -180,6 +226,16 @@ class _State:
             seqs.append(pairs[shown, Pair.SEQ])
             starts.append(start)
             stops.append(stop)
+        if isinstance(program.mask, Forest):
+            if program.mask.lengths != program.lengths:
+                raise InvalidProgramError(
+                    f"mask {program.mask.name}: its trees have {[*program.mask.lengths[:8]]} tokens, the sequences "
+                    f"{[*program.lengths[:8]]} (the first 8 each)"
+                )
+            segments = program.mask.segments
+            seqs.append(key_seq(segments.begin))
+            starts.append(segments.start)
+            stops.append(segments.stop)
         return Atoms.of(*(np.concatenate(c) for c in (seqs, starts, stops, heads)))
 
     # Reading regions
@@ -419,14 +475,18 @@ class _State:
         # Every (query atom, key atom, head atom) once.
         offset = self.places.offset(ranks, pairs[:, Pair.SEQ])
         row, query = ranges(*self.atoms.tokens(*queries[:, Region.SPAN].T))
-        key_first, key_last = self.atoms.tokens(*keys[:, Region.SPAN].T)
-        key_first, key_last = (
-            np.maximum(key_first[row], self.key_first[query]),
-            np.minimum(key_last[row], self.key_last[query]),
-        )
-        again, key = ranges(key_first, key_last)
+        key_first, key_last = (of[row] for of in self.atoms.tokens(*keys[:, Region.SPAN].T))
+        # By as much all keys of a cell are further along the sequence than along the path.
+        beside = key_first - self.tree.place[key_first]
+        last = self.key_last[query] + beside
+        if isinstance(self.program.mask, Forest):  # as a kernel has it
+            last = np.where(self.tree.full[query], key_last, query + 1)
+        again, key = ranges(np.maximum(key_first, self.key_first[query] + beside), np.minimum(key_last, last))
         row, query = row[again], query[again]
-        base = self.pair_base[query] + key - self.key_first[query]
+        if isinstance(self.program.mask, Forest):
+            shown = (self.tree.seen_from[key] <= query) & (query < self.tree.below[key])
+            self.require_pair(shown, pairs[row], _SHOWS, ranks[row])
+        base = self.pair_base[query] + self.tree.place[key] - self.key_first[query]
         if self.num_heads > 1:
             head_first, head_last = self.atoms.head_range(*pairs[:, Pair.Q_HEADS].T)
             again, head = ranges(head_first[row], head_last[row])
@@ -461,6 +521,21 @@ class _State:
         within = (kv_heads == 1) & (q_first // self.ratio == kv_first) & ((q_last - 1) // self.ratio == kv_first)
         self.require_pair(whole | within, pairs, "its query heads do not map evenly onto its key-value heads")
         self.require_pair(sees(pairs, self.program.mask), pairs, "no query of it may see any key of it")
+        if isinstance(self.program.mask, Forest):
+            self.check_cells(self.program.mask, pairs)
+
+    def check_cells(self, mask: Forest, pairs: Ints) -> None:
+        # Check that what a kernel computes of a row by its first query and key holds for all others.
+        seq = pairs[:, Pair.SEQ]
+        row, query = ranges(*self.atoms.tokens(*pairs[:, Pair.QUERY_SPAN].T))
+        causal = mask.band(seq, pairs[:, Pair.Q_START], pairs[:, Pair.K_START]).causal
+        self.require_pair(causal[row] != self.tree.full[query], pairs[row], _SHOWS)
+        if mask.window:
+            of = mask.segments
+            ends = pairs[:, Pair.SPANS] - [0, 1, 0, 1]
+            shift = of.shift[of.at(seq[:, None], ends)]
+            same = (shift[:, 0] == shift[:, 1]) & (shift[:, 2] == shift[:, 3])
+            self.require_pair(same, pairs, _SHOWS)
 
     def merge(self, ops: Sequence[Merge]) -> None:
         values, ranks = numbered([(op.rank, op.values) for op in ops], Value.WIDTH)
@@ -476,10 +551,7 @@ class _State:
 
     def finish(self, phase: str, kinds: tuple[Kind, ...]) -> None:
         # Check that everything is complete at its owner, and that nothing is left elsewhere.
-        num_keys = self.key_last - self.key_first
-        seeing = num_keys > 0
-        begin, end = (np.bincount(side[seeing], minlength=len(num_keys)) for side in (self.key_first, self.key_last))
-        num_queries = np.cumsum(begin - end)  # query atoms that see each key atom
+        num_keys, num_queries = self.key_last - self.key_first, self.num_queries()
         for kind in kinds:
             owned = self.owned_index
             atom = self.owned_atom // self.num_heads
@@ -648,6 +720,21 @@ class _Places:
         cell = int(np.searchsorted(self.base, place, side="right")) - 1
         seq, rank = divmod(int(self.cells[cell]), self.num_ranks)
         return rank, place - int(self.base[cell] - self.first[seq])
+
+
+class _Tree(NamedTuple):
+    """Atoms as keys, [num_token_atoms] each.
+
+    `place`: how many others are before it on its path; `above`: the last of these; `below`: one past
+    the last atom below it; `seen_from`: the first query atom that sees it; `full`: of a full
+    segment. Without trees only `place`, `above` and `below` are asked for.
+    """
+
+    place: Ints
+    above: Ints
+    below: Ints
+    seen_from: Ints
+    full: Bools
 
 
 class NotAloneError(InvalidProgramError):

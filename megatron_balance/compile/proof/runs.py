@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_balance.compile import order
 from megatron_balance.compile.join import split
-from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.compile.ping_pong import NanoSegment
 from megatron_balance.compile.pipeline import CompiledRank, PhaseOrder, Projector, compile_ranks, expand
 from megatron_balance.compile.proof.meaning import verify, verify_rank
 from megatron_balance.compile.proof.structure import misplaced, verify_plan
@@ -285,7 +285,7 @@ def issued(ranks: Sequence[CompiledRank], ranks_per_node: int, *, backward: bool
 
 def interleaved(
     nano_batches: Sequence[Sequence[CompiledRank]],
-    segments: Sequence[Segment],
+    segments: Sequence[NanoSegment],
     ranks_per_node: int,
     *,
     backward: bool,

@@ -494,7 +494,7 @@ def _other_steps(case: _Case) -> Iterator[_TriedOptions]:
 
     if bench.group > 1 and bench.group % 2 == 0:
         pairs = zip(bench.given.batches[::2], bench.given.batches[1::2], strict=True)
-        batches, group = tuple(Batch(a.lengths + b.lengths) for a, b in pairs), bench.group // 2
+        batches, group = tuple(Batch(a.lengths + b.lengths, a.trees + b.trees) for a, b in pairs), bench.group // 2
         merged = replace(bench, given=replace(bench.given, batches=batches), group=group)
         name = f"{group} microbatches a step of twice the tokens, not {bench.group}"
         yield _TriedOptions("step", name, f"--microbatches {group}", case._replace(bench=merged))

@@ -24,7 +24,7 @@ Where we differ and why:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 from typing import Literal
@@ -38,10 +38,12 @@ from megatron_balance.ir.arrays import Ints, as_array, as_rows, run_bounds
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Rows
+from megatron_balance.ir.forest import Forest, over
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca.greedy import Drain, Rule, empty_light_servers
 from megatron_balance.planners.distca.servers import Edges, HeadTail, Plain, Seconds, Servers, TaskSizes, enforce_caps
+from megatron_balance.planners.distca.trees import Paths, schedule_trees
 from megatron_balance.solvers.groups import check_pool
 
 
@@ -75,11 +77,21 @@ class DistcaOptions:
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions) -> MicrobatchPlan:
-    """One task table: the linear layout, and tasks within the tolerance."""
+    """One task table: the linear layout, and tasks within the tolerance. Windows are not planned for:
+    tasks are as they would be without them, and without trees.
+    """
     holders = _holders(cluster, options)
     check_pool(batch.lengths, len(holders), options.tokens_per_rank)
     owned = linear_owned(batch.lengths, holders)
-    return plan_owned(batch.lengths, as_rows(owned), cluster, model, cost, options)
+    mask = over(model.mask, batch.trees)
+    if not isinstance(mask, Forest) or mask.window:
+        return plan_owned(batch.lengths, as_rows(owned), cluster, model, cost, options)
+
+    def of_runs(rows: Ints, lengths: Sequence[int], paths: Paths) -> Ints:
+        return schedule(rows, lengths, cluster, cost, options, paths)
+
+    tasks = schedule_trees(owned, mask, of_runs)
+    return replace(_table(batch.lengths, as_rows(owned), tasks, cluster, model), mask=mask)
 
 
 def plan_owned(
@@ -89,10 +101,13 @@ def plan_owned(
     too. The layout being given, `tokens_per_rank`, `servers` and `pool_ranks` play no part.
     """
     tasks = schedule(as_array(owned), lengths, cluster, cost, options)
+    return _table(lengths, owned, tasks, cluster, model)
+
+
+def _table(lengths: tuple[int, ...], owned: Rows, tasks: Ints, cluster: Cluster, model: Model) -> MicrobatchPlan:
     zones = (TaskTable("attention", owned, as_rows(tasks)),) if owned else ()
-    return MicrobatchPlan(
-        "distca", lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
-    )
+    heads = model.num_heads, model.num_kv_heads
+    return MicrobatchPlan("distca", lengths, cluster.num_ranks, cluster.node_size, *heads, zones)
 
 
 def num_holders(cluster: Cluster, options: DistcaOptions) -> int:
@@ -158,10 +173,18 @@ def _check(options: DistcaOptions) -> None:
             raise ConfigError(f"distca: {name} {value}: must be at least {minimum}")
 
 
-def schedule(owned: Ints, lengths: Sequence[int], cluster: Cluster, cost: CostModel, options: DistcaOptions) -> Ints:
+def schedule(
+    owned: Ints,
+    lengths: Sequence[int],
+    cluster: Cluster,
+    cost: CostModel,
+    options: DistcaOptions,
+    paths: Paths | None = None,
+) -> Ints:
     """Attention tasks of the given tokens; none makes a rank take longer than the tolerance allows.
 
     `owned`: `Placed` rows [n, 4] of any layout, whose every query is attended; all ranks are servers.
+    `paths`: of `Servers`.
     Returns `Task` rows [m, 6] by rank, sequence and query.
 
     Raises:
@@ -177,7 +200,7 @@ def schedule(owned: Ints, lengths: Sequence[int], cluster: Cluster, cost: CostMo
     sizes = TaskSizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
     shards = Plain(edges, sizes) if options.shards == "plain" else HeadTail(edges, sizes)
     most_received = inf if options.max_received_tokens is None else options.max_received_tokens
-    servers = Servers(edges, shards, cluster.num_ranks, options.max_kv_tokens or inf, most_received)
+    servers = Servers(edges, shards, cluster.num_ranks, options.max_kv_tokens or inf, most_received, paths)
     enforce_caps(servers)
     least_score = options.least_score * cost.inter_node_s(1, 0)
     tolerance = _tolerance(cluster, options)

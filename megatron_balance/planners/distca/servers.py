@@ -16,6 +16,7 @@ from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.columns import Placed
+from megatron_balance.planners.distca.trees import Paths
 
 
 class Servers:
@@ -23,13 +24,23 @@ class Servers:
 
     `load`: seconds of attention; `reach`: by sequence, where the keys end that are there; `keys`,
     `queries`: tokens that come from others. `most_held`, `most_received`: tokens whose keys a server
-    holds at once, and that it receives.
+    holds at once, and that it receives. `paths`: which first keys the sequences have in common, if
+    they are runs of trees; caps count them for each run.
     """
 
     def __init__(
-        self, edges: Edges, shards: Shards, num_ranks: int, most_held: float = inf, most_received: float = inf
+        self,
+        edges: Edges,
+        shards: Shards,
+        num_ranks: int,
+        most_held: float = inf,
+        most_received: float = inf,
+        paths: Paths | None = None,
     ) -> None:
         self.edges, self.shards, self.most_held, self.most_received = edges, shards, most_held, most_received
+        self.paths = paths
+        # By server, where the keys of each segment on a path end that are there.
+        self._upto: list[dict[int, int]] = [{} for _ in range(num_ranks)]
         self.counted = (most_held, most_received) != (inf, inf)
         rank = edges.owned[:, Placed.RANK]
         self.owned: list[list[int]] = edges.owned.tolist()
@@ -44,12 +55,32 @@ class Servers:
             reach = self.reach[server]
             if reach.get(seq, 0) < stop:
                 reach[seq] = stop
+            if paths is not None:
+                for other in paths.below[paths.segment[seq]]:
+                    if other != seq:
+                        self._held[server].setdefault(other, []).append(
+                            (start, min(stop, paths.num_common(seq, other)))
+                        )
+                self._reach_others(server, seq, stop)
         self.keys, self.queries = [0] * num_ranks, [0] * num_ranks
         if self.counted:
             self.keys = [sum(reach.values()) - own for reach, own in zip(self.reach, self.own, strict=True)]
         bounds: list[int] = rank.searchsorted(np.arange(num_ranks + 1)).tolist()
         whole = list(zip(range(len(rank)), shards.begins.tolist(), shards.ends.tolist(), strict=True))
         self.pieces: list[list[Piece]] = [whole[begin:end] for begin, end in pairwise(bounds)]
+
+    def _reach_others(self, server: int, run: int, stop: int) -> None:
+        """Runs of the same tree have the keys, too, that they share with this one, up to `stop`."""
+        assert self.paths is not None
+        reach, upto = self.reach[server], self._upto[server]
+        for segment in self.paths.above(run):
+            keys = min(stop, self.paths.depth[segment])
+            if upto.get(segment, 0) >= keys:
+                break
+            upto[segment] = keys
+            for other in self.paths.below[segment]:
+                if reach.get(other, 0) < keys:
+                    reach[other] = keys
 
     def heaviest_block(self) -> float:
         blocks = np.diff(self.shards.mass)
@@ -91,8 +122,11 @@ class Servers:
         owned, key_stop = self.owned, self.shards.key_stop
         most = 0
         for piece in self.pieces[server]:
-            if owned[piece[0]][1] == seq and piece != but:
+            other = owned[piece[0]][1]
+            if other == seq and piece != but:
                 most = max(most, key_stop(piece))
+            elif self.paths is not None and piece != but:
+                most = max(most, min(key_stop(piece), self.paths.num_common(seq, other)))
         return most
 
     def allows(self, server: int, piece: Piece) -> bool:
@@ -140,6 +174,8 @@ class Servers:
             if self.counted:
                 self.keys[target] += self.missing(target, seq, key_stop)
             self.reach[target][seq] = key_stop
+        if self.paths is not None:
+            self._reach_others(target, seq, key_stop)
         if self.counted:
             self.queries[source] -= self._foreign(source, moved)
             self.queries[target] += self._foreign(target, moved)

@@ -23,7 +23,7 @@ from megatron_balance.compile.transpose import places as places_of
 from megatron_balance.ir import arrays
 from megatron_balance.ir.arrays import union as union_of
 from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer
-from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
+from megatron_balance.ir.mask import CAUSAL, Band, Mask
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.lower import steps
@@ -500,8 +500,7 @@ class _Launching:
 def attended_pairs(ops: Sequence[Op], mask: Mask) -> int:
     """Visible (query, key) pairs times query heads of all launches of a phase."""
     pairs = arrays.concat([op.pairs for op in ops if isinstance(op, Attend | AttendGrad)], Pair.WIDTH)
-    columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
-    visible = arrays.num_pairs(arrays.Rectangles(*(pairs[:, column] for column in columns)), mask)
+    visible = arrays.num_pairs(pairs[:, Pair.SEQ], arrays.Rectangles(*pairs[:, Pair.SPANS].T), mask)
     return int((visible * (pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START])).sum())
 
 
@@ -570,17 +569,19 @@ def _reads(q: steps.Operand, k: steps.Operand) -> frozenset[tuple[Kind, int]]:
     return frozenset(buffers)
 
 
+def _band(pairs: arrays.Ints, mask: Mask) -> Band:
+    """What of each pair, transposed [9, n], a kernel computes."""
+    return mask.band(pairs[Pair.SEQ], pairs[Pair.Q_START], pairs[Pair.K_START])
+
+
 def _simple_pairs(pairs: arrays.Ints, launch: arrays.Ints, mask: Mask = CAUSAL) -> tuple[arrays.Ints, arrays.Ints]:
     """Pairs, transposed [9, n], each full or causal at the bottom right, and their launches."""
     # Queries and keys that take no part are left out.
-    if isinstance(mask, SlidingWindow):
-        return arrays.trim_pairs(pairs.T, mask).T, launch
-    if mask != CAUSAL:
+    band = _band(pairs, mask)
+    pairs = arrays.trim_pairs(pairs.T, mask).T
+    if band.windowed:
         return pairs, launch
-    pairs = pairs.copy()
-    pairs[Pair.Q_START] = np.maximum(pairs[Pair.Q_START], pairs[Pair.K_START])
-    pairs[Pair.K_STOP] = np.minimum(pairs[Pair.K_STOP], pairs[Pair.Q_STOP])
-    neither = (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & (pairs[Pair.K_STOP] < pairs[Pair.Q_STOP])
+    neither = band.causal & (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & (pairs[Pair.K_STOP] < pairs[Pair.Q_STOP])
     if not neither.any():
         return pairs, launch
     upper, lower = pairs.copy(), pairs[:, neither]
@@ -606,7 +607,7 @@ class _Fused:
     # rows.
     q_pairs: arrays.Ints
     k_pairs: arrays.Ints
-    # [n, 2]: where the mask is a sliding window.
+    # [n, 2]: where the mask has a window.
     windows: arrays.Ints | None = None
 
     def __len__(self) -> int:
@@ -621,11 +622,14 @@ def _fuse(
     """
     q_stop = q_row + pairs[Pair.Q_STOP] - pairs[Pair.Q_START]
     k_stop = k_row + pairs[Pair.K_STOP] - pairs[Pair.K_START]
-    if isinstance(mask, SlidingWindow):
-        behind = pairs[Pair.Q_STOP] - pairs[Pair.K_STOP]  # of a trimmed pair neither negative nor a whole window
-        windows, each = np.stack([mask.size - 1 - behind, behind], axis=1), np.arange(len(launch))
+    band = _band(pairs, mask)
+    if band.windowed:
+        # Of a trimmed pair less than the reach; negative where queries see keys behind their own.
+        behind = pairs[Pair.Q_STOP] - pairs[Pair.K_STOP]
+        ahead = np.where(band.causal, behind, pairs[Pair.Q_STOP] - pairs[Pair.Q_START])
+        windows, each = np.stack([band.reach - 1 - behind, ahead], axis=1), np.arange(len(launch))
         return _Fused(launch, q_row, q_stop, k_row, k_stop, np.zeros(len(launch), dtype=bool), each, each, windows)
-    causal = (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & (mask == CAUSAL)
+    causal = (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & band.causal
     # One after the other, the keys of the same queries: all but the last must be full.
     linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]
     linked &= (pairs[Pair.SEQ, 1:] == pairs[Pair.SEQ, :-1]) & (launch[1:] == launch[:-1])

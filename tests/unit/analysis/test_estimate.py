@@ -13,6 +13,7 @@ from megatron_balance.analysis.estimate import Bounds, Estimate, best_first, est
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Rows
 from megatron_balance.planners import PLANNERS
 from megatron_balance.simulator.setup import Setup
@@ -132,7 +133,9 @@ def test_an_estimate_is_near_what_the_simulator_says(
         cost = AnalyticCost(cluster, model)
         bounds, mean = Bounds.of(lengths, cluster, model, cost), sum(lengths) / cluster.num_ranks
         head_s = sum(cost.head_s(mean, backward=backward) for backward in (False, True))
-        assert model.num_layers * found.layer_s + head_s >= bound_s((tuple(lengths),), Machine(cluster, model, cost))
+        assert model.num_layers * found.layer_s + head_s >= bound_s(
+            (Batch(tuple(lengths)),), Machine(cluster, model, cost)
+        )
         for each in PLANNERS[name].tries if not options else ():
             made = make_planner(name, cluster, model, **each.options)(lengths) if each.options else plan
             assert each.least(bounds) <= 1.001 * layer_s(simulated(made, cluster, model), model)

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import BY_ID, Finish, IssueOrder, RunLaunches, Start, Step, issue_orders, order
-from megatron_balance.compile.ping_pong import Cuts, Segment, cut_segments
+from megatron_balance.compile.ping_pong import Cuts, NanoSegment, cut_segments
 from megatron_balance.compile.pipeline import PASSES, compile_policies, compile_ranks, expand, in_order, project
 from megatron_balance.compile.pipeline import Pass as CompilerPass
 from megatron_balance.compile.proof.meaning import verify
@@ -238,7 +238,7 @@ def programs_of(planned: MicrobatchPlan, policy: Policy, *, backward: bool) -> l
     return [program.backward if backward else program.forward for program in programs]
 
 
-def shown(segments: Sequence[Segment]) -> str:
+def shown(segments: Sequence[NanoSegment]) -> str:
     return " ".join(
         f"{'AB'[segment.nano_batch]}{segment.part[0] if segment.part != 'end' else 'E'}{segment.layer}"
         for segment in segments

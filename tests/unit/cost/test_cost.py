@@ -219,7 +219,7 @@ def test_tiles_are_those_that_one_by_one_counting_finds() -> None:
         rows.append([0, q[0], q[1] + 1, 0, 4, k[0], k[1] + 1, 0, 1])
     pairs = np.array(rows)
     columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
-    visible = num_pairs(Rectangles(*(pairs[:, column] for column in columns)), CAUSAL)
+    visible = num_pairs(pairs[:, Pair.SEQ], Rectangles(*(pairs[:, column] for column in columns)), CAUSAL)
     found = np.stack([*kernel.tiles(pairs), visible], axis=1)
     assert found.tolist() == [list(counted(row)) for row in rows]
 

@@ -25,6 +25,7 @@ from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.cost.table import BesideTable, HostTable, LinkTable, load_table, save_table
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Rectangles, num_pairs
+from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from tests.support.cost_table import BEFORE, LAUNCH_S, K, Q, causal_s, full_s, made
@@ -101,7 +102,7 @@ def test_the_entries_of_a_region_see_as_many_keys_as_the_region() -> None:
     for mask in (CAUSAL, SlidingWindow(7), SlidingWindow(60)):
         (full_q, keys), (q, before) = split_masks(pairs, mask)[False], split_masks(pairs, mask)[True]
         columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
-        visible = num_pairs(Rectangles(*(pairs[:, column] for column in columns)), mask)
+        visible = num_pairs(pairs[:, Pair.SEQ], Rectangles(*(pairs[:, column] for column in columns)), mask)
         beyond = full_q * keys + q * before + q * (q + 1) // 2 - visible
         # The mean of the keys that a window's queries see is rounded up.
         assert (beyond >= 0).all()
@@ -294,7 +295,8 @@ def test_models_have_the_flops_that_papers_count() -> None:
     # Also where launches make keys and values of latents that travel.
     latents = Model(16, 16, 192, 4, 2048, 1024, value_dim=128, latent_rank=512, latent_rope=64)
     assert latents.latent_flops > 0
-    assert model_flops(replace(latents, latent_travels=True), [512]) == pytest.approx(model_flops(latents, [512]))
+    alike, batches = replace(latents, latent_travels=True), [Batch((512,))]
+    assert model_flops(alike, batches) == pytest.approx(model_flops(latents, batches))
     # KnapFormer, Eq. 1: 24 l d^2 outside attention, 4 l^2 d in it.
     flux = load_model("flux-12b")
     assert flux.linear_flops_per_token == 24 * 3072**2

@@ -20,6 +20,7 @@ from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost import base, modules, parallel
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import StepPlan
@@ -30,14 +31,18 @@ from megatron_balance.planning.ticks import ticks
 from megatron_balance.simulator import attention, pipeline
 from megatron_balance.simulator import step as step_module
 from megatron_balance.simulator.phase import phase_of, ring_names
-from megatron_balance.simulator.setup import Setup, StageSetup, added_s, parts_of
-from megatron_balance.simulator.step import Perturbation, bound_s, simulate_plans, simulate_step, summary
+from megatron_balance.simulator.setup import PLAIN, Setup, StageSetup, added_s, parts_of
+from megatron_balance.simulator.step import Perturbation, simulate_plans, simulate_step, summary
 from megatron_balance.simulator.ticks import most_held, simulate_joint, simulate_planned
 from tests.support import by_hand
 from tests.support.flat_cost import MODEL, FlatCost, flat_machine
 from tests.unit.simulator.test_simulated_ticks import planned, whole
 
 LLAMA = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=8)
+
+
+def bound(lengths: tuple[tuple[int, ...], ...], machine: Machine, setup: Setup = PLAIN) -> float:
+    return step_module.bound_s([Batch(each) for each in lengths], machine, setup)
 
 
 def local(*lengths: int, ranks_per_node: int = 2) -> MicrobatchPlan:
@@ -94,7 +99,7 @@ def test_a_step_with_two_masks_is_priced_by_both():
         cluster = Cluster(4, 2)
         model = Model(num_heads=8, num_kv_heads=8, head_dim=64, num_layers=4, hidden_size=512, ffn_size=512, **masks)  # pyright: ignore[reportArgumentType]
         machine = Machine(cluster, model, AnalyticCost(cluster, model))
-        return simulate_step([ring(4, 2, 4096, heads=8)], machine), bound_s(((4096,),), machine)
+        return simulate_step([ring(4, 2, 4096, heads=8)], machine), bound(((4096,),), machine)
 
     seen, windowed = step(), step(attention="causal", other_attention="window_64", other_layers=4)
     mixed = step(other_attention="window_64", other_layers=3)
@@ -267,7 +272,7 @@ def test_a_lone_rank_reaches_the_bound(recompute):
     plan = by_hand.plan(SHORT_AND_LONG, 1, by_hand.head_exchange((0,), *range(len(SHORT_AND_LONG))), heads=(8, 8))
     step = simulate_step((plan,), alone, setup)
     # Beside it there are the optimizer and the summing of gradients, which moves memory only.
-    compute_s, least_s = step.step_s - step.phases_s["optimizer"], bound_s((SHORT_AND_LONG,), alone, setup)
+    compute_s, least_s = step.step_s - step.phases_s["optimizer"], bound((SHORT_AND_LONG,), alone, setup)
     assert least_s < compute_s < 1.03 * least_s
 
 
@@ -275,23 +280,23 @@ def test_a_lone_rank_reaches_the_bound(recompute):
 def test_no_planner_goes_below_the_bound(name):
     four = nodes_of_four(8)
     plan = make_planner(name, four.cluster, WIDE)(SHORT_AND_LONG)
-    assert simulate_step((plan,), four).step_s > bound_s((SHORT_AND_LONG,), four)
+    assert simulate_step((plan,), four).step_s > bound((SHORT_AND_LONG,), four)
 
 
 def test_the_bound_adds_up_documents_and_microbatches_and_stages_share_it():
     # Heads of 90, which kernels pad: each document's rows count, not those of the first alone.
     padded, one = replace(WIDE, head_dim=90), Cluster(1, 1)
     machine = Machine(one, padded, AnalyticCost(one, padded))
-    assert bound_s(((9000,) * 3,), machine) == pytest.approx(bound_s(((9000,),) * 3, machine), rel=1e-2)
+    assert bound(((9000,) * 3,), machine) == pytest.approx(bound(((9000,),) * 3, machine), rel=1e-2)
     # A long document's launch leaves no blocks of a backward without work beside short ones.
     one = one.with_kernel("flash_attn_3")
     machine = Machine(one, WIDE, AnalyticCost(one, WIDE))
     long, short = (32_768,), (256,) * 64
-    assert bound_s((long + short,), machine) == pytest.approx(bound_s((long, short), machine), rel=1e-2)
+    assert bound((long + short,), machine) == pytest.approx(bound((long, short), machine), rel=1e-2)
     two = nodes_of_four(2)
-    once = bound_s((SHORT_AND_LONG,), two)
-    assert bound_s((SHORT_AND_LONG, SHORT_AND_LONG), two) == pytest.approx(2 * once)
-    assert bound_s((SHORT_AND_LONG,), two, Setup(pipeline=2)) == pytest.approx(once / 2)
+    once = bound((SHORT_AND_LONG,), two)
+    assert bound((SHORT_AND_LONG, SHORT_AND_LONG), two) == pytest.approx(2 * once)
+    assert bound((SHORT_AND_LONG,), two, Setup(pipeline=2)) == pytest.approx(once / 2)
 
 
 # Seconds that experts add to a simulated layer: the busiest rank of a group, by its tokens.

@@ -1,13 +1,19 @@
 """A rank's rows: what travels with a token, nano-batches, positions and padding."""
 
 import threading
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.compile.halo import under
+from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.ir.forest import Forest, Segment, Tree, document, num_tokens, path_positions
+from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training import tokens
@@ -174,3 +180,67 @@ def test_tokens_go_to_the_ends_of_a_strategys_pipelines(rank: int, row: tuple[in
     assert ranks.ranks_of(0 if rank < 4 or rank == 7 else 1) == row
     assert ranks.holders_of(0) == ((0, 2),)
     assert ranks.holders_of(1) == ((4,), (6,))
+
+
+# Trees
+
+TREE = (Segment(2, -1), Segment(3, 0), Segment(1, 1, full=True), Segment(2, 0))
+ROOT = (Segment(4, -1, full=True),)
+
+
+def sequences(*trees: Tree) -> tokens.Sequences:
+    rows = [torch.arange(num_tokens(tree)) for tree in trees]
+    plain = all(tree == document(len(each)) for tree, each in zip(trees, rows, strict=True))
+    return tokens.Sequences.of(rows, trees=() if plain else trees)
+
+
+def shared_by(*ranks: list[tokens.Sequences]) -> tokens.PoolLengths:
+    # What ranks learn of microbatches that each of them read, of the numbers that travel.
+    given = [[len(m.lengths) for m in mine] + [n for m in mine for n in m.lengths] for mine in ranks]
+    given = [numbers + tokens._tree_numbers(mine) for numbers, mine in zip(given, ranks, strict=True)]
+    width = max(map(len, given))
+    rows = np.array([numbers + [0] * (width - len(numbers)) for numbers in given])
+    pool: Any = SimpleNamespace(readers=range(len(ranks)))
+    return tokens._split_by_microbatch(rows, len(ranks[0]), pool, {})
+
+
+def test_ranks_learn_the_trees_of_all_sequences() -> None:
+    plain, longer = document(5), document(9)
+    shared = shared_by([sequences(plain, TREE), sequences()], [sequences(longer), sequences(ROOT, plain)])
+    assert shared.lengths == ((5, 8, 9), (4, 5))
+    assert shared.trees == ((plain, TREE, longer), (ROOT, plain))
+    assert shared.of(1).trees == ((ROOT, plain),)
+    assert shared_by([sequences(plain)], [sequences(longer)]).trees == ()
+    assert tokens._tree_numbers([sequences(plain)]) == [], "documents travel as before"
+    assert tokens.Sequences.of([torch.arange(5)], trees=[plain]).sizes() == [0]
+
+
+def test_trees_stay_with_their_sequences_in_nano_batches() -> None:
+    mine = [sequences(TREE, document(3), ROOT)]
+    shared = shared_by(mine)
+    _, apart = tokens.by_nano_batch(mine, shared, (((0, 2), (1,)),), rank=0)
+    assert apart.trees == ((TREE, ROOT), (document(3),))
+    with pytest.raises(AssertionError, match="sequences of earlier steps"):
+        tokens.by_nano_batch(mine, shared, (((0,),),), 0, tokens.Recalled(((-1, 3),), (0,)))
+
+
+def test_a_plan_of_other_trees_of_the_same_lengths_is_refused() -> None:
+    pool: Any = SimpleNamespace(pipeline=0, rank=0, ranks_of=lambda _: (0,), holders_of=lambda _: ((0,),))
+    plan = MicrobatchPlan("zeppelin", (8, 3), 1, 1, 2, 2, (Zone("local", "ring", (0,), (0, 1)),))
+    exchange = partial(tokens.TokenExchange, pool=pool)
+    alike = (*TREE[:3], Segment(2, 1))
+    dealt = shared_by([sequences(TREE, document(3))])
+    exchange(dealt, [under(plan, Forest((TREE, document(3))))])
+    for mask in (CAUSAL, Forest((alike, document(3)))):
+        told = rf"mask {mask.name}, and sequences \[0.* were dealt as other trees .* see one another"
+        with pytest.raises(InvalidProgramError, match=told):
+            exchange(dealt, [under(plan, mask)])
+    with pytest.raises(InvalidProgramError, match="other trees"):
+        exchange(shared_by([sequences(document(8), document(3))]), [under(plan, Forest((TREE, document(3))))])
+
+
+def test_positions_are_along_the_paths_of_trees() -> None:
+    forest = Forest((document(3), TREE))
+    layout = np.array([[1, 3, 8], [0, 1, 3], [1, 0, 2]])
+    local = tokens.assemble(torch.arange(9)[:, None], layout, 10, forest)
+    assert local.positions.tolist() == [*path_positions(TREE)[3:], 1, 2, 0, 1, 0]

@@ -1,0 +1,110 @@
+"""The trees of a forest as columns, for many positions at once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+from megatron_balance.ir.arrays import Bools, Ints, Rectangles, key, key_position, ranges
+
+if TYPE_CHECKING:
+    from megatron_balance.ir.forest import Forest
+
+_Run: TypeAlias = tuple[int, int, int]  # first key, one past the last, shift
+
+
+# A first child stands right behind its parent. So a chain of first children is one run of tokens in
+# which positions and places on the path rise together, and their difference, the `shift`, tells
+# chains apart: it is larger in every later one. A path goes through a part of each of its chains,
+# from the chain's start on; so a query sees one run of keys in each.
+#
+# Along queries a chain is cut into stretches: full segments, and what is causal between them. The
+# queries of a stretch times one run of its keys are a rectangle that no mask cuts, but at the
+# diagonal and where a window ends.
+class Segments(NamedTuple):
+    """By segment of all trees, [n] each; positions are those of the sequence.
+
+    `begin`: `arrays.key` of the first token, ascending. `stop`; `end`: behind all that lies below it,
+    too. `above`: the last token of the parent; -1: there is none. `base` [trees + 1]: the first
+    segment of each tree.
+
+    By stretch: `stretches` [m]: `arrays.key` of the first token, ascending; `run_of` [m + 1]: where
+    its runs of keys begin in `runs` [r, 3], rows (first, one past the last, shift), down the path;
+    the last one is of its own chain and ends where the stretch does. `places` [r]: `arrays.key` of
+    the stretch and the place on the path of each run's first key, ascending.
+    """
+
+    begin: Ints
+    start: Ints
+    stop: Ints
+    end: Ints
+    above: Ints
+    full: Bools
+    shift: Ints
+    base: Ints
+    stretches: Ints
+    run_of: Ints
+    runs: Ints
+    places: Ints
+
+    def at(self, seq: Ints, position: Ints) -> Ints:
+        """The segment of each position; behind the end of a sequence its last one."""
+        found = np.searchsorted(self.begin, key(seq, position), side="right") - 1
+        return np.minimum(found, self.base[np.asarray(seq) + 1] - 1)
+
+    def stretch_at(self, seq: Ints, position: Ints) -> Ints:
+        return np.searchsorted(self.stretches, key(seq, position), side="right") - 1
+
+    def on_path(self, seq: Ints, position: Ints, place: Ints) -> Ints:
+        """The position of the token at each place on the path to a position."""
+        run = np.searchsorted(self.places, key(self.stretch_at(seq, position), place), side="right") - 1
+        return place + self.runs[run, 2]
+
+    def parts(self, seq: Ints, rectangles: Rectangles) -> tuple[Ints, Rectangles]:
+        """Each rectangle's parts, of one stretch and one run of its keys; and the row of each."""
+        q_start, q_stop, k_start, k_stop = rectangles
+        first, last = (self.run_of[self.stretch_at(seq, at) + side] for side, at in enumerate((q_start, q_stop - 1)))
+        row, run = ranges(first, np.where(rectangles.some, last, 0))
+        stretch = np.searchsorted(self.run_of, run, side="right") - 1
+        return row, Rectangles(
+            np.maximum(q_start[row], key_position(self.stretches)[stretch]),
+            np.minimum(q_stop[row], self.runs[self.run_of[stretch + 1] - 1, 1]),
+            np.maximum(k_start[row], self.runs[run, 0]),
+            np.minimum(k_stop[row], self.runs[run, 1]),
+        )
+
+
+@lru_cache(maxsize=64)
+def segments_of(forest: Forest) -> Segments:
+    """The columns of a forest."""
+    segments: list[tuple[int, ...]] = []
+    base, stretches, runs = [0], list[int](), list[list[_Run]]()
+    for seq, tree in enumerate(forest.trees):
+        stops, depths = list[int](), list[int]()  # depth: tokens of the path, its own included
+        higher, own = list[list[_Run]](), list[_Run]()  # runs of the chains above, and in its own
+        tokens: list[list[int]] = []
+        for at, (length, parent, full) in enumerate(tree):
+            start, depth = (stops[-1], depths[parent]) if at else (0, 0)
+            stops.append(start + length)
+            depths.append(depth + length)
+            first_child = at > 0 and parent == at - 1
+            higher.append([] if not at else higher[parent] if first_child else [*higher[parent], own[parent]])
+            own.append((own[parent][0] if first_child else start, stops[-1], start - depth))
+            tokens.append([start, stops[-1], stops[-1], stops[parent] - 1 if at else -1, full, start - depth])
+            if first_child and not full and not tree[parent].full:
+                runs[-1][-1] = own[-1]
+            else:
+                stretches.append(key(seq, start))
+                runs.append([*higher[-1], own[-1]])
+        for row, segment in zip(tokens[:0:-1], tree[:0:-1], strict=True):
+            tokens[segment.parent][2] = max(tokens[segment.parent][2], row[2])
+        segments += [(key(seq, row[0]), *row) for row in tokens]
+        base.append(len(segments))
+    begin, start, stop, end, above, full, shift = np.array(segments, dtype=np.int64).reshape(-1, 7).T
+    run_of = np.cumsum([0, *map(len, runs)])
+    rows = np.array([run for of_stretch in runs for run in of_stretch], dtype=np.int64).reshape(-1, 3)
+    places = key(np.repeat(np.arange(len(runs)), np.diff(run_of)), rows[:, 0] - rows[:, 2])
+    tables = np.array(base), np.array(stretches, dtype=np.int64), run_of, rows, places
+    return Segments(begin, start, stop, end, above, full.astype(bool), shift, *tables)

@@ -1,0 +1,101 @@
+"""Rollouts trained as trees over ranks give the gradients of each rollout by itself."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_balance.workloads.rollouts import as_trees
+from tests.support import tree_jobs
+from tests.support.pool import Pool
+from tests.support.tree_jobs import Case
+
+FP32 = torch.float32
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def world(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    ranks = Pool(timeout_s=120.0, num_ranks=request.param)
+    yield ranks
+    ranks.close()
+
+
+CASES = [
+    Case(),
+    Case("distca", backward="replay", options=(("block", 8),)),
+    Case("te_ring", loss="linear"),
+    Case("ulysses", loss="linear", dtype=FP32, backward="replay"),
+    Case("zeppelin", dtype=FP32, fsdp=True),
+    # A planner of whole steps, and one that asks others.
+    Case("wlb_llm", options=(("thresholds", ()),)),
+    Case("auto", loss="linear"),
+]
+MODELS = [
+    Case(model="Llama"),
+    Case("distca", "Qwen3", loss="linear", options=(("block", 8),)),
+    Case("zeppelin", "Qwen3", dtype=FP32, backward="replay"),
+]
+
+
+def most(case: Case) -> float:
+    # The most that a loss or a gradient may differ, relative to the largest of its parameter. Where
+    # a clipped ratio multiplies, fp32 rounds the exponential of a difference.
+    if case.dtype == torch.float64:
+        return 1e-12
+    return 1e-6 if case.loss == "linear" else 1e-4
+
+
+def wrong(world: Pool, cases: list[Case]) -> dict[str, float]:
+    # Of the cases that differ by more than they may, the largest difference.
+    expected = [tree_jobs.alone(case, world.num_ranks) for case in cases]
+    found: dict[str, float] = {}
+    for trained in world.run(tree_jobs.train, world.num_ranks, cases):
+        for case, (loss, gradients, _), (whole, alone) in zip(cases, trained, expected, strict=True):
+            each = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(gradients, alone, strict=True)]
+            worst = max([*each, abs(loss - whole) / abs(whole)])
+            if not worst <= most(case):
+                found[case.name()] = worst
+    return found
+
+
+def test_gradients_are_those_of_rollouts_one_by_one(world: Pool) -> None:
+    assert wrong(world, CASES) == {}
+
+
+def test_models_of_transformers_take_trees_as_they_are(world: Pool) -> None:
+    pytest.importorskip("transformers")
+    assert wrong(world, MODELS) == {}
+
+
+@pytest.mark.parametrize("planner", ["zeppelin", "ulysses"])
+def test_results_come_back_along_the_paths_of_rollouts(world: Pool, planner: str) -> None:
+    given = tree_jobs.drawn(world.num_ranks)
+    passes = [0.0, 0.0]  # rows, and how often rollouts pass them
+    for of_rank in given:
+        sharing = as_trees([each.tokens for each in of_rank]).sharing
+        passes = [passes[0] + sharing.rows, passes[1] + sharing.tokens]
+    ranks = world.run(tree_jobs.gather, world.num_ranks, planner)
+    assert all(right for right, _ in ranks), "tokens, positions and labels are those of the rollout"
+    gradients = [each for _, of_rank in ranks for each in of_rank]
+    assert len(gradients) == passes[0]
+    # 3 for each of two columns, summed over ranks' losses: one of them has it, times all ranks.
+    assert sum(gradients) == 6 * world.num_ranks * passes[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "told"),
+    [
+        ([[[1, 2]], [[]]], [None, None], "rollout 0: expected token ids"),
+        (
+            [[[1, 2]], [[1, 2, 3]]],
+            [[[1.0, 1.0]], None],
+            "expected documents with the same tensors for each token on all ranks",
+        ),
+        ([[[1, 2]], []], [[[1.0]], None], "weights of rollout 0: expected 2 finite numbers"),
+    ],
+)
+def test_what_one_rank_gives_wrong_ends_the_step_on_all(world: Pool, given: list, weights: list, told: str) -> None:  # pyright: ignore
+    none = [[] for _ in range(world.num_ranks - 2)]
+    ranks = world.run(tree_jobs.tell, world.num_ranks, "zeppelin", given + none, weights + [None for _ in none])
+    assert any(told in each for each in ranks), ranks
+    assert all(each != "none" for each in ranks), ranks

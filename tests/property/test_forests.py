@@ -1,0 +1,130 @@
+"""Random forests: under every planner, once proved and equal to dense attention, and programs that
+show anything else are refused.
+"""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megatron_balance import reference
+from megatron_balance.compile.halo import under
+from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile.proof.meaning import verify
+from megatron_balance.compile.proof.runs import prove
+from megatron_balance.compile.transpose import POLICIES
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import Forest, over
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, from_json, to_json
+from megatron_balance.ir.text import parse, text
+from tests.support import by_hand, dense, forests
+from tests.support.strategies import ALL_PLANNERS, Case, bare_plan, random_moves
+
+WINDOWS = (0, 0, 3)
+GATHERS = ("all_gather", "gather_documents", "gather_sequence")
+# Cases of each planner and comm pattern: 500 in all.
+EACH = -(-500 // (len(ALL_PLANNERS) + len(GATHERS)))
+
+
+def drawn(rng: random.Random) -> tuple[Forest, Case]:
+    forest = Forest(())
+    while over(CAUSAL, forest.trees) == CAUSAL:  # documents alone
+        forest = forests.some_forest(rng, trees=3, most=8, longest=6, window=rng.choice(WINDOWS))
+    ranks = rng.choice([1, 2, 3, 4])
+    cluster = Cluster(ranks, rng.choice([size for size in (1, 2, 3) if ranks % size == 0]))
+    attention = SlidingWindow(forest.window).name if forest.window else "causal"
+    model = Model(2, 1, head_dim=4, hidden_size=32, ffn_size=64, attention=attention)
+    return forest, Case(Batch(forest.lengths, forest.trees), cluster, model, None, rng.randrange(1 << 16))
+
+
+def planned(planner: str, forest: Forest, case: Case) -> MicrobatchPlan:
+    if planner in GATHERS:
+        ranks, seqs = range(case.cluster.num_ranks), range(len(forest.lengths))
+        zone = by_hand.zone("all", planner, ranks, seqs)
+        plan = by_hand.plan(forest.lengths, len(ranks), zone, ranks_per_node=case.cluster.ranks_per_node, heads=(2, 1))
+        return under(replace(plan, mask=forest.without_window), forest)
+    return bare_plan(planner, case)
+
+
+@pytest.mark.parametrize("planner", [*ALL_PLANNERS, *GATHERS])
+def test_every_planner_attends_along_paths(planner: str) -> None:
+    rng = random.Random(planner)
+    for _ in range(EACH):
+        forest, case = drawn(rng)
+        plan = planned(planner, forest, case)
+        assert plan.mask in (forest, forest.without_window)
+        if rng.random() < 0.5:
+            plan = replace(plan, moves=random_moves(plan, case.seed))
+        if rng.random() < 0.5:
+            plan = replace(plan, routing=Routing(1, (REMAP, *range(len(plan.zones)))))
+        assert from_json(to_json(plan)) == plan
+        program = prove(plan, rng.choice(POLICIES))
+        assert parse(text(program)) == program
+        assert_dense(program, forest)
+
+
+def assert_dense(program, forest):
+    x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
+    ours = reference.run(program, x.q, x.k, x.v, x.scale, x.dout)
+    tables = iter(forests.dense(forest))
+    theirs = dense.attention(x, lambda _: next(tables))
+    for name in ("out", "q_grad", "k_grad", "v_grad"):
+        assert dense.worst(getattr(ours, name), getattr(theirs, name)) < 1e-12, name
+
+
+# 500 of rows and 500 of masks.
+def test_a_program_that_shows_anything_else_is_refused() -> None:
+    mutants = pytest.importorskip("tests.support.forest_mutants", reason="the executor's entries need torch")
+    rng, found = random.Random(3), Counter[tuple[str, bool]]()
+    while found.total() < 1000:
+        forest, case = drawn(rng)
+        plan = planned(rng.choice(["random_task_table", "te_ring", "gather_sequence"]), forest, case)
+        program = expand(plan, None)
+        assert mutants.as_shown(program, forest)
+        others = list(mutants.of_masks(rng, forest, 10))
+        made = [(how, replace(program, mask=other)) for how, other in others]
+        for how, mutant in (*made, *mutants.of_rows(rng, program, 10)):
+            try:
+                verify(mutant)
+            except InvalidProgramError:
+                found[how, False] += 1
+                continue
+            found[how, True] += 1
+            assert mutants.as_shown(mutant, mutant.mask), (how, text(mutant))
+    kinds = {how for how, _ in found}
+    assert len(kinds) == 12
+    assert not [how for how in kinds if not found[how, False]], found
+    assert sum(count for (_, accepted), count in found.items() if not accepted) > 400, found
+
+
+SIBLINGS = """program lengths 8 heads 1 kv_heads 1 policy none mask forest_window_4
+tree s0 4 2<0 2<0
+owner r0 s0[0:8)
+forward
+attend r0
+  q s0[0:4) over s0[0:4)
+  q s0[4:6) over s0[1:4) s0[4:6)
+  q s0[6:8) over s0[1:4) s0[6:8)
+"""
+
+
+def test_siblings_share_a_row_over_what_is_above_them_unless_a_window_ends_there():
+    # A window ends at one distance along the path, so at another of positions for each sibling.
+    joined = SIBLINGS.split("  q s0[4:6)", maxsplit=1)[0] + "".join(
+        f"  q {queries} over {keys}\n"
+        for queries, keys in (("s0[4:8)", "s0[1:4)"), ("s0[4:6)", "s0[4:6)"), ("s0[6:8)", "s0[6:8)"))
+    )
+    verify(parse(SIBLINGS))
+    with pytest.raises(InvalidProgramError, match="a kernel would show what the mask hides"):
+        verify(parse(joined))
+    whole = joined.replace("_window_4", "").replace("[1:4)", "[0:4)")
+    verify(parse(whole))
+    with pytest.raises(InvalidProgramError, match="a kernel would show what the mask hides"):
+        verify(parse(whole.replace("q s0[6:8) over s0[6:8)", "q s0[6:8) over s0[5:8)")))
+    with pytest.raises(InvalidProgramError, match=r"its trees have .* tokens, the sequences"):
+        verify(parse(whole.replace("2<0 2<0", "2<0 3<0")))

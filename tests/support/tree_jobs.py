@@ -1,0 +1,208 @@
+"""Rollouts trained as trees on the ranks of a pool, and each rollout by itself on one rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import megatron_balance
+from megatron_balance.ir.forest import Forest
+from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, hf
+from tests.support.pool import World, said
+from tests.support.torch_jobs import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MODEL, VOCABULARY, WIDTH, Gpt
+
+EPSILON, BETA = 0.2, 0.04
+
+
+@dataclass(frozen=True)
+class Rollout:
+    # Tokens [n]; of each token whether it is trained, and what it counts; its log-probability when it
+    # was drawn and that of a reference model.
+    tokens: list[int]
+    trained: Tensor
+    advantage: float
+    old: Tensor
+    reference: Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    # How rollouts are trained. `loss`: linear, or clipped with a KL term.
+    planner: str = "zeppelin"
+    model: str = "gpt"
+    loss: str = "clipped"
+    dtype: torch.dtype = torch.float64
+    backward: str = "keep"
+    fsdp: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def name(self) -> str:
+        said_dtype = str(self.dtype).removeprefix("torch.")
+        return "-".join([self.planner, self.model, self.loss, said_dtype, self.backward] + ["fsdp"] * self.fsdp)
+
+
+def grpo(logp: Tensor, rollout: Rollout) -> Tensor:
+    """GRPO's loss of one rollout (DeepSeekMath, equations 3 and 4), by the log-probabilities [n - 1]
+    of the tokens behind the first.
+    """
+    old, reference, trained = (x[1:].to(logp.dtype) for x in (rollout.old, rollout.reference, rollout.trained))
+    ratio = (logp - old).exp()
+    clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
+    gain = torch.minimum(ratio * rollout.advantage, clipped * rollout.advantage)
+    kl = (reference - logp).exp() - (reference - logp) - 1
+    return -((gain - BETA * kl) * trained).sum() / trained.sum().clamp(min=1)
+
+
+def weights(rollout: Rollout) -> Tensor:
+    return rollout.advantage * rollout.trained
+
+
+def linear(logp: Tensor, rollout: Rollout) -> Tensor:
+    """The weighted negative log likelihood of one rollout."""
+    return -(logp * weights(rollout)[1:].to(logp.dtype)).sum()
+
+
+LOSSES = {"clipped": grpo, "linear": linear}
+
+
+def drawn(num_ranks: int) -> list[list[Rollout]]:
+    """By rank: rollouts of a prompt, an agent's branching turns, equal ones, the beginning of another;
+    rank 1 has none.
+    """
+    random = torch.Generator().manual_seed(num_ranks)
+
+    def words(most: int, least: int = 1) -> list[int]:
+        size = int(torch.randint(least, most + 1, (), generator=random))
+        return torch.randint(0, VOCABULARY, (size,), generator=random).tolist()
+
+    def branched(prompt: list[int], turns: int) -> list[list[int]]:
+        if not turns:
+            return [prompt]
+        return [each for _ in range(2) for each in branched(prompt + words(9), turns - 1)]
+
+    prompt = words(40, 30)
+    grouped = [prompt + words(17) for _ in range(5)]
+    given = [[*grouped, grouped[0], grouped[1][:-1]], [], branched(words(12, 10), 3), [words(60, 50), words(2, 2), [3]]]
+    if num_ranks == 2:
+        given = [given[0] + given[2] + given[3], []]
+    model = model_of("gpt", torch.float64, balanced=False)
+    made: list[list[Rollout]] = []
+    for of_rank in given:
+        made.append([])
+        for tokens in of_rank:
+            with torch.no_grad():
+                logp = torch.cat([torch.zeros(1, dtype=torch.float64), logp_of(model, tokens)])
+            # Far from where a ratio is clipped, so that rounding brings no token to the other side.
+            sides = torch.tensor([-0.5, -0.1, 0.05, 0.4], dtype=torch.float64)
+            old = logp - sides[torch.randint(0, 4, (len(tokens),), generator=random)]
+            near = logp + 0.3 * torch.randn(len(tokens), generator=random, dtype=torch.float64)
+            trained = (torch.rand(len(tokens), generator=random) < 0.7).double()
+            advantage = float(torch.randn((), generator=random))
+            made[-1].append(Rollout(tokens, trained, advantage, old, near))
+    return made
+
+
+def model_of(name: str, dtype: torch.dtype, *, balanced: bool) -> nn.Module:
+    """The same parameters on every rank."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        return Gpt().to(dtype)
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH}
+    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, num_hidden_layers=LAYERS)
+    config._attn_implementation = hf.register() if balanced else "sdpa"  # eager has softmax in fp32
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+
+
+def logp_of(model: nn.Module, tokens: Sequence[int]) -> Tensor:
+    """Log-probabilities [n - 1] of the tokens behind the first, of one rollout by itself."""
+    ids = torch.tensor(tokens)
+    logits = model(ids, torch.arange(len(ids))) if isinstance(model, Gpt) else model(ids[None]).logits[0]
+    return logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+
+
+def alone(case: Case, num_ranks: int) -> tuple[float, list[Tensor]]:
+    """The loss of all ranks' rollouts, one by one in fp64, and its gradients."""
+    model, total = model_of(case.model, torch.float64, balanced=False), 0.0
+    for rollout in chain.from_iterable(drawn(num_ranks)):
+        loss = LOSSES[case.loss](logp_of(model, rollout.tokens), rollout)
+        loss.backward()
+        total += loss.item()
+    return total, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def balancer_of(case: Case) -> SequenceBalancer:
+    settings = Settings(ranks_per_node=2, backward=case.backward)  # pyright: ignore[reportArgumentType]
+    return SequenceBalancer(case.planner, MODEL, settings=settings, **dict(case.options))
+
+
+def logits_of(model: nn.Module, batch: BalancedBatch) -> Tensor:
+    if isinstance(model, Gpt):
+        return model(batch.tokens, batch.position_ids, batch)
+    return model(**hf.inputs(batch)).logits[0]
+
+
+def train(world: World, cases: Sequence[Case]) -> list[tuple[float, list[Tensor], int]]:
+    """Of each case: the loss of all ranks, its gradients, and the rows of this rank."""
+    return [_train(world, case) for case in cases]
+
+
+def _train(world: World, case: Case) -> tuple[float, list[Tensor], int]:
+    mine = drawn(world.size)[world.rank]
+    model: Any = model_of(case.model, case.dtype, balanced=True)
+    if case.fsdp:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+    balancer = balancer_of(case)
+    given = [weights(each) for each in mine] if case.loss == "linear" else None
+    batch = balancer.rollouts([each.tokens for each in mine], given)
+    assert isinstance(batch.plan.mask, Forest)
+    megatron_balance.verify(batch.plan)
+    logits = logits_of(model, batch)
+    if case.loss == "linear":
+        loss = batch.weighted_nll(logits)
+    else:
+        logp = logits.log_softmax(-1).gather(1, batch.labels.clamp(min=0)[:, None])[:, 0]
+        of_rollouts = batch.by_rollout(logp)
+        loss = batch.sum_loss(sum(grpo(x[:-1], each) for x, each in zip(of_rollouts, mine, strict=True)))
+    loss.backward()
+    value = loss.detach().clone()
+    dist.all_reduce(value)
+    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    if not case.fsdp:  # the average, as DDP has it
+        for each in gradients:
+            dist.all_reduce(each, op=dist.ReduceOp.SUM)
+        gradients = [each / world.size for each in gradients]
+    return value.item() / world.size, gradients, batch.num_tokens
+
+
+def tell(world: World, planner: str, given: Sequence[Any], weights: Sequence[Any]) -> str:
+    """The error on this rank of a step of rollouts that are given by rank."""
+    balancer = balancer_of(Case(planner))
+    return said(balancer.rollouts, given[world.rank], weights[world.rank], otherwise="none")
+
+
+def gather(world: World, planner: str) -> tuple[bool, list[float]]:
+    """Whether every rollout comes back along its path, and the gradient of what its rows gave."""
+    mine = drawn(world.size)[world.rank]
+    batch = balancer_of(Case(planner)).rollouts([each.tokens for each in mine])
+    columns = torch.stack([batch.tokens, batch.position_ids, batch.labels], dim=1)
+    right = True
+    for each, rows in zip(mine, batch.by_rollout(columns, attended=0), strict=True):
+        tokens, positions, labels = (column.tolist() for column in rows.unbind(1))
+        right &= tokens == each.tokens and positions == list(range(len(tokens))) and labels == [*tokens[1:], -100]
+    values = torch.ones(batch.num_rows, 2, dtype=torch.float64, requires_grad=True)
+    rows = batch.by_rollout(values[None] * 3, attended=0)
+    refused = said(batch.by_rollout, values, attended=0, otherwise="none")
+    assert "expected by_rollout once a loss" in refused, refused
+    batch.sum_loss(sum((x.sum() for x in rows), torch.zeros((), dtype=torch.float64))).backward()
+    assert values.grad is not None
+    return right, values.grad[: batch.num_tokens].sum(1).tolist()

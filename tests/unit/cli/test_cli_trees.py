@@ -1,0 +1,88 @@
+"""Trees on the command line: planned, proved, simulated beside their rollouts one by one, refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import CommandLine
+
+SHAPES = [[[[900, -1], [300, 0], [250, 0], [120, 0]], [[500, -1, "full"], [90, 0]], 400]]
+# 900 tokens alone and 300, 250 and 120 behind them; 500 that see all 500, and 90 behind them; 400.
+PAIRS = sum(n * (n + 1) // 2 - 900 * 901 // 2 for n in (1200, 1150, 1020)) + 900 * 901 // 2
+PAIRS += 500 * 500 + 590 * 591 // 2 - 500 * 501 // 2 + 400 * 401 // 2
+ON = "--ranks 4 --ranks-per-node 4 --tokens-per-rank 4000 --model gpt-tiny"
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> Path:
+    path = tmp_path / "trees.json"
+    path.write_text(json.dumps(SHAPES))
+    return path
+
+
+@pytest.mark.parametrize("planner", ["distca", "zeppelin", "te_ring", "auto"])
+def test_trees_of_a_file_are_planned_and_proved(run: CommandLine, shapes: Path, planner: str, tmp_path: Path) -> None:
+    written = tmp_path / "plans.json"
+    found = run.json(f"plan --planner {planner} --trees {shapes} {ON} --verify --json --out {written}")
+    (result,) = found["results"]
+    assert result["verified"] is True
+    assert sum(result["attention_pairs_per_rank"]) == PAIRS
+    assert run.printed(f"verify {written}")
+
+
+def test_auto_asks_all_that_price_trees(run: CommandLine) -> None:
+    # Of documents it does not ask distca.
+    drawn = "--dataset rollouts:responses=8 --tokens 100k --ranks 8 --cluster h100 --model llama3-8b"
+    (result,) = run.json(f"plan --planner auto {drawn} --tokens-per-rank 50k --json")["results"]
+    assert "distca" in result["note"]
+
+
+def test_compare_says_what_sharing_and_balance_save(run: CommandLine, shapes: Path) -> None:
+    given = f"compare --planner distca --planner te_ring --trees {shapes} {ON}"
+    found = run.json(f"{given} --json")
+    assert found["sharing"] == {
+        "trees": 3,
+        "segments": 7,
+        "rollouts": 5,
+        "tokens": 2560,
+        "flattened_tokens": 1200 + 1150 + 1020 + 590 + 400,
+        "attention_pairs": PAIRS,
+        "flattened_attention_pairs": sum(n * (n + 1) // 2 for n in (1200, 1150, 1020, 590, 400)),
+    }
+    alone = run.json(f"compare --planner distca --planner te_ring --lengths 1200,1150,1020,590,400 {ON} --json")
+    of_distca = next(row for row in alone["rows"] if row["planner"] == "distca")
+    assert found["flattened"]["step_s"] == of_distca["step_s"]
+    assert alone["sharing"] is None
+    assert "flattened" not in alone
+    assert found["bound_s"] < alone["bound_s"]
+    said = run.printed(given)
+    assert "3 trees of 7 segments; their 5 rollouts one by one are 1.70x the tokens" in said
+    assert "the same rollouts one by one take" in said
+
+
+def test_drawn_trees_and_those_of_a_configuration_are_taken(run: CommandLine, shapes: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("planner: {name: distca, tokens_per_rank: 4000}\ntrees: trees.json\n")
+    by_config, by_option = (
+        run.json(f"simulate {given} {ON} --json")["sharing"]
+        for given in (f"--config {config}", f"--planner distca --trees {shapes}")
+    )
+    assert by_config == by_option
+    drawn = "--dataset rollouts:prompt=600,responses=3,shortest=20,longest=200 --tokens 6000"
+    sharing = run.json(f"simulate --planner distca {drawn} {ON} --json")["sharing"]
+    assert sharing["segments"] == 4 * sharing["trees"] == 4 / 3 * sharing["rollouts"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--trees {shapes} --lengths 5", "--lengths and --trees are both given; use one"),
+        ("--trees {shapes} --tokens 5", "--tokens goes with --dataset NAME, which is not given"),
+        ("--dataset agents", "--dataset agents needs --tokens N"),
+        ("--dataset rollouts:prompts=5 --tokens 9", "expected rollouts:FIELD=NUMBER"),
+        ("--trees nowhere.json", "--trees takes a JSON file"),
+    ],
+)
+def test_what_is_no_batch_of_trees_is_named(run: CommandLine, shapes: Path, given: str, message: str) -> None:
+    assert message in run.error(f"plan --planner distca {given.format(shapes=shapes)} {ON}")
