@@ -15,9 +15,12 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.forest import num_tokens
+from megatron_balance.ir.mask import KINDS
 from megatron_balance.planners import PLANNERS
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import Step, bound_s, simulate_step
+from megatron_balance.workloads.trees import draw_trees
 
 LENGTHS = [20011, 9000, 7301, 6000, 5003, 4000, 3000, 2500, 2000, 1700, 1500, 1200, 900, 700, 400, 321]
 MODEL = load_model("llama3-8b")
@@ -143,7 +146,16 @@ def test_an_estimate_is_near_what_the_simulator_says(
 
 def test_every_planner_has_its_tolerances() -> None:
     there = {(name, mask) for name, options, masks in NEAR for mask in masks if not options or name == "flexsp"}
-    assert there >= {(name, mask) for name, planner in PLANNERS.items() for mask in planner.masks}
+    assert there >= {(name, mask) for name, planner in PLANNERS.items() for mask in planner.masks if mask in KINDS}
+
+
+@pytest.mark.parametrize("kind", ["rollouts:responses=8", "agents"])
+@pytest.mark.parametrize("name", ["distca", "zeppelin", "te_ring", "auto"])
+def test_trees_are_estimated_as_near_as_documents(name: str, kind: str) -> None:
+    (trees,) = draw_trees(kind, 200_000, 1, 0)
+    plan = make_planner(name, H200, MODEL)(Batch(tuple(map(num_tokens, trees)), trees))
+    found = estimated(plan, H200, MODEL)
+    assert found.layer_s == pytest.approx(layer_s(simulated(plan, H200, MODEL), MODEL), rel=0.03)
 
 
 @pytest.mark.parametrize(
