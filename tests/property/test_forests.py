@@ -8,73 +8,32 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance import reference
-from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.proof.runs import prove
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.forest import Forest, over
-from megatron_balance.ir.mask import CAUSAL, SlidingWindow
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, from_json, to_json
+from megatron_balance.ir.plan import from_json, to_json
 from megatron_balance.ir.text import parse, text
-from tests.support import by_hand, dense, forests
-from tests.support.strategies import ALL_PLANNERS, Case, bare_plan, random_moves
+from tests.support import forests
+from tests.support.strategies import ALL_PLANNERS
 
-WINDOWS = (0, 0, 3)
-GATHERS = ("all_gather", "gather_documents", "gather_sequence")
 # Cases of each planner and comm pattern: 500 in all.
-EACH = -(-500 // (len(ALL_PLANNERS) + len(GATHERS)))
+EACH = -(-500 // (len(ALL_PLANNERS) + len(forests.GATHERS)))
 
 
-def drawn(rng: random.Random) -> tuple[Forest, Case]:
-    forest = Forest(())
-    while over(CAUSAL, forest.trees) == CAUSAL:  # documents alone
-        forest = forests.some_forest(rng, trees=3, most=8, longest=6, window=rng.choice(WINDOWS))
-    ranks = rng.choice([1, 2, 3, 4])
-    cluster = Cluster(ranks, rng.choice([size for size in (1, 2, 3) if ranks % size == 0]))
-    attention = SlidingWindow(forest.window).name if forest.window else "causal"
-    model = Model(2, 1, head_dim=4, hidden_size=32, ffn_size=64, attention=attention)
-    return forest, Case(Batch(forest.lengths, forest.trees), cluster, model, None, rng.randrange(1 << 16))
-
-
-def planned(planner: str, forest: Forest, case: Case) -> MicrobatchPlan:
-    if planner in GATHERS:
-        ranks, seqs = range(case.cluster.num_ranks), range(len(forest.lengths))
-        zone = by_hand.zone("all", planner, ranks, seqs)
-        plan = by_hand.plan(forest.lengths, len(ranks), zone, ranks_per_node=case.cluster.ranks_per_node, heads=(2, 1))
-        return under(replace(plan, mask=forest.without_window), forest)
-    return bare_plan(planner, case)
-
-
-@pytest.mark.parametrize("planner", [*ALL_PLANNERS, *GATHERS])
+@pytest.mark.parametrize("planner", [*ALL_PLANNERS, *forests.GATHERS])
 def test_every_planner_attends_along_paths(planner: str) -> None:
     rng = random.Random(planner)
     for _ in range(EACH):
-        forest, case = drawn(rng)
-        plan = planned(planner, forest, case)
+        forest, case = forests.drawn(rng)
+        plan = forests.planned(planner, forest, case)
         assert plan.mask in (forest, forest.without_window)
-        if rng.random() < 0.5:
-            plan = replace(plan, moves=random_moves(plan, case.seed))
-        if rng.random() < 0.5:
-            plan = replace(plan, routing=Routing(1, (REMAP, *range(len(plan.zones)))))
+        plan = forests.with_layers(rng, plan)
         assert from_json(to_json(plan)) == plan
         program = prove(plan, rng.choice(POLICIES))
         assert parse(text(program)) == program
-        assert_dense(program, forest)
-
-
-def assert_dense(program, forest):
-    x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
-    ours = reference.run(program, x.q, x.k, x.v, x.scale, x.dout)
-    tables = iter(forests.dense(forest))
-    theirs = dense.attention(x, lambda _: next(tables))
-    for name in ("out", "q_grad", "k_grad", "v_grad"):
-        assert dense.worst(getattr(ours, name), getattr(theirs, name)) < 1e-12, name
+        assert forests.worst_of(program, forest) < 1e-12
 
 
 # 500 of rows and 500 of masks.
@@ -82,8 +41,8 @@ def test_a_program_that_shows_anything_else_is_refused() -> None:
     mutants = pytest.importorskip("tests.support.forest_mutants", reason="the executor's entries need torch")
     rng, found = random.Random(3), Counter[tuple[str, bool]]()
     while found.total() < 1000:
-        forest, case = drawn(rng)
-        plan = planned(rng.choice(["random_task_table", "te_ring", "gather_sequence"]), forest, case)
+        forest, case = forests.drawn(rng)
+        plan = forests.planned(rng.choice(["random_task_table", "te_ring", "gather_sequence"]), forest, case)
         program = expand(plan, None)
         assert mutants.as_shown(program, forest)
         others = list(mutants.of_masks(rng, forest, 10))
