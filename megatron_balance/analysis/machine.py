@@ -1,15 +1,20 @@
 """The machine that a program runs on: links and NICs of its transfers, their rates, slow ranks."""
 
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.analysis.wire import NicOf, Payload
 from megatron_balance.cost.base import NO_HOST, Floats, Host, Ints, Link, MachineCost
+from megatron_balance.cost.perturbed import changed
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import Forest
+from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns.base import pairs_of
@@ -67,6 +72,14 @@ class Machine:
                 f"a plan for {plan.num_ranks} ranks, {plan.ranks_per_node} a node, on {cluster.name} with "
                 f"{cluster.num_ranks} ranks, {cluster.node_size} a node: plan for the cluster that is simulated"
             )
+
+    def under(self, mask: Mask) -> Machine:
+        """The machine with a model all of whose layers have that mask."""
+        name, forest = (self.model.attention, mask) if isinstance(mask, Forest) else (mask.name, None)
+        model = replace(self.model, attention=name, other_attention="", other_layers=0, forest=forest)
+        if model == self.model:
+            return self
+        return replace(self, model=model, cost=changed(self.cost, "layers of another mask", model=model))
 
     def whole(self, lengths: Ints) -> Ints:
         """`Pair` rows of whole sequences, all heads."""

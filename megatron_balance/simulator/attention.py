@@ -1,7 +1,6 @@
 """One attention call of a plan, forward and backward, on the clocks of either engine."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,10 +13,8 @@ from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats
-from megatron_balance.cost.perturbed import changed
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.forest import Forest
-from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.emulated import Sockets
 from megatron_balance.simulator.events import StreamsPhase
@@ -137,18 +134,9 @@ def by_mask(plan: MicrobatchPlan, machine: Machine) -> list[tuple[MicrobatchPlan
     """
     layers = [(under(plan, mask), mask, share) for mask, share in machine.model.mask_shares]
     return [
-        (made, under_mask(machine, made.mask if isinstance(made.mask, Forest) else mask), share)
+        (made, machine.under(made.mask if isinstance(made.mask, Forest) else mask), share)
         for made, mask, share in layers
     ]
-
-
-def under_mask(machine: Machine, mask: Mask) -> Machine:
-    """The machine with a model all of whose layers have that mask."""
-    name, forest = (machine.model.attention, mask) if isinstance(mask, Forest) else (mask.name, None)
-    model = replace(machine.model, attention=name, other_attention="", other_layers=0, forest=forest)
-    if model == machine.model:
-        return machine
-    return replace(machine, model=model, cost=changed(machine.cost, "layers of another mask", model=model))
 
 
 def linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:

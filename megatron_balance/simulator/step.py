@@ -29,7 +29,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
 from megatron_balance.ir.step import Lengths, StepPlan
 from megatron_balance.simulator import ping_pong, pipeline
-from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call, under_mask
+from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call
 from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 
@@ -172,6 +172,8 @@ class _StepRun:
         # Layers of one mask are taken as if they followed one another.
         for alike in zip(*(by_mask(plan, machine) for plan in plans), strict=True):
             (_, on, part), own = alike[0], [plan for plan, _, _ in alike]
+            if any(each is not on and each.model.forest for _, each, _ in alike):
+                raise ConfigError("nano-batches of trees are not simulated; simulate microbatches that run whole")
             calls.append((mean_call([(run(own, on, policy), share) for policy, share in self.shares]), part))
         call = mean_call(calls)
         groups = np.array([coupled(plan) for plan in plans])
@@ -287,7 +289,7 @@ def bound_s(lengths: Lengths, machine: Machine, setup: Setup = PLAIN) -> float:
 
 def _bound_of_microbatch(lengths: Sequence[int], machine: Machine, setup: Setup) -> float:
     cost, model, ranks = machine.cost, machine.model, machine.num_ranks
-    costs = [(under_mask(machine, mask).cost, share) for mask, share in model.mask_shares]
+    costs = [(machine.under(mask).cost, share) for mask, share in model.mask_shares]
     pairs = np.zeros((len(lengths), Pair.WIDTH), dtype=np.int64)
     pairs[:, Pair.SEQ] = np.arange(len(lengths))  # rows of unlike documents are unlike rows
     pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = lengths

@@ -1,4 +1,4 @@
-"""Random trees, their masks by the rule itself, from token to token along parents; and plans of them."""
+"""Random trees, and their masks by the rule itself, from token to token along parents; their plans."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -80,8 +80,8 @@ def planned(planner: str, forest: Forest, case: Case) -> MicrobatchPlan:
     if planner not in GATHERS:
         return bare_plan(planner, case)
     ranks, seqs = range(case.cluster.num_ranks), range(len(forest.lengths))
-    zone = by_hand.zone("all", planner, ranks, seqs)
-    plan = by_hand.plan(forest.lengths, len(ranks), zone, ranks_per_node=case.cluster.ranks_per_node, heads=(2, 1))
+    zone, heads = by_hand.zone("all", planner, ranks, seqs), (case.model.num_heads, case.model.num_kv_heads)
+    plan = by_hand.plan(forest.lengths, len(ranks), zone, ranks_per_node=case.cluster.ranks_per_node, heads=heads)
     return under(replace(plan, mask=forest.without_window), forest)
 
 

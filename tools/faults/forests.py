@@ -25,7 +25,7 @@ EXACT = 1e-12
 
 @contextmanager
 def forests() -> Iterator[Callable[[int], Outcome]]:
-    """Plan forests, by one planner after the other: the proof and dense attention must agree with it."""
+    """Plan forests, by one planner after the other, for proof and dense attention to agree with."""
     from tests.support import forests as support
     from tests.support.strategies import ALL_PLANNERS
 

@@ -32,6 +32,7 @@ from megatron_balance.cost.base import ADD, Floats, MachineCost
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Move
+from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import FULL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -103,6 +104,7 @@ def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
 
 
 def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
+    machine = machine.under(plan.mask) if isinstance(plan.mask, Forest) else machine
     tables, zones = zone_times(plan, machine)
     loads = _loads(plan, zones)
     memory = machine.memory or StepMemory.one_stage(machine.model, machine.cluster.num_ranks)
