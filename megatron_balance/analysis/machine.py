@@ -81,6 +81,13 @@ class Machine:
                 f"{cluster.num_ranks} ranks, {cluster.node_size} a node: plan for the cluster that is simulated"
             )
 
+    def under(self, mask: Mask) -> Machine:
+        """The machine with a model all of whose layers have that mask, which is none of trees."""
+        model = replace(self.model, attention=mask.name, other_attention="", other_layers=0)
+        if model == self.model:
+            return self
+        return replace(self, model=model, cost=changed(self.cost, "layers of another mask", model=model))
+
     def whole(self, lengths: Ints) -> Ints:
         """`Pair` rows of whole sequences, all heads."""
         spans = np.column_stack([np.arange(len(lengths)), np.zeros_like(lengths), lengths])

@@ -168,7 +168,8 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL, tokens: int = TILE_TOKENS) -> tuple[
         first = (behind - reach + 1) // tokens
         stops = first + blocks - parts, first - parts
         walked = walked - (_stepped_sum(stops[0], widest, parts) - _stepped_sum(stops[1], widest, parts))
-        last = np.minimum(last, (before - 1 - first) // parts + 2)  # where a block straddles most tiles
+        most = np.where(causal, (before - 1 - first) // parts + 2, widest)  # where a block straddles most tiles
+        last = np.minimum(last, most)
     return walked, blocks, last
 
 

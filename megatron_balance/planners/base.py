@@ -203,8 +203,8 @@ class Planner:
     ping_pong: bool = False
     """Whether microbatches run as two nano-batches unless somebody says otherwise."""
     masks: tuple[str, ...] = KINDS
-    """Kinds of the masks that it plans for (`ir.mask.KINDS`); with `FOREST` its batches have trees,
-    and it prices them. Others place trees by their lengths (`compile.halo`)."""
+    """Kinds of the masks that it plans for (`ir.mask.KINDS`). With `FOREST` its batches have trees,
+    which it prices; others place them by their lengths alone (`compile.halo`)."""
     plan_by_others: Callable[[Batch, StepContext], MicrobatchPlan] | None = None
     """Place one microbatch by asking other planners, layers included, where there is no `plan`."""
     sized_by: Literal["", "tokens_per_rank", "group_size"] = ""

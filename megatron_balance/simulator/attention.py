@@ -1,7 +1,6 @@
 """One attention call of a plan, forward and backward, on the clocks of either engine."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,9 +13,7 @@ from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats
-from megatron_balance.cost.perturbed import changed
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.emulated import Sockets
 from megatron_balance.simulator.events import StreamsPhase
@@ -135,17 +132,9 @@ def by_mask(plan: MicrobatchPlan, machine: Machine) -> list[tuple[MicrobatchPlan
     machine, and their share of the layers.
     """
     return [
-        ((made := under(plan, mask)), under_mask(machine, mask).for_trees(made.mask), share)
+        ((made := under(plan, mask)), machine.under(mask).for_trees(made.mask), share)
         for mask, share in machine.model.mask_shares
     ]
-
-
-def under_mask(machine: Machine, mask: Mask) -> Machine:
-    """The machine with a model all of whose layers have that mask."""
-    model = replace(machine.model, attention=mask.name, other_attention="", other_layers=0)
-    if model == machine.model:
-        return machine
-    return replace(machine, model=model, cost=changed(machine.cost, "layers of another mask", model=model))
 
 
 def linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:

@@ -31,7 +31,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.simulator import ping_pong, pipeline
-from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call, under_mask
+from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call
 from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 
@@ -174,6 +174,8 @@ class _StepRun:
         # Layers of one mask are taken as if they followed one another.
         for alike in zip(*(by_mask(plan, machine) for plan in plans), strict=True):
             (_, on, part), own = alike[0], [plan for plan, _, _ in alike]
+            if any(each is not on and each.model.forest for _, each, _ in alike):
+                raise ConfigError("nano-batches of trees are not simulated; simulate microbatches that run whole")
             calls.append((mean_call([(run(own, on, policy), share) for policy, share in self.shares]), part))
         call = mean_call(calls)
         groups = np.array([coupled(plan) for plan in plans])
@@ -298,7 +300,7 @@ def _bound_of_microbatch(batch: Batch, machine: Machine, setup: Setup) -> float:
     for mask, share in model.mask_shares:
         shown = over(mask, batch.trees)
         rows = split_rows(pairs, Pair.SEQ, Pair.SPANS, shown)
-        cost_there, launch = under_mask(machine, mask).for_trees(shown).cost, np.zeros(len(rows), dtype=np.int64)
+        cost_there, launch = machine.under(mask).for_trees(shown).cost, np.zeros(len(rows), dtype=np.int64)
         forward, backward = (
             before + share * float(cost_there.attend_s(rows, launch, 1, backward=b)[0]) / ranks
             for b, before in ((False, forward), (True, backward))

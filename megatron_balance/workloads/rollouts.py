@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import DataError
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.ir.forest import Segment, Tree, path_positions
+from megatron_balance.ir.forest import Segment, Tree, num_pairs, path_positions
 
 IGNORED = -100  # the label of a token that has none, as `torch.nn.functional.cross_entropy` has it
 
@@ -35,7 +34,7 @@ class Sharing(NamedTuple):
     visible_pairs: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rollouts:
     """Rollouts as trees, the same ones in whatever order they were given.
 
@@ -54,7 +53,7 @@ class Rollouts:
     labels: Ints
     paths: tuple[tuple[tuple[int, int], ...], ...]
 
-    @cached_property
+    @property
     def position_ids(self) -> Ints:
         """Of each row, the tokens before it on its path, int64 [T]."""
         return np.array([at for tree in self.trees for at in path_positions(tree)], dtype=np.int64)
@@ -104,7 +103,7 @@ class Rollouts:
     def sharing(self) -> Sharing:
         """Tokens and pairs of the rollouts, and of their trees."""
         alone = sum(n * (n + 1) // 2 for n in self.lengths)
-        return Sharing(sum(self.lengths), len(self.tokens), alone, int((self.position_ids + 1).sum()))
+        return Sharing(sum(self.lengths), len(self.tokens), alone, sum(map(num_pairs, self.trees)))
 
 
 def as_trees(rollouts: Sequence[Any]) -> Rollouts:

@@ -1,6 +1,7 @@
 """The executor on real gloo ranks against the reference: values, gradients, and what it counted."""
 
 import functools
+import random
 import time
 from dataclasses import replace
 from itertools import chain
@@ -20,11 +21,13 @@ from megatron_balance.compile.pipeline import expand, layout, project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.forest import num_pairs
+from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.plan import REMAP, Routing
 from megatron_balance.ir.program import Attend, Exchange, Program
 from megatron_balance.runtime import phase_run
 from megatron_balance.runtime.kernels.latent import check_latent
-from tests.support import by_hand, dense, jobs, routed, strategies
+from tests.support import by_hand, dense, forests, jobs, routed, strategies
 from tests.support.jobs import DIM, HEADS, LATENT, VALUES, Ran, Run, Widths
 from tests.support.pool import WORLDS, Pool, RankError
 from tests.support.strategies import plan
@@ -59,6 +62,23 @@ def test_the_executor_equals_the_reference(
         pairs = sum(map(planned.mask.num_pairs, planned.lengths))
         assert attended == 2 * planned.num_heads * pairs, "each pair once in the forward and once in the backward"
     figures_are_what_ran(planned, head_dim, [results[0].counters for results in per_rank])
+
+
+# Of placements by lengths alone, and of tasks cut at random.
+@pytest.mark.parametrize("planner", ["te_ring", "zeppelin", "random_task_table", "random_once_per_node"])
+def test_the_executor_attends_along_paths(pool: Pool, planner: str) -> None:
+    rng = random.Random(planner)
+    for window in (0, 0, 3, 9):
+        forest = forests.some_forest(rng, trees=3, longest=9, window=window)
+        attention = SlidingWindow(window).name if window else "causal"
+        batch, model = Batch(forest.lengths, forest.trees), replace(SOME.model, attention=attention)
+        planned = plan(planner, replace(SOME, batch=batch, model=model, tokens_per_rank=None, seed=window))
+        runs = (Run("replay", "float32"), Run("keep", "float64"))
+        per_rank = pool.run(jobs.attend, 4, planned, 8, runs)
+        for index, run in enumerate(runs):
+            assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])
+            attended = sum(results[index].counters["attended_pairs"] for results in per_rank)
+            assert attended == 2 * planned.num_heads * sum(num_pairs(tree, window) for tree in forest.trees)
 
 
 def assert_equals_reference(planned: MicrobatchPlan, head_dim: Widths, run: Run, ranks: list[Ran]) -> None:

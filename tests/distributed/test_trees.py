@@ -30,10 +30,11 @@ CASES = [
     Case("wlb_llm", options=(("thresholds", ()),)),
     Case("auto", loss="linear"),
 ]
-MODELS = [
-    Case(model="Llama"),
+MODELS = [Case(model="Llama"), Case("distca", "Qwen3", loss="linear", dtype=FP32, options=(("block", 8),))]
+MORE_MODELS = [
     Case("distca", "Qwen3", loss="linear", options=(("block", 8),)),
     Case("zeppelin", "Qwen3", dtype=FP32, backward="replay"),
+    Case("te_ring", "Llama", loss="linear", dtype=FP32),
 ]
 
 
@@ -62,9 +63,10 @@ def test_gradients_are_those_of_rollouts_one_by_one(world: Pool) -> None:
     assert wrong(world, CASES) == {}
 
 
-def test_models_of_transformers_take_trees_as_they_are(world: Pool) -> None:
+@pytest.mark.parametrize("cases", [MODELS, pytest.param(MORE_MODELS, marks=pytest.mark.product)], ids=len)
+def test_models_of_transformers_take_trees_as_they_are(world: Pool, cases: list[Case]) -> None:
     pytest.importorskip("transformers")
-    assert wrong(world, MODELS) == {}
+    assert wrong(world, cases) == {}
 
 
 @pytest.mark.parametrize("planner", ["zeppelin", "ulysses"])

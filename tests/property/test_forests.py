@@ -8,73 +8,44 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance import reference
-from megatron_balance.compile.halo import under
+from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.proof.runs import prove
+from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.compile.transpose import POLICIES
-from megatron_balance.errors import InvalidProgramError
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.forest import Forest, over
-from megatron_balance.ir.mask import CAUSAL, SlidingWindow
+from megatron_balance.ir.forest import Forest, Segment
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, from_json, to_json
+from megatron_balance.ir.plan import from_json, to_json
+from megatron_balance.ir.step import Carry
 from megatron_balance.ir.text import parse, text
-from tests.support import by_hand, dense, forests
-from tests.support.strategies import ALL_PLANNERS, Case, bare_plan, random_moves
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planning.choice import choose_planner
+from megatron_balance.simulator.attention import attention_call, linear_s
+from tests.support import forests
+from tests.support.strategies import ALL_PLANNERS, Case
 
-WINDOWS = (0, 0, 3)
-GATHERS = ("all_gather", "gather_documents", "gather_sequence")
 # Cases of each planner and comm pattern: 500 in all.
-EACH = -(-500 // (len(ALL_PLANNERS) + len(GATHERS)))
+EACH = -(-500 // (len(ALL_PLANNERS) + len(forests.GATHERS)))
 
 
-def drawn(rng: random.Random) -> tuple[Forest, Case]:
-    forest = Forest(())
-    while over(CAUSAL, forest.trees) == CAUSAL:  # documents alone
-        forest = forests.some_forest(rng, trees=3, most=8, longest=6, window=rng.choice(WINDOWS))
-    ranks = rng.choice([1, 2, 3, 4])
-    cluster = Cluster(ranks, rng.choice([size for size in (1, 2, 3) if ranks % size == 0]))
-    attention = SlidingWindow(forest.window).name if forest.window else "causal"
-    model = Model(2, 1, head_dim=4, hidden_size=32, ffn_size=64, attention=attention)
-    return forest, Case(Batch(forest.lengths, forest.trees), cluster, model, None, rng.randrange(1 << 16))
-
-
-def planned(planner: str, forest: Forest, case: Case) -> MicrobatchPlan:
-    if planner in GATHERS:
-        ranks, seqs = range(case.cluster.num_ranks), range(len(forest.lengths))
-        zone = by_hand.zone("all", planner, ranks, seqs)
-        plan = by_hand.plan(forest.lengths, len(ranks), zone, ranks_per_node=case.cluster.ranks_per_node, heads=(2, 1))
-        return under(replace(plan, mask=forest.without_window), forest)
-    return bare_plan(planner, case)
-
-
-@pytest.mark.parametrize("planner", [*ALL_PLANNERS, *GATHERS])
+@pytest.mark.parametrize("planner", [*ALL_PLANNERS, *forests.GATHERS])
 def test_every_planner_attends_along_paths(planner: str) -> None:
     rng = random.Random(planner)
     for _ in range(EACH):
-        forest, case = drawn(rng)
-        plan = planned(planner, forest, case)
+        forest, case = forests.drawn(rng)
+        plan = forests.planned(planner, forest, case)
         assert plan.mask in (forest, forest.without_window)
-        if rng.random() < 0.5:
-            plan = replace(plan, moves=random_moves(plan, case.seed))
-        if rng.random() < 0.5:
-            plan = replace(plan, routing=Routing(1, (REMAP, *range(len(plan.zones)))))
+        plan = forests.with_layers(rng, plan)
         assert from_json(to_json(plan)) == plan
         program = prove(plan, rng.choice(POLICIES))
         assert parse(text(program)) == program
-        assert_dense(program, forest)
-
-
-def assert_dense(program, forest):
-    x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
-    ours = reference.run(program, x.q, x.k, x.v, x.scale, x.dout)
-    tables = iter(forests.dense(forest))
-    theirs = dense.attention(x, lambda _: next(tables))
-    for name in ("out", "q_grad", "k_grad", "v_grad"):
-        assert dense.worst(getattr(ours, name), getattr(theirs, name)) < 1e-12, name
+        assert forests.worst_of(program, forest) < 1e-12
 
 
 # 500 of rows and 500 of masks.
@@ -82,8 +53,8 @@ def test_a_program_that_shows_anything_else_is_refused() -> None:
     mutants = pytest.importorskip("tests.support.forest_mutants", reason="the executor's entries need torch")
     rng, found = random.Random(3), Counter[tuple[str, bool]]()
     while found.total() < 1000:
-        forest, case = drawn(rng)
-        plan = planned(rng.choice(["random_task_table", "te_ring", "gather_sequence"]), forest, case)
+        forest, case = forests.drawn(rng)
+        plan = forests.planned(rng.choice(["random_task_table", "te_ring", "gather_sequence"]), forest, case)
         program = expand(plan, None)
         assert mutants.as_shown(program, forest)
         others = list(mutants.of_masks(rng, forest, 10))
@@ -128,3 +99,48 @@ def test_siblings_share_a_row_over_what_is_above_them_unless_a_window_ends_there
         verify(parse(whole.replace("q s0[6:8) over s0[6:8)", "q s0[6:8) over s0[5:8)")))
     with pytest.raises(InvalidProgramError, match=r"its trees have .* tokens, the sequences"):
         verify(parse(whole.replace("2<0 2<0", "2<0 3<0")))
+
+
+def test_a_plan_of_other_trees_is_refused_before_it_is_a_program():
+    forest, case = forests.drawn(random.Random(2))
+    plan = forests.planned("te_ring", forest, case)
+    verify_plan(plan)
+    with pytest.raises(InvalidProgramError, match=r"mask forest.*: trees of .* tokens, sequences of"):
+        verify_plan(replace(plan, mask=replace(forest, trees=forest.trees[:-1])))
+
+
+def test_trees_are_planned_by_their_own_lengths_and_never_lost():
+    forest, case = forests.drawn(random.Random(1))
+    context = StepContext(case.cluster, case.model, AnalyticCost(case.cluster, case.model), trees=forest.trees)
+    choice = choose_planner("te_ring", {})
+    step, _ = choice.plan_step((forest.lengths, ()), context)
+    assert [plan.mask.without_window for plan in step.plans if plan.lengths] == [forest.without_window]
+    with pytest.raises(ConfigError, match="has the length of its tree"):
+        choice.plan_step((forest.lengths[:-1],), context)
+    waiting = Carry(waiting=((7, 3),))
+    with pytest.raises(ConfigError, match="held back cannot be planned together with trees"):
+        choice.plan_step((forest.lengths,), context, waiting)
+    with pytest.raises(ConfigError, match="siblings"):
+        choice.plan_step((forest.lengths,), replace(context, model=replace(case.model, attention="full")))
+
+
+@pytest.mark.parametrize("pattern", ["te_ring", "gather_documents"])
+def test_trees_are_priced_by_what_they_compute(pattern: str) -> None:
+    # A full root of as many tokens takes longer than a causal one, leaves side by side less than in a
+    # row; and the estimate is what is simulated.
+    cluster, model = Cluster(4, 4), Model(32, 8, head_dim=128)
+    machine = Machine(cluster, model, AnalyticCost(cluster, model))
+    seconds: list[float] = []
+    for tree in (
+        (Segment(8192, -1), *(Segment(1024, 0) for _ in range(8))),
+        (Segment(8192, -1), Segment(8192, 0)),
+        (Segment(8192, -1, full=True), Segment(8192, 0)),
+    ):
+        case = Case(Batch((16384,), (tree,)), cluster, model, None, 0)
+        plan = forests.planned(pattern, Forest((tree,)), case)
+        on = machine.for_trees(plan.mask)
+        calls = [attention_call(plan, on, "keep", linear_s(plan, on), engine) for engine in ("rounds", "events")]
+        seconds.append(float(calls[0][0].end_s.max()))
+        assert float(calls[1][0].end_s.max()) == pytest.approx(seconds[-1], rel=0.02)
+        assert estimate(plan, machine).forward_s == pytest.approx(seconds[-1], rel=0.02)
+    assert seconds[0] < seconds[1] < seconds[2]

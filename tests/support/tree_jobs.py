@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -120,7 +122,16 @@ def model_of(name: str, dtype: torch.dtype, *, balanced: bool) -> nn.Module:
     heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
     config = getattr(transformers, f"{name}Config")(**sizes, **heads, num_hidden_layers=LAYERS)
     config._attn_implementation = hf.register() if balanced else "sdpa"  # eager has softmax in fp32
-    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    for each in model.modules():
+        # Its norms round to fp32 whatever the type is, and with it every gradient.
+        if "RMSNorm" in type(each).__name__ and dtype == torch.float64:
+            each.forward = partial(_norm, each)
+    return model
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
 
 
 def logp_of(model: nn.Module, tokens: Sequence[int]) -> Tensor:

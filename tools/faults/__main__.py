@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tools.faults import cases, digests, files, mutants, plans, races, rendezvous, soak, training
+from tools.faults import cases, digests, files, forests, mutants, plans, races, rendezvous, soak, training
 from tools.faults.cases import Suite, Tally
 
 SUITES = {
@@ -36,6 +36,10 @@ SUITES = {
         Suite("soak", "a long run of four ranks, with saves and evaluation", 1, 1, soak.soak),
         Suite("files", "damaged files, of each loader in turn", 170_000, 1000, files.files),
         Suite("rendezvous", "random programs under a model of NCCL's hosts", 10_000, 10, rendezvous.programs),
+        Suite(
+            "forests", "random trees under every planner, proved, and dense attention", 100_000, 100, forests.forests
+        ),
+        Suite("tree mutants", "programs of trees with a row or the mask changed", 20_000, 100, forests.mutants),
         Suite("races", "what a rank gives to its streams, on a model of the GPU", 1_000, 5, races.races),
     )
 }

@@ -144,6 +144,8 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[Zon
 
 def _is_alike(zone: AnyPlanZone, machine: Machine) -> bool:
     # Whether a zone has a closed form.
+    if machine.model.forest is not None:
+        return False
     if isinstance(zone, SharedZone):
         return machine.model.num_heads % zone.group_size == 0
     if not isinstance(zone, Zone) or zone.pattern not in _EVEN:

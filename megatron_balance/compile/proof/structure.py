@@ -9,6 +9,7 @@ import numpy as np
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array, key, key_bounds, key_position, key_seq, ranges, run_bounds
 from megatron_balance.ir.columns import Move, Placed, Task
+from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.patterns import PATTERNS
@@ -49,6 +50,10 @@ def _complaints(plan: MicrobatchPlan) -> Iterator[str]:
     shortest = min(plan.lengths, default=1)
     if shortest < 1:
         yield f"sequence {plan.lengths.index(shortest)} has length {shortest}"
+        return
+    if isinstance(plan.mask, Forest) and plan.mask.lengths != plan.lengths:
+        trees, lengths = (list(of[:MOST_NAMED]) for of in (plan.mask.lengths, plan.lengths))
+        yield f"mask {plan.mask.name}: trees of {trees} tokens, sequences of {lengths}"
         return
     placed = list(chain.from_iterable(zone.seqs for zone in plan.zones))
     if placed and not 0 <= min(placed) <= max(placed) < len(plan.lengths):

@@ -16,6 +16,7 @@ from megatron_balance.cost.analytic import LAUNCH_S, AnalyticCost
 from megatron_balance.cost.kernel import LAWS, KeyGrid, by_key_length
 from megatron_balance.ir.arrays import Bools, Ints
 from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.forest import Forest, Segment
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,9 @@ FA3 = LAWS["flash_attn_3"]
 assert FA3.key_blocks is not None
 KEY_BLOCKS = FA3.key_blocks
 
+# Of a full segment a window hides keys far back, none ahead.
 MASKS = st.sampled_from((CAUSAL, FULL)) | st.builds(SlidingWindow, st.integers(1, 700))
+MASKS |= st.builds(lambda size: Forest(((Segment(1500, -1, full=True),),), size), st.integers(0, 700))
 # Query and key spans, query heads a key head, key heads, launch.
 PAIRS = st.lists(
     st.tuples(
@@ -42,7 +45,7 @@ def rows_of(drawn: list[tuple[int, ...]], mask: Mask) -> tuple[Ints, Ints]:
     group = drawn[0][4]
     for q, num_q, k, num_k, _, kv_heads, launch in drawn:
         k_span = [k, k + num_k]
-        if isinstance(mask, SlidingWindow):
+        if mask.window_size:
             k_span = [max(0, q - k), q + num_q]  # every query sees its own key, as in all entries
         row = [0, q, q + num_q, 0, group * kv_heads, *k_span, 0, kv_heads]
         if visible(row, mask).any():
@@ -74,7 +77,7 @@ def test_tiles_and_blocks_are_those_of_a_drawn_mask(drawn: list[tuple[int, ...]]
     assert sums.tolist() == [sum(each) for each in counted]
     assert blocks.tolist() == [len(each) for each in counted]
     # Under a window that ends before the queries do it is a bound.
-    exact = not isinstance(mask, SlidingWindow)
+    exact = not mask.window_size
     assert all(a == b if exact else a >= b for a, b in zip(longest.tolist(), map(max, counted), strict=True))
     keys = [walked(visible(row, mask).any(axis=0)[None], 1, TILE)[0] for row in pairs.tolist()]
     assert kernel.key_blocks(pairs, mask).tolist() == keys

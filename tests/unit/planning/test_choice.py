@@ -16,6 +16,8 @@ from megatron_balance.analysis.step_memory import max_len
 from megatron_balance.config import load_cluster, load_model, load_scheme_table, names
 from megatron_balance.cost import analytic, table
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.forest import Forest, Segment, document
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan
 from megatron_balance.ir.strategy import Scheme
 from megatron_balance.planners import PLANNERS, base
@@ -297,3 +299,27 @@ def test_predicted_costs_share_out_the_work_and_know_their_memory() -> None:
     assert {Scheme(8, 2, 4), Scheme(16, 1, 1), Scheme(4, 32 // 16, 2)} <= set(found)
     assert all(s.num_ranks <= 64 and LLAMA.num_layers % s.pipeline == LLAMA.num_heads % s.tensor == 0 for s in found)
     assert PredictedCosts(PREDICTED.cost, replace(A800, memory_bytes=1e9), LLAMA).schemes(8) == ()
+
+
+TREES = tuple(document(n) if n < 30 else (Segment(n - 20, -1), Segment(9, 0), Segment(11, 0)) for n in (4000, 320, 20))
+
+
+@pytest.mark.parametrize("name", ["te_ring", "distca", "auto", "wlb_llm", "hydraulis"])
+def test_every_microbatch_of_a_step_has_the_trees_of_its_sequences(name: str) -> None:
+    step, _ = choose_planner(name, {}).plan_step(((4000,), (320, 20)), replace(CONTEXT, trees=TREES))
+    numbers = [seq for microbatch in step.members for seqs in microbatch for seq in seqs]
+    assert sorted(numbers) == [0, 1, 2]
+    for seqs, plan in zip((seqs for microbatch in step.members for seqs in microbatch), step.plans, strict=True):
+        assert plan.mask == (Forest(tuple(TREES[seq] for seq in seqs)) if seqs else CAUSAL), seqs
+
+
+def test_trees_do_not_wait() -> None:
+    context = replace(CONTEXT, trees=TREES)
+    waits = choose_planner("wlb_llm", {"thresholds": [350]})
+    told = r"planner wlb_llm: \d sequences that wait for a later step .* cannot be planned together with trees"
+    with pytest.raises(ConfigError, match=told):
+        waits.plan_step(((4000,), (320, 20)), context)
+    with pytest.raises(ConfigError, match=r"te_ring: 1 sequences that wait for a later step \(none do with thresh"):
+        choose_planner("te_ring", {}).plan_step(((4000,), (320, 20)), context, Carry(waiting=((-1, 7),)))
+    with pytest.raises(ConfigError, match=r"trees of \[4000, 320, 20\] tokens and sequences of \[4000, 20, 320\]"):
+        choose_planner("te_ring", {}).plan_step(((4000,), (20, 320)), context)

@@ -15,6 +15,7 @@ import megatron_balance
 from megatron_balance import Cluster, Model
 from megatron_balance.config import load_cluster
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
+from megatron_balance.ir.forest import Forest
 from megatron_balance.model_config import unproved
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
@@ -466,3 +467,74 @@ def test_a_planner_without_anything_to_do_says_so_once(planner: str, caplog: pyt
     assert choose_planner("wlb_llm", {}).idle(eight, 2) is None
     assert choose_planner("wlb_llm", {"thresholds": [9]}).idle(eight, 1) is None
     assert "as ulysses places it" in str(choose_planner("knapformer", {"topology": "node"}).idle(eight, 1))
+
+
+# Rollouts and trees
+
+ROLLOUTS = [[5, 6, 7, 8], [5, 6, 9], [5, 6, 7, 8], [1]]
+TREE = ([1, 2, 3, 4], [2, IGNORED, IGNORED, 9], [(1, -1, False), (2, 0, True), (1, 0, False)])
+
+
+def test_rollouts_are_rows_with_one_label_each_at_positions_along_their_paths() -> None:
+    batch = balancer().rollouts(ROLLOUTS, [[1, 2, 3, 4], [5, 6, 7], torch.ones(4), np.zeros(1)])
+    assert isinstance(batch.plan.mask, Forest)
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 6, 9, 1]
+    assert batch.labels.tolist() == [6, 7, 8, IGNORED, 9, IGNORED, IGNORED]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 1, 2, 0]
+    assert batch.others[0].tolist() == [2 + 6 + 1, 3 + 1, 4 + 1, 0, 7, 0, 0]
+    assert batch.rollouts is not None
+    assert batch.rollouts.sharing == (12, 7, 27, 16)
+    back = batch.by_rollout(torch.stack([batch.tokens, batch.labels], 1), attended=0)
+    assert [each[:, 0].tolist() for each in back] == ROLLOUTS
+    assert all(each[:-1, 1].tolist() == rollout[1:] for each, rollout in zip(back, ROLLOUTS, strict=True))
+
+
+def test_a_weighted_loss_of_rows_is_that_of_the_rollouts() -> None:
+    weights = [torch.randn(len(each)).double() for each in ROLLOUTS]
+    batch = balancer().rollouts(ROLLOUTS, weights)
+    logits = torch.randn(1, batch.num_rows, 10, dtype=torch.float64)
+    nll = F.cross_entropy(logits[0], batch.labels, reduction="none")
+    of_rollouts = zip(batch.by_rollout(nll, attended=0), weights, strict=True)
+    wanted = sum((each[:-1] * weight[1:]).sum() for each, weight in of_rollouts)
+    torch.testing.assert_close(batch.weighted_nll(logits, attended=0), wanted)
+    half = batch.weighted_nll(logits.bfloat16(), attended=0)
+    assert half.dtype == torch.float32, "half precision is summed in fp32"
+    nothing = balancer().rollouts([], [])
+    assert nothing.weighted_nll(torch.randn(1, 10), attended=0).item() == 0
+    assert nothing.sum_loss().item() == 0
+
+
+def test_a_tree_attends_as_its_segments_say() -> None:
+    batch = balancer().trees([TREE, ([7, 8], [8, IGNORED], [(2, -1, False)])])
+    assert batch.labels.tolist() == [2, IGNORED, IGNORED, 9, 8, IGNORED]
+    assert batch.position_ids.tolist() == [0, 1, 2, 1, 0, 1]
+    shown = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 1]]).bool()
+    q, k = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
+    out = balanced_attention(q, k, k, batch)
+    alone = (x[:4].transpose(0, 1) for x in (q, k, k))
+    wanted = F.scaled_dot_product_attention(*alone, attn_mask=shown, enable_gqa=True).transpose(0, 1)  # pyright: ignore
+    torch.testing.assert_close(out[:4], wanted)
+
+
+@pytest.mark.parametrize(
+    ("take", "told"),
+    [
+        (lambda: balancer().rollouts([[1], "2"]), "rollout 1: expected token ids"),
+        (lambda: balancer().rollouts(wrong(torch.ones(2, 2).long())), "expected a list of rollouts, got a Tensor"),
+        (lambda: balancer().rollouts([[1, 2]], [[1.0]]), "weights of rollout 0: expected 2 finite numbers"),
+        (lambda: balancer().trees([TREE[:2]]), r"tree 0: expected a tuple \(tokens, labels, segments, others"),
+        (lambda: balancer().trees([(*TREE[:2], [(3, -1, False)])]), "tree 0: segments of 3 tokens, and 4 tokens"),
+        (lambda: balancer().trees([(*TREE[:2], [(4, 0, False)])]), "tree 0: .*parent 0; depth first it is -1"),
+        (lambda: balancer().trees([(*TREE[:2], [4])]), "tree 0: "),
+        (lambda: balancer(mask="full", shift_labels=False).rollouts(ROLLOUTS), "a full mask shows siblings"),
+        (lambda: balancer().rollouts(ROLLOUTS).mean_loss(torch.zeros(()), attended=0), "count those that several have"),
+        (lambda: balancer().rollouts(ROLLOUTS).global_loss(torch.zeros(()), attended=0), "take weighted_nll"),
+        (lambda: balancer().rollouts(ROLLOUTS).weighted_nll(torch.zeros(7, 9), attended=0), "one without weights"),
+        (lambda: balancer().rollouts(ROLLOUTS).cumulative(torch.zeros(7)), "expected documents, got trees"),
+        (lambda: balancer()(DOCUMENTS).by_rollout(torch.zeros(6), attended=0), "got one of documents or trees"),
+        (lambda: balancer()(DOCUMENTS).weighted_nll(torch.zeros(6, 9), attended=0), "expected a step of balancer.roll"),
+    ],
+)
+def test_what_trees_do_not_take_is_refused(take: Any, told: str) -> None:
+    with pytest.raises(BalanceError, match=told):
+        take()

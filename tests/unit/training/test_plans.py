@@ -14,6 +14,7 @@ from megatron_balance.analysis.memory import Sharding
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import Forest, Segment, document
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan
@@ -350,3 +351,18 @@ def test_layers_of_a_strategy_are_its_pipelines_own():
     assert len(decision.numbers) == 4, "of the pipeline without stages"
     assert decision.peak_bytes == pytest.approx(predicted(4000, 4) + STATE)
     assert len(job.decide(step(4000)).numbers) == 2, "another strategy is decided for itself"
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_equal_lengths_of_other_trees_are_planned_anew(planner: StepPlanner, evaluation: bool) -> None:
+    job = Job(planner, evaluation=evaluation)
+    lengths = (SAMPLES[0],)
+    flat = job.plans.plan(lengths)
+    shapes = [((Segment(6, -1), Segment(1, 0), Segment(3, above)), document(5)) for above in (0, 1)]
+    for trees in shapes:
+        planned = job.plans.plan(lengths, (trees,))
+        assert job.plans.plan(lengths, (trees,)) is planned, "on a rerun the same plan"
+        (plan,) = planned.plans
+        assert plan.mask == Forest(trees)
+    assert len({*job.compared}) == 3, "ranks compare other fingerprints"
+    assert job.plans.plan(lengths).plans == flat.plans
