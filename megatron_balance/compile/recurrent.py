@@ -71,8 +71,8 @@ def halos(held: Ints, halo: int) -> Ints:
 
 
 def carries_map(rows: Ints) -> Bools:
-    """Whether each of the `Transfer` rows brings M beside U. The first summary of a sequence is a state;
-    in the backward M is there from the forward.
+    """Whether each of the `Transfer` rows brings M beside U: not a state, which the first summary of a
+    sequence is, and none in the backward.
     """
     return (rows[:, Transfer.KIND] == RecurrentKind.SUMMARY) & (rows[:, Transfer.START] > 0)
 
