@@ -15,7 +15,10 @@ from megatron_balance.compile.proof.recurrent import verify_recurrent
 from megatron_balance.compile.recurrent import compile_recurrent, program_of
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array, as_rows
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Transfer
+from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Exchange
 from megatron_balance.ir.recurrent import (
     RecurrentOp,
@@ -23,6 +26,7 @@ from megatron_balance.ir.recurrent import (
     parse_recurrent,
     recurrent_text,
 )
+from megatron_balance.planners import PLANNERS
 from megatron_balance.recurrent_reference import run_recurrent
 from tests.support import recurrent
 from tests.support.strategies import ALL_PLANNERS, Case, cases, examples, plan
@@ -63,6 +67,16 @@ def test_any_plan_with_or_without_a_remap_is_proved_and_equal_to_each_sequence_a
     program = compile_recurrent(planned, heads, halo)
     assert [rows.data for rows in program.owned] == [as_rows(layout(planned, r)).data for r in range(planned.num_ranks)]
     assert_right(program, case.seed)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_plans_of_64_ranks_are_proved(planner: str) -> None:
+    # Long sequences over many ranks, short ones, one token; with everything remapped at random.
+    batch, cluster, model = Batch((1500, 700, 300, 40, 9, 1)), Cluster(64, 8), Model(8, 2, 16)
+    case = Case(batch, cluster, model, None, 0, remapped=True)
+    program = compile_recurrent(plan(planner, case), 5, 3)
+    verify_recurrent(program)
+    assert len(program.forward) > 3
 
 
 # One change of a program: its name and the rows of an op, changed.

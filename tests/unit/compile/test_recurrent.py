@@ -11,7 +11,7 @@ from megatron_balance.compile.proof.recurrent import verify_recurrent
 from megatron_balance.compile.recurrent import compile_recurrent, program_of
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.recurrent import parse_recurrent, recurrent_text
+from megatron_balance.ir.recurrent import Compose, parse_recurrent, recurrent_text
 from megatron_balance.recurrent_reference import Recurrence, run_recurrent
 from tests.support import recurrent
 
@@ -158,6 +158,16 @@ def test_there_are_two_rounds_of_states_however_many_ranks_share_a_sequence(num_
     for ops in (program.forward, program.backward):
         moved = bytes_moved(ops, SummarySizes(map=9, state=6, channels=5))
         assert len(np.unique(moved[:, 0])) == 3
+
+
+def test_few_heads_of_many_sequences_are_composed_on_different_ranks():
+    owned = [
+        Rows.of(3, [span for seq in range(6) for span in ((seq, 0, 2), (seq, 4, 6))]),
+        Rows.of(3, [(seq, 2, 4) for seq in range(6)]),
+    ]
+    program = program_of((6,) * 6, owned, 1, 0)
+    composed = {op.rank: len(op.rows) for op in program.forward if isinstance(op, Compose)}
+    assert composed == {0: 3, 1: 3}
 
 
 def test_bytes_are_those_of_maps_states_and_rows():
