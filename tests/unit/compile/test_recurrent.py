@@ -103,6 +103,14 @@ def test_rows_in_the_round_of_the_states_are_refused(phase):
         verify_recurrent(replace(program, **{phase: ops}))
 
 
+def test_who_composes_in_the_backward_has_the_map_from_the_forward():
+    # The other head's composers: rank 0 has gradients of both parts, but was sent no M of the first.
+    forward, backward = PROGRAM.split("backward")
+    swapped = backward.replace("h[0:1)", "h[_:1)").replace("h[1:2)", "h[0:1)").replace("h[_:1)", "h[1:2)")
+    with pytest.raises(InvalidProgramError, match=r"(?s)op 7 \(Compose\): not there.*h\[1:2\)"):
+        verify_recurrent(parse_recurrent(f"{forward}backward{swapped}"))
+
+
 @pytest.mark.parametrize(
     ("line", "other", "number"),
     [
