@@ -30,6 +30,7 @@ from megatron_balance.runtime.lower.memory import wide_dtype
 from megatron_balance.runtime.transport import receive, send
 
 _Span: TypeAlias = tuple[int, int, int]  # seq, start, stop
+_OfHeads: TypeAlias = tuple[_Span, int, int]  # head_start, head_stop
 # Beyond those of attention's exchanges, which may be under way.
 _TAG = 1 << 30
 _NO_ROWS = Exchange(0, Rows(Transfer.WIDTH))
@@ -211,7 +212,7 @@ def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, bound: Re
     # Outputs between two pieces are of both.
     begins = torch.tensor([0, *bound.sizes]).cumsum(0)[:-1] + bound.program.halo * torch.arange(len(bound.pieces))
     kept = [torch.arange(begin, begin + size) for begin, size in zip(begins.tolist(), bound.sizes, strict=True)]
-    return torch.zeros_like(x).index_copy(0, bound.order, out.index_select(0, torch.cat(kept)))
+    return out.new_zeros(x.shape).index_copy(0, bound.order, out.index_select(0, torch.cat(kept)))
 
 
 class _Halo(torch.autograd.Function):
@@ -264,20 +265,12 @@ class _RecurrentLayer(torch.autograd.Function):
     def forward(ctx: Any, recurrence: AffineRecurrence, bound: RecurrentBound, *inputs: Tensor) -> Tensor:
         dtype = wide_dtype(inputs[0].dtype)
         rows = [x.index_select(0, bound.order) for x in inputs]
-        parts = _by_piece(rows, bound, dtype)
-        summaries, zero = _Summaries(recurrence, bound, rows, dtype), _zero(recurrence, rows, dtype)
-        for piece, part in zip(bound.pieces, parts, strict=True):
-            if not bound.is_last(piece):
-                m = recurrence.map_of(part) if piece[1] else None
-                summaries.put(piece, 0, m, recurrence.run(part, zero)[1])
-        summaries.execute(bound.forward)
-        states = [summaries.state((seq, 0, start)) if start else zero for seq, start, _ in bound.pieces]
-        outs = [recurrence.run(part, state)[0] for part, state in zip(parts, states, strict=True)]
-        maps = summaries.maps(bound.backward)
+        with _as_given(inputs):
+            outs, states, maps = _forward(recurrence, bound, rows, dtype)
         ctx.recurrence, ctx.bound, ctx.dtype, ctx.maps = recurrence, bound, dtype, tuple(maps)
         ctx.save_for_backward(*rows, *states, *maps.values())
         ctx.num_inputs = len(inputs)
-        out = torch.cat(outs) if outs else recurrence.run([x.to(dtype) for x in rows], zero)[0]
+        out = torch.cat(outs)
         return torch.empty_like(out).index_copy_(0, bound.order, out).to(inputs[0].dtype)
 
     @staticmethod
@@ -288,32 +281,67 @@ class _RecurrentLayer(torch.autograd.Function):
         saved = ctx.saved_tensors
         rows, states = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_inputs + len(bound.pieces)]
         maps = dict(zip(ctx.maps, saved[ctx.num_inputs + len(bound.pieces) :], strict=True))
-        douts = [of for (of,) in _by_piece([dout.index_select(0, bound.order)], bound, ctx.dtype)]
-        summaries = _Summaries(recurrence, bound, rows, ctx.dtype, maps)
-        runs: list[tuple[list[Tensor], Tensor, Tensor]] = []
-        for piece, part, state, of in zip(bound.pieces, _by_piece(rows, bound, ctx.dtype), states, douts, strict=True):
-            leaves = [x.detach().requires_grad_() for x in part]
-            first = state.detach().requires_grad_()
-            with torch.enable_grad():
-                out, last = recurrence.run(leaves, first)
-            runs.append((leaves, out, last))
-            if piece[1]:
-                (dstate,) = torch.autograd.grad(out, first, of, retain_graph=True)
-                summaries.put(piece, 0, None, dstate)
-        summaries.execute(bound.backward)
-        grads = [torch.zeros_like(x) for x in rows]
-        for at, (piece, (leaves, out, last), of) in enumerate(zip(bound.pieces, runs, douts, strict=True)):
-            ends = (
-                [] if bound.is_last(piece) else [summaries.state((piece[0], piece[2], bound.program.lengths[piece[0]]))]
-            )
-            found = torch.autograd.grad([out, last][: 1 + len(ends)], leaves, [of, *ends], allow_unused=True)
-            for grad, x in zip(grads, found, strict=True):
-                if x is not None:
-                    grad.split(bound.sizes)[at].copy_(x)
+        with _as_given(rows):
+            grads = _backward(recurrence, bound, rows, (states, maps), dout.index_select(0, bound.order).to(ctx.dtype))
         return (None, None, *(torch.empty_like(x).index_copy_(0, bound.order, x) for x in grads))
 
 
-_OfHeads: TypeAlias = tuple[_Span, int, int]
+def _as_given(tensors: Sequence[Tensor]) -> torch.autocast:
+    # Autocast would multiply states in a narrow type.
+    return torch.autocast(tensors[0].device.type, enabled=False)
+
+
+def _forward(
+    recurrence: AffineRecurrence, bound: RecurrentBound, rows: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], dict[_OfHeads, Tensor]]:
+    """Output of each piece, the state before it, and M that the backward takes."""
+    summaries, parts = _Summaries(recurrence, bound, rows, dtype), _by_piece(rows, bound, dtype)
+    zero = rows[0].new_zeros(rows[0].shape[1], *summaries.shapes[1], dtype=dtype)
+    outs: dict[_Span, Tensor] = {}
+    for piece, part in zip(bound.pieces, parts, strict=True):
+        if not piece[1] or not bound.is_last(piece):
+            outs[piece], state = recurrence.run(part, zero)  # a first piece's output; others run again
+            summaries.put(piece, 0, recurrence.map_of(part) if piece[1] else None, state)
+    summaries.execute(bound.forward)
+    states = [summaries.state((seq, 0, start)) if start else zero for seq, start, _ in bound.pieces]
+    for piece, part, state in zip(bound.pieces, parts, states, strict=True):
+        if piece[1]:
+            outs[piece] = recurrence.run(part, state)[0]
+    none = [] if bound.pieces else [recurrence.run([x.to(dtype) for x in rows], zero)[0]]
+    return [*(outs[piece] for piece in bound.pieces), *none], states, summaries.maps(bound.backward)
+
+
+def _backward(
+    recurrence: AffineRecurrence,
+    bound: RecurrentBound,
+    rows: Sequence[Tensor],
+    kept: tuple[Sequence[Tensor], Mapping[_OfHeads, Tensor]],
+    dout: Tensor,
+) -> list[Tensor]:
+    """Gradients of the rows. `kept`: states before pieces, and M, of the forward."""
+    states, maps = kept
+    summaries, douts = _Summaries(recurrence, bound, rows, dout.dtype, maps), dout.split(bound.sizes)
+    runs: list[tuple[list[Tensor], Tensor, Tensor]] = []
+    parts = _by_piece(rows, bound, dout.dtype)
+    for piece, part, state, of in zip(bound.pieces, parts, states, douts, strict=True):
+        leaves = [x.detach().requires_grad_() for x in part]
+        first = state.detach().requires_grad_()
+        with torch.enable_grad():
+            out, last = recurrence.run(leaves, first)
+        runs.append((leaves, out, last))
+        if piece[1]:
+            (dstate,) = torch.autograd.grad(out, first, of, retain_graph=True)
+            summaries.put(piece, 0, None, dstate)
+    summaries.execute(bound.backward)
+    grads = [torch.zeros_like(x) for x in rows]
+    for at, (piece, (leaves, out, last)) in enumerate(zip(bound.pieces, runs, strict=True)):
+        seq, _, stop = piece
+        ends = [] if bound.is_last(piece) else [summaries.state((seq, stop, bound.program.lengths[seq]))]
+        found = torch.autograd.grad([out, last][: 1 + len(ends)], leaves, [douts[at], *ends], allow_unused=True)
+        for grad, x in zip(grads, found, strict=True):
+            if x is not None:
+                grad.split(bound.sizes)[at].copy_(x)
+    return grads
 
 
 class _Summaries:
@@ -403,7 +431,3 @@ class _Summaries:
 
 def _by_piece(rows: Sequence[Tensor], bound: RecurrentBound, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
     return list(zip(*(x.to(dtype).split(bound.sizes) for x in rows), strict=True)) if bound.pieces else []
-
-
-def _zero(recurrence: AffineRecurrence, rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return rows[0].new_zeros(rows[0].shape[1], *recurrence.shapes(rows)[1], dtype=dtype)

@@ -63,6 +63,16 @@ def test_states_of_a_narrow_type_are_kept_in_fp32_and_come_back_narrow():
     assert torch.equal(got, wide.bfloat16())
 
 
+def test_autocast_does_not_reach_the_states():
+    made, inputs = drawn("gated delta net", torch.float32)
+    bound = bind_recurrent(ONE_RANK, single())
+    weight, x = torch.ones(2, 3), torch.ones(33, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = recurrent_layer(made(16), bound, *inputs)
+        assert causal_convolution(x, weight, None, bound).dtype == torch.bfloat16, "as a convolution there is"
+    assert torch.equal(inside, recurrent_layer(made(16), bound, *inputs))
+
+
 def test_what_the_program_is_not_for_is_refused():
     made, inputs = drawn("kda")
     bound = bind_recurrent(ONE_RANK, single())
