@@ -181,3 +181,13 @@ class RemoteHeld:
     WIDTH = 8
     SEQ, START, STOP, OWNER, HOLDER, ZONE, SENT_ON, FRAGMENT = range(8)
     SPAN = slice(0, 3)
+
+
+class Neighbours:
+    """Two runs of a sequence that follow one another, of which a Compose makes one: [start, middle)
+    and [middle, stop), with their kind and heads (`ir.recurrent`).
+    """
+
+    WIDTH = 7
+    KIND, SEQ, START, MIDDLE, STOP, HEAD_START, HEAD_STOP = range(7)
+    HEADS = slice(5, 7)

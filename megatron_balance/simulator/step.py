@@ -174,8 +174,6 @@ class _StepRun:
         # Layers of one mask are taken as if they followed one another.
         for alike in zip(*(by_mask(plan, machine) for plan in plans), strict=True):
             (_, on, part), own = alike[0], [plan for plan, _, _ in alike]
-            if any(each is not on and each.model.forest for _, each, _ in alike):
-                raise ConfigError("nano-batches of trees are not simulated; simulate microbatches that run whole")
             calls.append((mean_call([(run(own, on, policy), share) for policy, share in self.shares]), part))
         call = mean_call(calls)
         groups = np.array([coupled(plan) for plan in plans])

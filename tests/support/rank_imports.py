@@ -13,6 +13,7 @@ NEEDED = [
     "torch.fx.experimental.symbolic_shapes",  # by a first backward
     "tests.support.nano_batches",
     "tests.support.jobs",
+    "tests.support.recurrent_jobs",
     "tests.support.routed",
 ]
 if importlib.util.find_spec("triton") is not None:

@@ -8,6 +8,8 @@
 | order: does each step find what it needs | `runs` | on demand |
 | issue order: one of all ranks' group calls, so that none waits for ever | `runs` | on demand |
 
+Of recurrent layers, `recurrent` asks whether each piece gets the state before it, once.
+
 On demand: `verify` and `plan --verify`; in training the first steps and then one of every
 `prove_every`, beside planning (`planning.proofs`). Of rings and waves of 64 ranks and more each
 rank of a job proves its own part instead (`runs.prove_rank`): all of te_ring on 256 ranks takes 6.8

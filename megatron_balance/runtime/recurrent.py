@@ -1,0 +1,433 @@
+"""Recurrent layers by a plan: their rows stay where the plan has them, states go from piece to piece.
+
+`recurrent_layer` runs a recurrence, `causal_convolution` the short convolution before it; both are
+differentiable and collective: every rank of the pool calls them in one order, also without tokens.
+Shapes: T rows of this rank in the order of its linear layout, H heads, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_balance.compile.recurrent import carries_map, pieces
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.columns import Placed, Rows, Transfer
+from megatron_balance.ir.program import Exchange
+from megatron_balance.ir.recurrent import STATE_KINDS, RecurrentKind, RecurrentOp, RecurrentProgram
+from megatron_balance.runtime.attention import differentiable_once
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.kernels.recurrence import AffineRecurrence
+from megatron_balance.runtime.lower.memory import wide_dtype
+from megatron_balance.runtime.transport import receive, send
+
+_Span: TypeAlias = tuple[int, int, int]  # seq, start, stop
+_OfHeads: TypeAlias = tuple[_Span, int, int]  # head_start, head_stop
+# Beyond those of attention's exchanges, which may be under way.
+_TAG = 1 << 30
+_NO_ROWS = Exchange(0, Rows(Transfer.WIDTH))
+
+
+class _Part(NamedTuple):
+    """A summary of some heads, as it is sent: with M or without."""
+
+    span: _Span
+    head_start: int
+    head_stop: int
+    with_map: bool
+
+
+class _StateExchange(NamedTuple):
+    """This rank's part of an exchange: what it sends and receives, by peer and in order."""
+
+    id: int
+    sends: dict[int, list[_Part]]
+    receives: dict[int, list[_Part]]
+
+
+class _Join(NamedTuple):
+    """Tokens [start, stop) of [start, middle) and [middle, stop)."""
+
+    seq: int
+    start: int
+    middle: int
+    stop: int
+    head_start: int
+    head_stop: int
+
+
+_StateOp: TypeAlias = _StateExchange | list[_Join]
+
+
+@dataclass(frozen=True)
+class RecurrentBound:
+    """One rank's part of a recurrent program.
+
+    `pieces`: its own; `order`: its rows, in the order of these. `received`: bytes of the last call, by
+    exchange.
+    """
+
+    groups: Groups
+    program: RecurrentProgram
+    pieces: tuple[_Span, ...]
+    order: Tensor
+    halo: _HaloTable
+    forward: tuple[_StateOp, ...]
+    backward: tuple[_StateOp, ...]
+    received: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def sizes(self) -> list[int]:
+        return [stop - start for _, start, stop in self.pieces]
+
+    def is_last(self, piece: _Span) -> bool:
+        return piece[2] == self.program.lengths[piece[0]]
+
+    def check(self, *tensors: Tensor) -> None:
+        """ConfigError: tensors that have not this rank's rows."""
+        for x in tensors:
+            if len(x) != len(self.order):
+                raise ConfigError(f"an input has {len(x)} rows, the plan gives this rank {len(self.order)}")
+
+    def exchange(self, number: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send and receive flat tensors by rank, and wait for them."""
+        groups, tag = self.groups, _TAG + number
+        under_way = [receive(x, peer, tag, groups) for peer, x in receives.items()]
+        under_way += [send(x, peer, tag, groups) for peer, x in sends.items()]
+        for each in under_way:
+            each.wait(groups.timeout)
+        self.received[number] = sum(x.nbytes for x in receives.values())
+
+
+@dataclass(frozen=True)
+class _HaloTable:
+    """`index` [pieces * (W - 1)]: where halo rows are in (a row of zeros, own rows, received ones). By
+    peer: own rows that are sent; number of rows that come, in this order. `ids`: of the exchanges.
+    """
+
+    index: Tensor
+    sends: dict[int, Tensor]
+    receives: dict[int, int]
+    ids: tuple[int, int]
+
+
+def bind_recurrent(program: RecurrentProgram, groups: Groups) -> RecurrentBound:
+    """Look up once what this rank of the pool does in every call of a program.
+
+    ConfigError: the pool has another number of ranks, or is not on gloo.
+    """
+    if program.num_ranks != groups.size:
+        raise ConfigError(f"the program is for {program.num_ranks} ranks, the pool has {groups.size}")
+    if groups.streams is not None:
+        raise ConfigError("recurrent layers run on gloo only; NCCL is not implemented")
+    every = pieces(program.owned)
+    mine = every[every[:, Placed.RANK] == groups.rank][:, Placed.FRAGMENT]
+    at: dict[tuple[int, int], int] = {}  # row by sequence and token
+    for seq, start, stop in program.owned[groups.rank]:
+        at |= {(seq, token): len(at) + token - start for token in range(start, stop)}
+    spans = [(seq, start, stop) for seq, start, stop in mine.tolist()]
+    order = [at[seq, token] for seq, start, stop in spans for token in range(start, stop)]
+    table = _halo_table(program, spans, at, groups.rank)
+    forward, backward = (tuple(_of_rank(ops, groups.rank)) for ops in (program.forward, program.backward))
+    rows = torch.tensor(order, dtype=torch.long)
+    return RecurrentBound(groups, program, tuple(spans), rows, table, forward, backward)
+
+
+def _of_rank(ops: Sequence[RecurrentOp], rank: int) -> Iterator[_StateOp]:
+    for op in ops:
+        if isinstance(op, Exchange):
+            rows = as_array(op.transfers)
+            if not np.isin(rows[:, Transfer.KIND], STATE_KINDS).any():
+                continue
+            own = (rows[:, Transfer.ENDS] == rank).any(axis=1)
+            sends: dict[int, list[_Part]] = {}
+            receives: dict[int, list[_Part]] = {}
+            for row, with_map in zip(rows[own].tolist(), carries_map(rows[own]).tolist(), strict=True):
+                _, seq, start, stop, head_start, head_stop, src, dst = row
+                peer, to = (dst, sends) if src == rank else (src, receives)
+                to.setdefault(peer, []).append(_Part((seq, start, stop), head_start, head_stop, with_map))
+            yield _StateExchange(op.id, sends, receives)
+        elif op.rank == rank:
+            yield [_Join(*row) for _, *row in op.rows]
+
+
+def _halo_table(
+    program: RecurrentProgram, spans: Sequence[_Span], own: Mapping[tuple[int, int], int], rank: int
+) -> _HaloTable:
+    sends: dict[int, list[int]] = {}
+    place = {key: 1 + row for key, row in own.items()}
+    receives: dict[int, int] = {}
+    there, back = (
+        next(
+            (op for op in ops if isinstance(op, Exchange) and any(row[Transfer.KIND] == kind for row in op.transfers)),
+            _NO_ROWS,
+        )
+        for kind, ops in ((RecurrentKind.ROWS, program.forward), (RecurrentKind.ROWS_GRAD, program.backward))
+    )
+    for _, seq, start, stop, _, _, src, dst in sorted(there.transfers, key=lambda row: row[Transfer.SRC]):
+        if src == rank:
+            sends.setdefault(dst, []).extend(own[seq, token] for token in range(start, stop))
+        elif dst == rank:
+            receives[src] = receives.get(src, 0) + stop - start
+            place |= {(seq, token): len(place) + 1 + token - start for token in range(start, stop)}
+    index = [
+        place[seq, token] if token >= 0 else 0
+        for seq, start, _ in spans
+        for token in range(start - program.halo, start)
+    ]
+    return _HaloTable(
+        torch.tensor(index, dtype=torch.long),
+        {peer: torch.tensor(rows, dtype=torch.long) for peer, rows in sends.items()},
+        receives,
+        (there.id, back.id),
+    )
+
+
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, bound: RecurrentBound) -> Tensor:
+    """The causal convolution [T, D] of every channel, each sequence by itself.
+
+    x [T, D]; weight [D, W], the token's own tap last; bias [D]. The gradients of weight and bias are
+    of this rank's rows: the sum over the pool is the whole one.
+
+    ConfigError: rows or width are not the program's.
+    """
+    bound.check(x)
+    if weight.shape[1] != bound.program.halo + 1:
+        raise ConfigError(f"the convolution is {weight.shape[1]} wide, the program is for {bound.program.halo + 1}")
+    halo = _Halo.apply(x, bound)
+    if not bound.pieces:
+        # A rank without rows: nothing, that depends on all, so that its backward takes part.
+        return x * weight.sum() + halo.sum() + (0 if bias is None else bias)
+    rows = x.index_select(0, bound.order).split(bound.sizes)
+    padded = torch.cat([part for piece, before in zip(rows, halo, strict=True) for part in (before, piece)])
+    out = functional.conv1d(padded.T[None], weight[:, None], bias, groups=len(weight))[0].T
+    # Outputs between two pieces are of both.
+    begins = torch.tensor([0, *bound.sizes]).cumsum(0)[:-1] + bound.program.halo * torch.arange(len(bound.pieces))
+    kept = [torch.arange(begin, begin + size) for begin, size in zip(begins.tolist(), bound.sizes, strict=True)]
+    return out.new_zeros(x.shape).index_copy(0, bound.order, out.index_select(0, torch.cat(kept)))
+
+
+class _Halo(torch.autograd.Function):
+    """Rows before each piece of this rank: x [T, D] -> [pieces, W - 1, D]; zeros before a sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bound: RecurrentBound) -> Tensor:
+        table, halo = bound.halo, bound.program.halo
+        got = {peer: x.new_empty(rows, x.shape[1]) for peer, rows in table.receives.items()}
+        sent = {peer: x.index_select(0, rows) for peer, rows in table.sends.items()}
+        bound.exchange(table.ids[0], sent, got)
+        ctx.bound = bound
+        every = torch.cat([x.new_zeros(1, x.shape[1]), x, *got.values()])
+        return every.index_select(0, table.index).view(len(bound.pieces), halo, x.shape[1])
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        bound: RecurrentBound = ctx.bound
+        table, width, own = bound.halo, grad.shape[2], len(bound.order)
+        sizes = [1, own, *table.receives.values()]
+        every = grad.new_zeros(sum(sizes), width).index_add_(0, table.index, grad.reshape(-1, width))
+        _, dx, *theirs = every.split(sizes)
+        got = {peer: grad.new_empty(len(rows), width) for peer, rows in table.sends.items()}
+        bound.exchange(table.ids[1], dict(zip(table.receives, theirs, strict=True)), got)
+        for peer, rows in table.sends.items():
+            dx = dx.index_add(0, rows, got[peer])
+        return dx, None
+
+
+def recurrent_layer(recurrence: AffineRecurrence, bound: RecurrentBound, *inputs: Tensor) -> Tensor:
+    """Outputs [T, H, V] of a recurrence over `inputs` [T, H, ...], each sequence by itself.
+
+    States are kept and travel in fp32, or fp64 where the inputs are fp64.
+
+    ConfigError: the inputs have not the program's rows and heads.
+    """
+    bound.check(*inputs)
+    if inputs[0].shape[1] != bound.program.num_heads:
+        raise ConfigError(f"the inputs have {inputs[0].shape[1]} heads, the program {bound.program.num_heads}")
+    return _RecurrentLayer.apply(recurrence, bound, *inputs)
+
+
+class _RecurrentLayer(torch.autograd.Function):
+    # The state before a piece is an input of it and the state behind it an output, so no gradient
+    # goes through summaries: a piece gives the gradient of its first state, and is given that of its
+    # last.
+
+    @staticmethod
+    def forward(ctx: Any, recurrence: AffineRecurrence, bound: RecurrentBound, *inputs: Tensor) -> Tensor:
+        dtype = wide_dtype(inputs[0].dtype)
+        rows = [x.index_select(0, bound.order) for x in inputs]
+        with _as_given(inputs):
+            outs, states, maps = _forward(recurrence, bound, rows, dtype)
+        ctx.recurrence, ctx.bound, ctx.dtype, ctx.maps = recurrence, bound, dtype, tuple(maps)
+        ctx.save_for_backward(*rows, *states, *maps.values())
+        ctx.num_inputs = len(inputs)
+        out = torch.cat(outs)
+        return torch.empty_like(out).index_copy_(0, bound.order, out).to(inputs[0].dtype)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        bound: RecurrentBound = ctx.bound
+        recurrence: AffineRecurrence = ctx.recurrence
+        saved = ctx.saved_tensors
+        rows, states = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_inputs + len(bound.pieces)]
+        maps = dict(zip(ctx.maps, saved[ctx.num_inputs + len(bound.pieces) :], strict=True))
+        with _as_given(rows):
+            grads = _backward(recurrence, bound, rows, (states, maps), dout.index_select(0, bound.order).to(ctx.dtype))
+        return (None, None, *(torch.empty_like(x).index_copy_(0, bound.order, x) for x in grads))
+
+
+def _as_given(tensors: Sequence[Tensor]) -> torch.autocast:
+    # Autocast would multiply states in a narrow type.
+    return torch.autocast(tensors[0].device.type, enabled=False)
+
+
+def _forward(
+    recurrence: AffineRecurrence, bound: RecurrentBound, rows: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], dict[_OfHeads, Tensor]]:
+    """Output of each piece, the state before it, and M that the backward takes."""
+    summaries, parts = _Summaries(recurrence, bound, rows, dtype), _by_piece(rows, bound, dtype)
+    zero = rows[0].new_zeros(rows[0].shape[1], *summaries.shapes[1], dtype=dtype)
+    outs: dict[_Span, Tensor] = {}
+    for piece, part in zip(bound.pieces, parts, strict=True):
+        if not piece[1] or not bound.is_last(piece):
+            outs[piece], state = recurrence.run(part, zero)  # a first piece's output; others run again
+            summaries.put(piece, 0, recurrence.map_of(part) if piece[1] else None, state)
+    summaries.execute(bound.forward)
+    states = [summaries.state((seq, 0, start)) if start else zero for seq, start, _ in bound.pieces]
+    for piece, part, state in zip(bound.pieces, parts, states, strict=True):
+        if piece[1]:
+            outs[piece] = recurrence.run(part, state)[0]
+    none = [] if bound.pieces else [recurrence.run([x.to(dtype) for x in rows], zero)[0]]
+    return [*(outs[piece] for piece in bound.pieces), *none], states, summaries.maps(bound.backward)
+
+
+def _backward(
+    recurrence: AffineRecurrence,
+    bound: RecurrentBound,
+    rows: Sequence[Tensor],
+    kept: tuple[Sequence[Tensor], Mapping[_OfHeads, Tensor]],
+    dout: Tensor,
+) -> list[Tensor]:
+    """Gradients of the rows. `kept`: states before pieces, and M, of the forward."""
+    states, maps = kept
+    summaries, douts = _Summaries(recurrence, bound, rows, dout.dtype, maps), dout.split(bound.sizes)
+    runs: list[tuple[list[Tensor], Tensor, Tensor]] = []
+    parts = _by_piece(rows, bound, dout.dtype)
+    for piece, part, state, of in zip(bound.pieces, parts, states, douts, strict=True):
+        leaves = [x.detach().requires_grad_() for x in part]
+        first = state.detach().requires_grad_()
+        with torch.enable_grad():
+            out, last = recurrence.run(leaves, first)
+        runs.append((leaves, out, last))
+        if piece[1]:
+            (dstate,) = torch.autograd.grad(out, first, of, retain_graph=True)
+            summaries.put(piece, 0, None, dstate)
+    summaries.execute(bound.backward)
+    grads = [torch.zeros_like(x) for x in rows]
+    for at, (piece, (leaves, out, last)) in enumerate(zip(bound.pieces, runs, strict=True)):
+        seq, _, stop = piece
+        ends = [] if bound.is_last(piece) else [summaries.state((seq, stop, bound.program.lengths[seq]))]
+        found = torch.autograd.grad([out, last][: 1 + len(ends)], leaves, [douts[at], *ends], allow_unused=True)
+        for grad, x in zip(grads, found, strict=True):
+            if x is not None:
+                grad.split(bound.sizes)[at].copy_(x)
+    return grads
+
+
+class _Summaries:
+    """Summaries that this rank holds, forward or, with the forward's `maps`, backward."""
+
+    def __init__(
+        self,
+        recurrence: AffineRecurrence,
+        bound: RecurrentBound,
+        rows: Sequence[Tensor],
+        dtype: torch.dtype,
+        maps: Mapping[_OfHeads, Tensor] | None = None,
+    ) -> None:
+        self.recurrence, self.bound, self.given = recurrence, bound, maps
+        self.shapes = recurrence.shapes(rows)
+        self.like = rows[0].new_empty(0, dtype=dtype)
+        # By tokens: first head, M where it is there, state of some heads.
+        self.held: dict[_Span, list[tuple[int, Tensor | None, Tensor]]] = {}
+
+    def put(self, span: _Span, head_start: int, m: Tensor | None, state: Tensor) -> None:
+        self.held.setdefault(span, []).append((head_start, m, state))
+
+    def of_heads(self, span: _Span, head_start: int, head_stop: int) -> tuple[Tensor | None, Tensor]:
+        """M, where it is there, and the state, of heads that came together or of a whole piece."""
+        for first, m, state in self.held[span]:
+            if first <= head_start and head_stop <= first + len(state):
+                own = slice(head_start - first, head_stop - first)
+                return None if m is None else m[own], state[own]
+        raise AssertionError(f"heads [{head_start}:{head_stop}) of {span} came in parts")
+
+    def state(self, span: _Span) -> Tensor:
+        """The state of all heads, as composers sent it."""
+        return torch.cat([state for _, _, state in sorted(self.held[span], key=lambda part: part[0])])
+
+    def maps(self, backward: Sequence[_StateOp]) -> dict[_OfHeads, Tensor]:
+        """M that the backward's joins take."""
+        found: dict[_OfHeads, Tensor] = {}
+        for join in (join for op in backward if isinstance(op, list) for join in op):
+            span = join.seq, join.start, join.middle
+            m, _ = self.of_heads(span, join.head_start, join.head_stop)
+            assert m is not None, "the first piece of a sequence gives no gradient to another"
+            found[span, join.head_start, join.head_stop] = m
+        return found
+
+    def execute(self, ops: Sequence[_StateOp]) -> None:
+        for op in ops:
+            if isinstance(op, _StateExchange):
+                self.exchange(op)
+            else:
+                for join in op:
+                    self.join(join)
+
+    def join(self, join: _Join) -> None:
+        seq, start, middle, stop, head_start, head_stop = join
+        one, two = (self.of_heads((seq, *span), head_start, head_stop) for span in ((start, middle), (middle, stop)))
+        if self.given is None:
+            assert two[0] is not None, "only the first piece of a sequence has no M"
+            state = self.recurrence.apply(two[0], one[1]) + two[1]
+        else:
+            m = self.given[(seq, start, middle), head_start, head_stop]
+            state = self.recurrence.apply(m, two[1], transposed=True) + one[1]
+        self.put((seq, start, stop), head_start, None, state)
+
+    def exchange(self, op: _StateExchange) -> None:
+        sends = {peer: torch.cat([x for part in parts for x in self.sent(part)]) for peer, parts in op.sends.items()}
+        sizes = {peer: [size for part in parts for size in self.numbers(part)] for peer, parts in op.receives.items()}
+        receives = {peer: self.like.new_empty(sum(each)) for peer, each in sizes.items()}
+        self.bound.exchange(op.id, sends, receives)
+        for peer, parts in op.receives.items():
+            tensors = iter(receives[peer].split(sizes[peer]))
+            for span, head_start, head_stop, with_map in parts:
+                heads = head_stop - head_start
+                m = next(tensors).view(heads, *self.shapes[0]) if with_map else None
+                self.put(span, head_start, m, next(tensors).view(heads, *self.shapes[1]))
+
+    def sent(self, part: _Part) -> Iterator[Tensor]:
+        m, state = self.of_heads(part.span, part.head_start, part.head_stop)
+        if part.with_map:
+            assert m is not None, "a piece behind the first has M"
+            yield m.reshape(-1)
+        yield state.reshape(-1)
+
+    def numbers(self, part: _Part) -> list[int]:
+        heads = part.head_stop - part.head_start
+        return [heads * prod(shape) for shape in (self.shapes if part.with_map else self.shapes[1:])]
+
+
+def _by_piece(rows: Sequence[Tensor], bound: RecurrentBound, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(x.to(dtype).split(bound.sizes) for x in rows), strict=True)) if bound.pieces else []

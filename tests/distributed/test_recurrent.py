@@ -1,0 +1,85 @@
+"""Recurrent layers on real gloo ranks against each sequence alone: values, gradients, bytes."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.analysis.recurrent import SummarySizes, bytes_moved
+from megatron_balance.compile.recurrent import compile_recurrent, program_of
+from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.recurrent import RecurrentProgram
+from megatron_balance.recurrent_reference import Recurrence
+from megatron_balance.reference import owned_rows
+from tests.support import recurrent, strategies
+from tests.support.pool import Pool
+from tests.support.recurrent_jobs import FAULTS, RecurrentRun, faulty_run, recurrent_run
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-6}
+HEADS, HALO = 3, 3
+NUM_LAYOUTS = 40
+
+
+def assert_equal_alone(pool: Pool, program: RecurrentProgram, seed: int, fault: str | None = None) -> None:
+    rng = random.Random(seed)
+    kind = rng.choice(recurrent.KINDS) if fault is None else "kda"
+    dtype = rng.choice(list(TOLERANCE))
+    x, taps, dout = recurrent.draw(kind, program.lengths, program.num_heads, program.halo, seed)
+    job = (recurrent_run,) if fault is None else (faulty_run, fault)
+    ranks: list[RecurrentRun] = pool.run(
+        job[0], program.num_ranks, *job[1:], program, (kind, dtype, rng.random() < 0.3), x, taps, dout
+    )
+    alone = recurrent.alone(x, taps, dout)
+
+    def assert_close(got: np.ndarray, wanted: np.ndarray, what: str) -> None:
+        assert got.shape == wanted.shape, what
+        largest = max(1.0, float(np.abs(wanted).max(initial=0.0)))
+        assert np.abs(got - wanted).max(initial=0.0) < TOLERANCE[dtype] * largest, (what, seed, kind, dtype)
+
+    for rank, ran in enumerate(ranks):
+        assert_close(ran.out, owned_rows(program.owned[rank], alone.out), "output")
+        for name, got in ran.grads.items():
+            wanted = owned_rows(program.owned[rank], [gradient(name, grads, kind) for grads in alone.grads])
+            assert_close(got if kind == "kda" or name != "decay" else got.sum(-1), wanted, name)
+    assert alone.taps_grad is not None
+    assert_close(np.sum([ran.taps_grad for ran in ranks], axis=0), alone.taps_grad, "taps")
+    numbers = (9, 6) if kind != "mamba-2" else (1, 6)
+    wide = np.dtype(dtype).itemsize
+    sizes = SummarySizes(*numbers, channels=HEADS * 2, state_bytes=wide, row_bytes=wide)
+    for rank, ran in enumerate(ranks):
+        moved = np.concatenate([bytes_moved(ops, sizes) for ops in (program.forward, program.backward)])
+        for number, received in ran.received.items():
+            assert received == moved[(moved[:, 0] == number) & (moved[:, 2] == rank), 3].sum(), (number, rank, seed)
+        assert set(moved[moved[:, 2] == rank, 0].tolist()) <= set(ran.received)
+
+
+def gradient(name: str, grads: Recurrence, kind: str) -> np.ndarray:
+    # What the layer's own inputs have: of one decay a head the sum, of beta both its roles.
+    if name == "write" and kind != "mamba-2":
+        return grads.write + grads.erase
+    of = getattr(grads, name)
+    return of.sum(-1) if name == "decay" and kind != "kda" else of
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_any_layout_equals_each_sequence_alone(pool: Pool, num_ranks: int) -> None:
+    for seed in range(NUM_LAYOUTS):
+        lengths, owned = recurrent.random_layout(random.Random(seed), num_ranks, 60)
+        assert_equal_alone(pool, program_of(lengths, owned, HEADS, HALO), seed)
+
+
+@pytest.mark.parametrize("planner", strategies.EVERY_PATTERN)
+@settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
+@given(case=strategies.cases([4], max_length=150, max_sequences=5, min_sequences=1), seed=st.integers(0, 99))
+def test_any_plan_equals_each_sequence_alone(pool: Pool, planner: str, case: strategies.Case, seed: int) -> None:
+    assert_equal_alone(pool, compile_recurrent(strategies.plan(planner, case), HEADS, HALO), seed)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_runtime_is_noticed(pool: Pool, fault: str) -> None:
+    # Pieces of one sequence on both ranks, in turns, and some behind the first token.
+    owned = [Rows.of(3, [(0, 0, 20), (0, 30, 40)]), Rows.of(3, [(0, 20, 30), (0, 40, 61)])]
+    with pytest.raises(AssertionError, match=r"^\('.*'kda'"):
+        assert_equal_alone(pool, program_of((61,), owned, HEADS, HALO), 0, fault)

@@ -1,0 +1,73 @@
+"""Recurrent layers: layouts cut at random, inputs with long memory, a document alone."""
+
+import random
+from dataclasses import fields
+from typing import Literal
+
+import numpy as np
+
+from megatron_balance.compile.recurrent import program_of
+from megatron_balance.ir.columns import Rows
+from megatron_balance.recurrent_reference import Floats, Recurrence, RecurrentResult, run_recurrent
+
+LayerKind = Literal["gated delta net", "kda", "mamba-2"]
+KINDS: tuple[LayerKind, ...] = ("gated delta net", "kda", "mamba-2")
+
+
+def random_layout(rng: random.Random, num_ranks: int, most: int = 30) -> tuple[tuple[int, ...], list[Rows]]:
+    # Lengths and a linear layout: sequences whole, cut anywhere, and in pieces of a token; on any
+    # ranks, rows in any order. Some ranks may have none.
+    lengths = tuple(rng.choice([1, 2, 3, rng.randint(1, 9), rng.randint(1, most)]) for _ in range(rng.randint(1, 5)))
+    owned: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    for seq, length in enumerate(lengths):
+        among = rng.sample(range(num_ranks), min(num_ranks, rng.randint(1, 5)))
+        cuts = (
+            range(length + 1)
+            if rng.random() < 0.2
+            else {0, length, *rng.choices(range(length + 1), k=rng.randint(0, 6))}
+        )
+        edges = sorted(cuts)
+        for start, stop in zip(edges, edges[1:], strict=False):
+            owned[rng.choice(among)].append((seq, start, stop))
+    for rows in owned:
+        rng.shuffle(rows)
+    return lengths, [Rows.of(3, rows) for rows in owned]
+
+
+def draw(
+    kind: LayerKind, lengths: tuple[int, ...], heads: int, halo: int, seed: int
+) -> tuple[list[Recurrence], Floats, list[Floats]]:
+    # Inputs of each sequence, taps, and gradients of the outputs. Decays near 1 and weak erasing: a
+    # state lasts, so that one that is lost or wrong is seen at the end of a sequence.
+    rng = np.random.default_rng(seed)
+    key, value = 3, 2
+    inputs, dout = [], []
+    for length in lengths:
+        q, k = rng.normal(size=(2, length, heads, key))
+        decay = 1 - 0.004 * rng.random((length, heads, key if kind == "kda" else 1)) * np.ones(key)
+        write = 0.02 + 0.03 * rng.random((length, heads))
+        erase = 0 * write if kind == "mamba-2" else write
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        inputs.append(Recurrence(q, k, rng.normal(size=(length, heads, value)), decay, write, erase))
+        dout.append(rng.normal(size=(length, heads, value)))
+    return inputs, rng.normal(size=(halo + 1, heads, value)), dout
+
+
+def alone(inputs: list[Recurrence], taps: Floats, dout: list[Floats]) -> RecurrentResult:
+    # Each sequence on one rank.
+    lengths = tuple(len(x.q) for x in inputs)
+    owned = [Rows.of(3, [(seq, 0, length) for seq, length in enumerate(lengths)])]
+    return run_recurrent(program_of(lengths, owned, taps.shape[1], len(taps) - 1), inputs, taps, dout)
+
+
+def worst(one: RecurrentResult, other: RecurrentResult) -> float:
+    # The largest difference of any output or gradient, of the largest value of its kind.
+    pairs = list(zip(one.out, other.out, strict=True))
+    pairs += [
+        (getattr(a, each.name), getattr(b, each.name))
+        for a, b in zip(one.grads, other.grads, strict=True)
+        for each in fields(a)
+    ]
+    if one.taps_grad is not None and other.taps_grad is not None:
+        pairs.append((one.taps_grad, other.taps_grad))
+    return max((float(np.abs(a - b).max()) / max(1.0, float(np.abs(b).max())) for a, b in pairs if a.size), default=0.0)

@@ -1,0 +1,101 @@
+"""Jobs of recurrent layers for the ranks of the pool: a rank imports no pytest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_balance.ir.recurrent import RecurrentProgram
+from megatron_balance.recurrent_reference import Floats, Recurrence
+from megatron_balance.reference import owned_rows
+from megatron_balance.runtime.kernels.recurrence import AffineRecurrence, GatedDelta, Mamba2
+from megatron_balance.runtime.recurrent import (
+    RecurrentBound,
+    _Halo,
+    _Summaries,
+    bind_recurrent,
+    causal_convolution,
+    recurrent_layer,
+)
+from tests.support.pool import World
+
+
+@dataclass(frozen=True)
+class RecurrentRun:
+    # What a rank made of its rows: output and gradients in the order of its layout, with the names of
+    # `Recurrence`; gradient of the taps; bytes received by exchange.
+    out: Floats
+    grads: dict[str, Floats]
+    taps_grad: Floats
+    received: dict[int, int] = field(default_factory=dict)
+
+
+def _none(held: Any, *_: Any) -> Tensor:
+    return torch.zeros(held.bound.program.num_heads, *held.shapes[1], dtype=held.like.dtype)
+
+
+def _lost_rows(_ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad.new_zeros(len(_ctx.bound.order), grad.shape[2]), None
+
+
+def _shifted(self: Any, number: int, sends: Any, receives: Any, *, exchange: Any = RecurrentBound.exchange) -> None:
+    exchange(self, number, sends, receives)
+    for x in receives.values() if number == 0 else ():
+        x.copy_(x.roll(1, 0) * 0.5)
+
+
+# Faults of a runtime: what is put in place of what.
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "M not transposed": (GatedDelta, "apply", lambda _self, m, state, **_: m @ state),
+    "no M": (GatedDelta, "apply", lambda _self, _m, state, **_: state),
+    "states and their gradients lost": (_Summaries, "state", _none),
+    "halo rows shifted": (RecurrentBound, "exchange", _shifted),
+    "gradient of halo rows lost": (_Halo, "backward", staticmethod(_lost_rows)),
+}
+
+
+def faulty_run(world: World, fault: str, *given: Any) -> RecurrentRun:
+    with patch.object(*FAULTS[fault]):
+        return recurrent_run(world, *given)
+
+
+def recurrent_run(
+    world: World,
+    program: RecurrentProgram,
+    of: tuple[str, str, bool],
+    inputs: Sequence[Recurrence],
+    taps: Floats,
+    dout: Sequence[Floats],
+) -> RecurrentRun:
+    # Convolution and recurrence of this rank's rows, forward and backward. `of`: kind, type, whether
+    # all of it is computed again in the backward.
+    kind, dtype, again = of
+    bound = bind_recurrent(program, world.groups)
+    given: dict[str, Tensor] = {}
+    for name in ("q", "k", "v", "decay", "write", "erase"):
+        rows = owned_rows(program.owned[world.rank], [getattr(x, name) for x in inputs])
+        given[name] = torch.tensor(rows, dtype=getattr(torch, dtype)).requires_grad_()
+    width = given["v"][0:1].numel() if len(given["v"]) else taps[0].size
+    weight = torch.tensor(taps.reshape(len(taps), width).T.copy(), dtype=given["v"].dtype).requires_grad_()
+    recurrence: AffineRecurrence = Mamba2(7) if kind == "mamba-2" else GatedDelta(7)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor) -> Tensor:
+        mixed = causal_convolution(v.reshape(len(v), width), weight, None, bound).view(v.shape)
+        g = decay.log() if kind == "kda" else decay.log().mean(-1)  # as many of one head
+        if kind == "mamba-2":
+            return recurrent_layer(recurrence, bound, mixed, write, g, k, q)
+        return recurrent_layer(recurrence, bound, q, k, mixed, g, write)
+
+    tensors = [given[name] for name in ("q", "k", "v", "decay", "write")]
+    out = checkpoint(layer, *tensors, use_reentrant=False) if again else layer(*tensors)
+    assert isinstance(out, Tensor)
+    out.backward(torch.tensor(owned_rows(program.owned[world.rank], dout), dtype=out.dtype))
+    grads = {name: x.grad.numpy().astype(np.float64) for name, x in given.items() if x.grad is not None}
+    assert weight.grad is not None
+    taps_grad = weight.grad.T.reshape(taps.shape).numpy().astype(np.float64)
+    return RecurrentRun(out.detach().numpy().astype(np.float64), grads, taps_grad, dict(bound.received))
