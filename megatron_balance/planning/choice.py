@@ -33,7 +33,7 @@ from megatron_balance.cost.table import load_table
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.mask import kind_of
+from megatron_balance.ir.mask import KINDS, kind_of
 from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Backward
@@ -148,8 +148,9 @@ class PlannerChoice:
         kind = kind_of(model.mask)
         if kind not in self.planner.masks:
             able = ", ".join(name for name, planner in PLANNERS.items() if kind in planner.masks)
+            plans = " and ".join(each for each in self.planner.masks if each in KINDS)
             raise ConfigError(
-                f"planner {self.name} plans {' and '.join(self.planner.masks)} attention only, and model {model.name} "
+                f"planner {self.name} plans {plans} attention only, and model {model.name} "
                 f"has {model.attention} attention (attention: {model.attention}); choose one of {able}"
             )
 

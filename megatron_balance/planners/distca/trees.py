@@ -49,7 +49,7 @@ class Paths(NamedTuple):
         return self.depth[one] if one >= 0 else 0
 
 
-class _Runs(NamedTuple):
+class _SegmentRuns(NamedTuple):
     """By run [n]: `seq`, `start`, `stop`: of its queries; `segment`: row of `Segments`; `shift`: from
     its queries to those of its causal sequence, which ends with the last of them, at `seen`.
     """
@@ -82,7 +82,7 @@ def schedule_trees(owned: Ints, forest: Forest, schedule: Callable[[Ints, Sequen
     return _joined(tasks)
 
 
-def _runs(forest: Forest) -> _Runs:
+def _runs(forest: Forest) -> _SegmentRuns:
     of = forest.segments
     sizes = of.stop - of.start
     segment, number = ranges(np.zeros_like(sizes), np.where(of.full, -(-sizes // RUN), 1))
@@ -92,10 +92,10 @@ def _runs(forest: Forest) -> _Runs:
     # them all, as those of a causal run do on average that ends half its own queries later.
     seen = (of.stop - of.shift)[segment] + np.where(of.full[segment], (stop - start) // 2, 0)
     seq = np.searchsorted(of.base, segment, side="right") - 1
-    return _Runs(seq, start, stop, segment, seen - stop, seen)
+    return _SegmentRuns(seq, start, stop, segment, seen - stop, seen)
 
 
-def _paths(forest: Forest, runs: _Runs) -> Paths:
+def _paths(forest: Forest, runs: _SegmentRuns) -> Paths:
     of, trees = forest.segments, zip(forest.trees, forest.segments.base.tolist(), strict=False)
     parent = [base + each.parent if each.parent >= 0 else -1 for tree, base in trees for each in tree]
     first, stop = (runs.segment.searchsorted(np.arange(len(parent)), side).tolist() for side in ("left", "right"))
