@@ -23,7 +23,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import Layers
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron import forward_backward, forward_step, planning
+from megatron_balance.megatron import forward_backward, forward_step, planning, session
 from megatron_balance.megatron.planning import planned_model, stages_of
 from megatron_balance.megatron.session import of_pool
 from megatron_balance.planners import megatron
@@ -436,3 +436,16 @@ def test_training_plans_by_megatrons_own_code_and_by_our_rules_where_that_fails(
     assert LENGTHS in asked
     told = "Megatron's scheduler fails for 9 sequences on 8 ranks of 200 tokens (IndexError: list index"
     assert caplog.text.count(told) == fails
+
+
+def test_kernels_are_built_before_the_first_plan_is_bound(monkeypatch):
+    built = []
+    monkeypatch.setattr(session, "build_variants", lambda *given: built.append(given))
+    monkeypatch.setattr(session, "job_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(planning, "masks_of", lambda _: ())
+    steps = SimpleNamespace(tracer=SimpleNamespace(recorder=None))
+    facts = {"dtype": torch.bfloat16, "shape": AttentionShape(4, 2, 64), "kernel": "auto", "bind_ahead": None}
+    config = SimpleNamespace(gradient_wire="bf16")
+    job: Any = SimpleNamespace(config=config, steps=steps, args=None, **facts)
+    session.Session.binder(job, single())
+    assert built == [(torch.device("cpu"), torch.bfloat16, facts["shape"], "bf16")]

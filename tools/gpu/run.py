@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 MEASUREMENTS = ROOT / "docs" / "measurements"
 CPU_FACTOR = 4.0
-"""Of a part's seconds without a GPU, where other work keeps the processors busy."""
-LIMIT_S = {"cuda": 470.0, "cpu": 150.0}
+"""Of a part's seconds without a GPU, where other work keeps the processors busy, as long as later
+parts have their own.
+"""
+LIMIT_S = {"cuda": 470.0, "cpu": 300.0}
 """Seconds that the whole suite may take by itself."""
 START_S = 5.0
 """With less time left than this no part is begun."""
@@ -84,9 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows: list[Row] = []
         part_s: dict[str, float] = {}
         try:
-            for name in tqdm(options.parts, unit="part", file=sys.stderr, disable=None):
+            for at, name in enumerate(tqdm(options.parts, unit="part", file=sys.stderr, disable=None), 1):
                 begin = time.monotonic()
-                rows += rows_of(name, context, file, nccl, refused if name in MANY else "")
+                later = [_load(each) for each in options.parts[at:]]
+                later_s = sum(part.BUDGET_S for part in later if _asked(part, context))
+                rows += rows_of(name, context, file, nccl, refused if name in MANY else "", later_s)
                 part_s[name] = round(time.monotonic() - begin, 1)
         finally:
             sharing.stop_mps(state)
@@ -119,7 +123,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--nccl", type=Path, metavar="FILE", help="libnccl.so.2 for --ranks-per-gpu (default: torch's own)"
     )
     parser.add_argument(
-        "--limit-s", type=float, metavar="S", help="seconds the suite may take (default: 470 on a GPU, 150 without)"
+        "--limit-s", type=float, metavar="S", help="seconds the suite may take (default: 470 on a GPU, 300 without)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write on a GPU (default: docs/measurements)")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="append each row to this file as it comes, as JSON")
@@ -159,23 +163,35 @@ def _prefix(machine: Machine, options: argparse.Namespace) -> Path | None:
     return folder / f"{machine.slug}{several}-{options.name}"
 
 
-def rows_of(name: str, context: Context, file: Path, nccl: Path | None = None, refused: str = "") -> list[Row]:
+def rows_of(
+    name: str, context: Context, file: Path, nccl: Path | None = None, refused: str = "", later_s: float = 0.0
+) -> list[Row]:
     """All rows of a part, appended to `file` as they come: those it measured, and for the others why
-    not. `nccl`: the library that its ranks load; `refused`: why it is not even begun.
+    not. `nccl`: the library that its ranks load; `refused`: why it is not even begun; `later_s`:
+    seconds that the parts behind it shall have.
     """
     part = _load(name)
-    asked = [figure for figure in part.FIGURES if context.on_gpu or not figure.speed]
+    asked = _asked(part, context)
     left = context.left_s()
     why, lost = refused or OUT_OF_TIME, bool(refused)
     measured: dict[str, Row] = {}
     if asked and left > START_S and not refused:
-        limit_s = part.BUDGET_S * (1.0 if context.on_gpu else CPU_FACTOR)
-        measured, trouble = _run_apart(name, context, min(left, limit_s), file, nccl)
+        seconds = min(left, limit_s(part.BUDGET_S, 0.0 if context.on_gpu else left - later_s))
+        measured, trouble = _run_apart(name, context, seconds, file, nccl)
         why, lost = (trouble or "the part said nothing of it"), trouble != OUT_OF_TIME
     missing = {f.name: _missing(f, f in asked, why, lost) for f in part.FIGURES if f.name not in measured}
     for row in missing.values():
         _append(file, row)
     return [(measured | missing)[figure.name] for figure in part.FIGURES]
+
+
+def limit_s(budget_s: float, free_s: float) -> float:
+    """Seconds of a part of which nobody else needs `free_s`."""
+    return max(budget_s, min(CPU_FACTOR * budget_s, free_s))
+
+
+def _asked(part: Part, context: Context) -> list[Figure]:
+    return [figure for figure in part.FIGURES if context.on_gpu or not figure.speed]
 
 
 def _missing(figure: Figure, asked: bool, why: str, lost: bool) -> Row:

@@ -64,7 +64,7 @@ def main() -> None:
 
     device = torch.device(sys.argv[1])
     mover = choose_mover("triton", device)
-    for case in kernels.cases(kernels.CPU_SHAPE, device):
+    for case in kernels.cases(kernels.Shape(70, 5, 4, 2, 64), device):  # of variants that are built (part variants)
         case.run(mover)()
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -168,7 +168,7 @@ def test_cudnns_attention_is_asked_for_the_lengths_of_a_batch_or_says_why_not(mo
     assert 0 < (apart.value or 0) < 0.02
 
 
-def test_parts_fit_the_limits_together():
+def test_parts_fit_the_limits_together(monkeypatch):
     def budgets(names):
         return sum(run._load(name).BUDGET_S for name in names)  # pyright: ignore[reportPrivateUsage]
 
@@ -176,6 +176,14 @@ def test_parts_fit_the_limits_together():
         assert budgets(names) <= run.LIMIT_S["cuda"] < 480
     for call in bare.CALLS.values():
         assert budgets(call.steps) + bare.UNPACK_S + bare.CLOSE_S <= call.limit_s
+    # without a GPU a part has more of what the others leave, but for those that only a GPU runs
+    asked = []
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run, "rows_of", lambda name, *_: asked.append((name, _[-1])) or [])
+    run.main(["--parts", "training,step,syncs,attention", "--json"])
+    later = budgets(["attention"]), budgets(["syncs", "attention"])
+    assert asked == [("training", later[1]), ("step", later[1]), ("syncs", later[0]), ("attention", 0)]
+    assert [run.limit_s(50.0, free_s) for free_s in (-9.0, 0.0, 70.0, 300.0)] == [50.0, 50.0, 70.0, 200.0]
     both = [step for call in bare.CALLS.values() for step in call.steps]
     assert sorted(both) == sorted(parts.PARTS | parts.MANY)
     known = [run._load(name) for name in both]  # pyright: ignore[reportPrivateUsage]
