@@ -6,28 +6,35 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.halo import under
+from megatron_balance.compile.pipeline import compile_ranks, expand
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.proof.runs import prove
+from megatron_balance.compile.proof.runs import prove, verify_issue_order
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.ir.arrays import Rectangles, split
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.forest import Forest, Segment
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import from_json, to_json
 from megatron_balance.ir.step import Carry
 from megatron_balance.ir.text import parse, text
+from megatron_balance.patterns.base import pairs_of
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.attention import attention_call, linear_s
 from tests.support import forests
+from tests.support.rendezvous import batches_of, group_calls, hanging
 from tests.support.strategies import ALL_PLANNERS, Case
 
 # Cases of each planner and comm pattern: 500 in all.
@@ -71,6 +78,33 @@ def test_a_program_that_shows_anything_else_is_refused() -> None:
     assert len(kinds) == 12
     assert not [how for how in kinds if not found[how, False]], found
     assert sum(count for (_, accepted), count in found.items() if not accepted) > 400, found
+
+
+def test_layers_under_a_window_have_the_trees_of_the_others():
+    # Of a plan for layers without one: by path, not by position.
+    rng = random.Random(4)
+    for planner in ("te_ring", "random_task_table", "gather_sequence"):
+        forest, case = forests.drawn(rng)
+        forest, case = forest.without_window, replace(case, model=replace(case.model, attention="causal"))
+        plan = forests.planned(planner, forest, case)
+        assert under(plan, CAUSAL) is plan
+        windowed, shown = under(plan, SlidingWindow(2)), replace(forest, window=2)
+        assert windowed.mask == shown
+        assert forests.worst_of(prove(windowed, "keep"), shown) < 1e-12
+        assert under(plan, SlidingWindow(max(forest.lengths))) is plan
+
+
+def test_nano_batches_of_trees_have_one_issue_order():
+    rng = random.Random(5)
+    for planner in ("te_ring", "distca", "random_task_table", "random_once_per_node", "gather_documents"):
+        cases = [forests.drawn(rng) for _ in range(2)]
+        cluster = Cluster(4, 2)
+        plans = [forests.planned(planner, forest, replace(case, cluster=cluster)) for forest, case in cases]
+        compiled = [compile_ranks(plan, "replay") for plan in plans]
+        phases = batches_of(plans, compiled, ping_pong.forward(2))
+        for batches in phases:
+            verify_issue_order(batches)
+        assert not hanging([group_calls([*ahead, *back]) for ahead, back in zip(*phases, strict=True)])
 
 
 SIBLINGS = """program lengths 8 heads 1 kv_heads 1 policy none mask forest_window_4
@@ -144,3 +178,19 @@ def test_trees_are_priced_by_what_they_compute(pattern: str) -> None:
         assert float(calls[1][0].end_s.max()) == pytest.approx(seconds[-1], rel=0.02)
         assert estimate(plan, machine).forward_s == pytest.approx(seconds[-1], rel=0.02)
     assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_what_no_window_cuts_is_one_call_of_a_kernel_that_takes_one_window():
+    # The first of four leaves goes on where the root ends. The other window ends in the root for all.
+    lowering = pytest.importorskip("megatron_balance.runtime.lower.lowering", reason="entries need torch")
+    tree = (Segment(20, -1), *(Segment(5, 0) for _ in range(4)))
+    for window, cut in ((100, 0), (22, 3)):
+        mask = Forest((tree,), window)
+        rows = Rectangles(*(np.array([each]) for each in (0, 40, 0, 40)))
+        _, cells = split(np.array([0]), rows, mask)
+        pairs = pairs_of(np.column_stack([0 * cells.q_start, *cells[:2]]), np.column_stack(cells[2:]), [(0, 1, 0, 1)])
+        fused = lowering._fuse(pairs.T, np.zeros(len(pairs), dtype=int), *pairs.T[[1, 5]], mask)
+        windows = Counter(map(tuple, fused.windows.tolist()))
+        assert windows[window - 1, 0] == 4, "each causally over its own"
+        assert windows[window - 1, window - 1] == 3 - cut
+        assert windows.total() == 7
