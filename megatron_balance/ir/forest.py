@@ -99,6 +99,15 @@ class Forest(Mask):
     def __hash__(self) -> int:
         return self._hash
 
+    @classmethod
+    def from_position_ids(cls, position_ids: Iterable[int]) -> Forest:
+        """The trees, one behind the other, whose tokens have these position ids (`tree_of`), as what
+        packs rollouts depth first has them.
+        """
+        positions = list(position_ids)
+        starts = [at for at, position in enumerate(positions) if position == 0 or not at]
+        return cls(tuple(tree_of(positions[start:stop]) for start, stop in pairwise([*starts, len(positions)])))
+
     @property
     def name(self) -> str:
         """Without the trees: plans and programs list them beside it."""

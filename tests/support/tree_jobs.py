@@ -112,7 +112,7 @@ def drawn(num_ranks: int) -> list[list[Rollout]]:
 
 
 def model_of(name: str, dtype: torch.dtype, *, balanced: bool) -> nn.Module:
-    """The same parameters on every rank."""
+    """A model with the same parameters on every rank."""
     torch.manual_seed(0)
     if name == "gpt":
         return Gpt().to(dtype)

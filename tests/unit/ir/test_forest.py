@@ -188,3 +188,14 @@ def assert_split(forest, seq, rectangle, shown):
     wanted[inside] = shown[inside]
     np.testing.assert_array_equal(counted, wanted)
     assert arrays.num_pairs(np.array([seq]), rectangles, forest).tolist() == [wanted.sum()]
+
+
+def test_position_ids_of_several_trees_are_their_forest() -> None:
+    forest = Forest(((Segment(2, -1), Segment(1, 0), Segment(3, 0)), document(1), document(4)))
+    ids = [position for tree in forest.trees for position in path_positions(tree)]
+    assert ids == [0, 1, 2, 2, 3, 4, 0, 0, 1, 2, 3]
+    assert Forest.from_position_ids(ids) == forest
+    assert Forest.from_position_ids([]) == Forest(())
+    for wrong in ([1, 2], [0, 2]):
+        with pytest.raises(ConfigError, match="a tree begins with position 0"):
+            Forest.from_position_ids(wrong)
