@@ -26,12 +26,14 @@ middle) and [middle, stop), row by row, so that a row may take what the one befo
     owner r1 s0[4:6)
     forward
     exchange 0
+      r0 <- r1 rows s0[4:6)
       r1 <- r0 rows s0[1:4)
     exchange 1
       r0 <- r1 summary s0[4:6) h[0:1)
       r1 <- r0 summary s0[0:4) h[1:2)
     compose r0
       summary s0[0:4) + s0[4:6) h[0:1)
+    ...
 
 Heads are written where a region has not all of them.
 """

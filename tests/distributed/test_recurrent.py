@@ -7,6 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from megatron_balance import Batch, Cluster, Model
 from megatron_balance.analysis.recurrent import SummarySizes, bytes_moved
 from megatron_balance.compile.recurrent import compile_recurrent, program_of
 from megatron_balance.ir.columns import Rows
@@ -15,7 +16,7 @@ from megatron_balance.recurrent_reference import Recurrence
 from megatron_balance.reference import owned_rows
 from tests.support import recurrent, strategies
 from tests.support.pool import Pool
-from tests.support.recurrent_jobs import FAULTS, RecurrentRun, faulty_run, recurrent_run
+from tests.support.recurrent_jobs import FAULTS, RecurrentRun, beside_attention, faulty_run, recurrent_run
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6}
 HEADS, HALO = 3, 3
@@ -70,9 +71,14 @@ def test_any_layout_equals_each_sequence_alone(pool: Pool, num_ranks: int) -> No
         assert_equal_alone(pool, program_of(lengths, owned, HEADS, HALO), seed)
 
 
-@pytest.mark.parametrize("planner", strategies.EVERY_PATTERN)
+OTHERS = sorted({*strategies.ALL_PLANNERS}.difference(strategies.EVERY_PATTERN))
+
+
+@pytest.mark.parametrize(
+    "planner", [*strategies.EVERY_PATTERN, *(pytest.param(name, marks=pytest.mark.product) for name in OTHERS)]
+)
 @settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
-@given(case=strategies.cases([4], max_length=150, max_sequences=5, min_sequences=1), seed=st.integers(0, 99))
+@given(case=strategies.cases((2, 4, 8), max_length=150, max_sequences=5, min_sequences=1), seed=st.integers(0, 99))
 def test_any_plan_equals_each_sequence_alone(pool: Pool, planner: str, case: strategies.Case, seed: int) -> None:
     assert_equal_alone(pool, compile_recurrent(strategies.plan(planner, case), HEADS, HALO), seed)
 
@@ -83,3 +89,12 @@ def test_a_fault_of_the_runtime_is_noticed(pool: Pool, fault: str) -> None:
     owned = [Rows.of(3, [(0, 0, 20), (0, 30, 40)]), Rows.of(3, [(0, 20, 30), (0, 40, 61)])]
     with pytest.raises(AssertionError, match=r"^\('.*'kda'"):
         assert_equal_alone(pool, program_of((61,), owned, HEADS, HALO), 0, fault)
+
+
+@pytest.mark.parametrize("planner", ["te_ring", "zeppelin", "distca"])
+def test_attention_and_a_recurrence_side_by_side_are_each_as_alone(pool: Pool, planner: str) -> None:
+    # Two ranks of four have no rows of a short batch.
+    for lengths in ((90, 41, 7, 33), (2, 1)):
+        case = strategies.Case(Batch(lengths), Cluster(4, 2), Model(4, 2, 8), None, 1, remapped=True)
+        planned = strategies.plan(planner, case)
+        assert max(pool.run(beside_attention, 4, planned, compile_recurrent(planned, HEADS, 0))) < 1e-12

@@ -8,11 +8,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron_balance import MicrobatchPlan
+from megatron_balance.compile.pipeline import layout
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.recurrent import RecurrentProgram
 from megatron_balance.recurrent_reference import Floats, Recurrence
 from megatron_balance.reference import owned_rows
+from megatron_balance.runtime.attention import AttentionCall, balanced_attention
+from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.kernels.recurrence import AffineRecurrence, GatedDelta, Mamba2
 from megatron_balance.runtime.recurrent import (
     RecurrentBound,
@@ -22,6 +28,8 @@ from megatron_balance.runtime.recurrent import (
     causal_convolution,
     recurrent_layer,
 )
+from tests.support.jobs import Run, tensors
+from tests.support.jobs import inputs as inputs_of
 from tests.support.pool import World
 
 
@@ -99,3 +107,27 @@ def recurrent_run(
     assert weight.grad is not None
     taps_grad = weight.grad.T.reshape(taps.shape).numpy().astype(np.float64)
     return RecurrentRun(out.detach().numpy().astype(np.float64), grads, taps_grad, dict(bound.received))
+
+
+def beside_attention(world: World, planned: MicrobatchPlan, program: RecurrentProgram) -> float:
+    # A layer with attention and a recurrence side by side, whose exchanges are under way between those
+    # of attention, forward and backward: the largest difference to each by itself.
+    owned, run = Rows.of(3, layout(planned, world.rank).tolist()), Run("keep", "float64")
+    shape = AttentionShape(planned.num_heads, planned.num_kv_heads, 8)
+    bound = bind(planned, world.rank, shape, groups=world.groups, dtype=torch.float64)
+    recurrent = bind_recurrent(program, world.groups)
+    q, k, v, dout = tensors(inputs_of(planned, 8), owned, shape, run)
+    rows, random = (bound.num_tokens, program.num_heads), torch.Generator().manual_seed(world.rank)
+    x = [torch.randn(*rows, *width, dtype=torch.float64, generator=random) for width in ((3,), (3,), (2,), (), ())]
+    x[1], x[3], x[4] = 0.5 * functional.normalize(x[1], dim=-1), -0.1 * x[3].abs(), x[4].sigmoid()
+    leaves = [q, k, v, *(each.requires_grad_() for each in x)]
+    call = AttentionCall(bound)
+    call.start(q, k, v)
+    beside = recurrent_layer(GatedDelta(), recurrent, *x)
+    call.attend()
+    got = torch.autograd.grad([call.end(), beside], leaves, [dout, torch.ones_like(beside)])
+    apart = recurrent_layer(GatedDelta(), recurrent, *x)
+    wanted = torch.autograd.grad(balanced_attention(q, k, v, bound), (q, k, v), dout)
+    wanted += torch.autograd.grad(apart, x, torch.ones_like(apart))
+    found = [*zip(got, wanted, strict=True), (beside, apart)]
+    return max((float((a - b).abs().max()) for a, b in found if a.numel()), default=0.0)

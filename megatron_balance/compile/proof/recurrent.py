@@ -156,7 +156,8 @@ class _Handed:
         # What pieces give, and what they take.
         between, end = self.backward * _LONG, len(self.ops) * _LONG
         of_states = [at for at, op in enumerate(self.ops) if isinstance(op, Compose) or _moves_states(op)]
-        given, taken = [self.none()], [self.none()]
+        given: list[_Told] = []
+        taken: list[_Told] = []
         rank, seq, start, stop = (self.pieces[:, column] for column in range(Placed.WIDTH))
         length = self.lengths[seq]
         all_heads = np.tile([0, self.program.num_heads], (len(rank), 1))
@@ -188,9 +189,6 @@ class _Handed:
         rows(taken, RecurrentKind.ROWS_GRAD, owner, reads, end)
         # Several ranks read one row.
         return np.unique(np.concatenate(given), axis=0), np.concatenate(taken)
-
-    def none(self) -> _Told:
-        return np.empty((0, _WIDTH), dtype=np.int64)
 
     def told(self, rank: Ints | int, value: Ints, heads: Ints, time: Ints | int, op: int, row: Ints) -> _Told:
         # Rows of `value` (kind, seq, start, stop), one for each atom of its heads.
