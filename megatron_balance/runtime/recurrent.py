@@ -268,7 +268,7 @@ class _RecurrentLayer(torch.autograd.Function):
         with _as_given(inputs):
             outs, states, maps = _forward(recurrence, bound, rows, dtype)
         ctx.recurrence, ctx.bound, ctx.dtype, ctx.maps = recurrence, bound, dtype, tuple(maps)
-        ctx.save_for_backward(*rows, *states, *maps.values())
+        ctx.save_for_backward(*inputs, *states, *maps.values())  # no copies of rows in another order
         ctx.num_inputs = len(inputs)
         out = torch.cat(outs)
         return torch.empty_like(out).index_copy_(0, bound.order, out).to(inputs[0].dtype)
@@ -279,7 +279,8 @@ class _RecurrentLayer(torch.autograd.Function):
         bound: RecurrentBound = ctx.bound
         recurrence: AffineRecurrence = ctx.recurrence
         saved = ctx.saved_tensors
-        rows, states = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_inputs + len(bound.pieces)]
+        rows = [x.index_select(0, bound.order) for x in saved[: ctx.num_inputs]]
+        states = saved[ctx.num_inputs : ctx.num_inputs + len(bound.pieces)]
         maps = dict(zip(ctx.maps, saved[ctx.num_inputs + len(bound.pieces) :], strict=True))
         with _as_given(rows):
             grads = _backward(recurrence, bound, rows, (states, maps), dout.index_select(0, bound.order).to(ctx.dtype))
@@ -383,7 +384,7 @@ class _Summaries:
             span = join.seq, join.start, join.middle
             m, _ = self.of_heads(span, join.head_start, join.head_stop)
             assert m is not None, "the first piece of a sequence gives no gradient to another"
-            found[span, join.head_start, join.head_stop] = m
+            found[span, join.head_start, join.head_stop] = m.clone()  # without what came in the same memory
         return found
 
     def execute(self, ops: Sequence[_StateOp]) -> None:

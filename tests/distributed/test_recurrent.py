@@ -16,7 +16,7 @@ from megatron_balance.recurrent_reference import Recurrence
 from megatron_balance.reference import owned_rows
 from tests.support import recurrent, strategies
 from tests.support.pool import Pool
-from tests.support.recurrent_jobs import FAULTS, RecurrentRun, beside_attention, faulty_run, recurrent_run
+from tests.support.recurrent_jobs import FAULTS, RecurrentRun, beside_attention, faulty_run, kept_bytes, recurrent_run
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6}
 HEADS, HALO = 3, 3
@@ -81,6 +81,14 @@ OTHERS = sorted({*strategies.ALL_PLANNERS}.difference(strategies.EVERY_PATTERN))
 @given(case=strategies.cases((2, 4, 8), max_length=150, max_sequences=5, min_sequences=1), seed=st.integers(0, 99))
 def test_any_plan_equals_each_sequence_alone(pool: Pool, planner: str, case: strategies.Case, seed: int) -> None:
     assert_equal_alone(pool, compile_recurrent(strategies.plan(planner, case), HEADS, HALO), seed)
+
+
+def test_a_layer_keeps_its_inputs_the_states_before_its_pieces_and_the_maps_of_its_composers(pool: Pool) -> None:
+    # M of both middle pieces: of one head on rank 0, of two on rank 1. Each in memory of its own.
+    owned = [Rows.of(3, [(0, 0, 20), (0, 30, 40)]), Rows.of(3, [(0, 20, 30), (0, 40, 61)])]
+    of_token = HEADS * (3 + 3 + 2 + 1 + 1)  # q, k, v, g, beta
+    kept = pool.run(kept_bytes, 2, program_of((61,), owned, HEADS, HALO))
+    assert kept == [8 * (rows * of_token + 2 * HEADS * 6 + 2 * heads * 9) for rows, heads in ((30, 1), (31, 2))]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

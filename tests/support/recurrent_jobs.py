@@ -131,3 +131,20 @@ def beside_attention(world: World, planned: MicrobatchPlan, program: RecurrentPr
     wanted += torch.autograd.grad(apart, x, torch.ones_like(apart))
     found = [*zip(got, wanted, strict=True), (beside, apart)]
     return max((float((a - b).abs().max()) for a, b in found if a.numel()), default=0.0)
+
+
+def kept_bytes(world: World, program: RecurrentProgram) -> int:
+    # Bytes of the memory that a layer's backward keeps.
+    bound = bind_recurrent(program, world.groups)
+    rows, memory = (len(bound.order), program.num_heads), dict[int, int]()
+    widths = ((3,), (3,), (2,), (), ())
+    x = [torch.full((*rows, *width), -0.1, dtype=torch.float64, requires_grad=True) for width in widths]
+
+    def note(kept: Tensor) -> Tensor:
+        memory[kept.untyped_storage().data_ptr()] = kept.untyped_storage().nbytes()
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
+        out = recurrent_layer(GatedDelta(), bound, *x)
+    del out
+    return sum(memory.values())
