@@ -570,7 +570,7 @@ def _reads(q: steps.Operand, k: steps.Operand) -> frozenset[tuple[Kind, int]]:
 
 
 def _band(pairs: arrays.Ints, mask: Mask) -> Band:
-    """What of each pair, transposed [9, n], a kernel computes."""
+    """The part of each pair, transposed [9, n], that a kernel computes."""
     return mask.band(pairs[Pair.SEQ], pairs[Pair.Q_START], pairs[Pair.K_START])
 
 
