@@ -10,9 +10,11 @@ import pytest
 
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.halo import under
+from megatron_balance.compile.pipeline import compile_ranks, expand
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.proof.runs import prove
+from megatron_balance.compile.proof.runs import prove, verify_issue_order
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
@@ -20,6 +22,7 @@ from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.forest import Forest, Segment
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import from_json, to_json
 from megatron_balance.ir.step import Carry
@@ -28,6 +31,7 @@ from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.attention import attention_call, linear_s
 from tests.support import forests
+from tests.support.rendezvous import batches_of, group_calls, hanging
 from tests.support.strategies import ALL_PLANNERS, Case
 
 # Cases of each planner and comm pattern: 500 in all.
@@ -71,6 +75,33 @@ def test_a_program_that_shows_anything_else_is_refused() -> None:
     assert len(kinds) == 12
     assert not [how for how in kinds if not found[how, False]], found
     assert sum(count for (_, accepted), count in found.items() if not accepted) > 400, found
+
+
+def test_layers_under_a_window_have_the_trees_of_the_others():
+    # Of a plan for layers without one: by path, not by position.
+    rng = random.Random(4)
+    for planner in ("te_ring", "random_task_table", "gather_sequence"):
+        forest, case = forests.drawn(rng)
+        forest, case = forest.without_window, replace(case, model=replace(case.model, attention="causal"))
+        plan = forests.planned(planner, forest, case)
+        assert under(plan, CAUSAL) is plan
+        windowed, shown = under(plan, SlidingWindow(2)), replace(forest, window=2)
+        assert windowed.mask == shown
+        assert forests.worst_of(prove(windowed, "keep"), shown) < 1e-12
+        assert under(plan, SlidingWindow(max(forest.lengths))) is plan
+
+
+def test_nano_batches_of_trees_have_one_issue_order():
+    rng = random.Random(5)
+    for planner in ("te_ring", "distca", "random_task_table", "random_once_per_node", "gather_documents"):
+        cases = [forests.drawn(rng) for _ in range(2)]
+        cluster = Cluster(4, 2)
+        plans = [forests.planned(planner, forest, replace(case, cluster=cluster)) for forest, case in cases]
+        compiled = [compile_ranks(plan, "replay") for plan in plans]
+        phases = batches_of(plans, compiled, ping_pong.forward(2))
+        for batches in phases:
+            verify_issue_order(batches)
+        assert not hanging([group_calls([*ahead, *back]) for ahead, back in zip(*phases, strict=True)])
 
 
 SIBLINGS = """program lengths 8 heads 1 kv_heads 1 policy none mask forest_window_4
