@@ -69,7 +69,7 @@ class Mask(ABC):
 
     @abstractmethod
     def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
-        """What a kernel computes of a rectangle whose first query and first key are these."""
+        """The pairs that a kernel computes of a rectangle whose first query and key are these."""
 
     @abstractmethod
     def num_pairs(self, length: Positions) -> Positions:
@@ -77,8 +77,8 @@ class Mask(ABC):
 
 
 class Band(NamedTuple):
-    """Which pairs of a rectangle count: of the query at q and the key at k those with q < k + `reach`
-    and, if `causal`, k <= q.
+    """The pairs of a rectangle that count: of the query at q and the key at k those with
+    q < k + `reach` and, if `causal`, k <= q.
 
     Of a rectangle that no mask has to cut (`ir.arrays.split`) these are the pairs that it shows, and
     one entry of a kernel computes them. Each is one value for all rectangles, or an array [n].

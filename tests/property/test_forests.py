@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_balance.analysis.estimate import estimate
@@ -19,6 +20,7 @@ from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.ir.arrays import Rectangles, split
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.forest import Forest, Segment
@@ -27,6 +29,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import from_json, to_json
 from megatron_balance.ir.step import Carry
 from megatron_balance.ir.text import parse, text
+from megatron_balance.patterns.base import pairs_of
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.attention import attention_call, linear_s
@@ -175,3 +178,19 @@ def test_trees_are_priced_by_what_they_compute(pattern: str) -> None:
         assert float(calls[1][0].end_s.max()) == pytest.approx(seconds[-1], rel=0.02)
         assert estimate(plan, machine).forward_s == pytest.approx(seconds[-1], rel=0.02)
     assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_what_no_window_cuts_is_one_call_of_a_kernel_that_takes_one_window():
+    # The first of four leaves goes on where the root ends. The other window ends in the root for all.
+    lowering = pytest.importorskip("megatron_balance.runtime.lower.lowering", reason="entries need torch")
+    tree = (Segment(20, -1), *(Segment(5, 0) for _ in range(4)))
+    for window, cut in ((100, 0), (22, 3)):
+        mask = Forest((tree,), window)
+        rows = Rectangles(*(np.array([each]) for each in (0, 40, 0, 40)))
+        _, cells = split(np.array([0]), rows, mask)
+        pairs = pairs_of(np.column_stack([0 * cells.q_start, *cells[:2]]), np.column_stack(cells[2:]), [(0, 1, 0, 1)])
+        fused = lowering._fuse(pairs.T, np.zeros(len(pairs), dtype=int), *pairs.T[[1, 5]], mask)
+        windows = Counter(map(tuple, fused.windows.tolist()))
+        assert windows[window - 1, 0] == 4, "each causally over its own"
+        assert windows[window - 1, window - 1] == 3 - cut
+        assert windows.total() == 7

@@ -568,7 +568,7 @@ def _reads(q: steps.Operand, k: steps.Operand) -> frozenset[tuple[Kind, int]]:
 
 
 def _band(pairs: arrays.Ints, mask: Mask) -> Band:
-    """What of each pair, transposed [9, n], a kernel computes."""
+    """The part of each pair, transposed [9, n], that a kernel computes."""
     return mask.band(pairs[Pair.SEQ], pairs[Pair.Q_START], pairs[Pair.K_START])
 
 
@@ -624,8 +624,13 @@ def _fuse(
     if band.windowed:
         # Of a trimmed pair less than the reach; negative where queries see keys behind their own.
         behind = pairs[Pair.Q_STOP] - pairs[Pair.K_STOP]
-        ahead = np.where(band.causal, behind, pairs[Pair.Q_STOP] - pairs[Pair.Q_START])
-        windows, each = np.stack([band.reach - 1 - behind, ahead], axis=1), np.arange(len(launch))
+        num_q, num_k = (pairs[stop] - pairs[stop - 1] for stop in (Pair.Q_STOP, Pair.K_STOP))
+        left, right = band.reach - 1 - behind, np.where(band.causal, behind, num_q)
+        # One number for all sides that hide nothing: entries of unlike windows are calls of their own.
+        wide = mask.window_size - 1
+        left = np.where((left >= num_k - 1) & (wide >= num_k - 1), wide, left)
+        right = np.where((right >= num_q - 1) & (wide >= num_q - 1) & (right > 0), wide, right)
+        windows, each = np.stack([left, right], axis=1), np.arange(len(launch))
         return _Fused(launch, q_row, q_stop, k_row, k_stop, np.zeros(len(launch), dtype=bool), each, each, windows)
     causal = (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & band.causal
     # One after the other, the keys of the same queries: all but the last must be full.
