@@ -21,8 +21,9 @@ from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Ints, ranges
 from megatron_balance.ir.batch import at_least
+from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
@@ -162,6 +163,16 @@ class BalancedBatch:
             of = self.plan.mask.segments
             return int((of.stop - of.shift).max())
         return max(self.plan.lengths, default=0)
+
+    @cached_property
+    def in_full_segments(self) -> Tensor:
+        """Whether each row is of a full segment, bool [T]."""
+        full = np.zeros(self.num_rows, dtype=bool)
+        if isinstance(self.plan.mask, Forest):
+            of, rows = self.plan.mask.segments, self.layout()
+            row, places = ranges(rows[:, Fragment.START], rows[:, Fragment.STOP])
+            full[: self.num_tokens] = of.full[of.at(rows[row, Fragment.SEQ], places)]
+        return torch.from_numpy(full).to(self.tokens.device)
 
     @property
     def num_targets(self) -> Tensor:

@@ -6,7 +6,8 @@ logits = model(**hf.inputs(batch)).logits[0]
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.compiler import disable
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.forest import Segment
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.model_config import OWN_HEADS
 from megatron_balance.torch import positions
@@ -153,7 +155,8 @@ class _MaskRequest(_Refusing):
     """The mask that a model asked for, on its way to `attend`.
 
     `limits`: by what hides or shows other keys than `mask`, the longest document in which it does
-    not; 0: it does in all. `hides`: whether an attention mask of the user hides a token.
+    not; 0: it does in all. `hides`: whether an attention mask of the user hides a token. `blocks`
+    [T]: rows of blocks that see themselves both ways, besides.
     """
 
     why = (
@@ -161,8 +164,8 @@ class _MaskRequest(_Refusing):
         "its attention from Transformers' AttentionInterface"
     )
 
-    def __init__(self, mask: Mask, limits: dict[str, int], *, hides: bool) -> None:
-        self.mask, self.limits, self.hides = mask, limits, hides
+    def __init__(self, mask: Mask, limits: dict[str, int], *, hides: bool, blocks: Tensor | None) -> None:
+        self.mask, self.limits, self.hides, self.blocks = mask, limits, hides, blocks
 
 
 def inputs(batch: BalancedBatch) -> dict[str, Any]:
@@ -184,6 +187,15 @@ def inputs(batch: BalancedBatch) -> dict[str, Any]:
     )
 
 
+def image_segments(token_type_ids: Iterable[int]) -> list[Segment]:
+    """Segments of a document for `SequenceBalancer.trees`: text, and blocks of tokens of type 1, which
+    see themselves both ways (Gemma 3's images). Give the model the types of the rows: they are a
+    further tensor of the trees, `token_type_ids=batch.others[0][None]`.
+    """
+    runs = [(len(list(run)), bool(image)) for image, run in groupby(kind == 1 for kind in token_type_ids)]
+    return [Segment(length, at - 1, image) for at, (length, image) in enumerate(runs)]
+
+
 @disable
 def _asked_mask(
     *,
@@ -200,13 +212,16 @@ def _asked_mask(
     """
     mask: Mask = CAUSAL
     limits: dict[str, int] = {}
+    blocks: Tensor | None = None
     if q_length != kv_length or (not isinstance(q_offset, Tensor) and q_offset):
         limits[f"a mask of {kv_length} keys for {q_length} queries"] = 0
     # by name: the causal mask comes before the window that makes it smaller
     for part, made_with in sorted(_parts(mask_function), key=lambda part: part[0]):
         size = made_with.get(LIMITS.get(part, ("", ""))[0], 0)
         match part:
-            case "causal_mask_function" | "packed_sequence_mask_function":
+            case "blockwise_overlay":
+                blocks = made_with["block_sequence_ids"][0] >= 0
+            case _ if part in _CAUSAL:
                 pass  # documents are apart in the plan, too
             case "bidirectional_mask_function":
                 mask = FULL
@@ -215,7 +230,10 @@ def _asked_mask(
             case _:
                 limits[f"{LIMITS.get(part, ('', part))[1]}{f' ({size} tokens)' if size else ''}"] = size
     hides = attention_mask is not None and not bool(attention_mask.all())
-    return _MaskRequest(mask, limits, hides=hides)
+    return _MaskRequest(mask, limits, hides=hides, blocks=blocks)
+
+
+_CAUSAL = ("causal_mask_function", "packed_sequence_mask_function")
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -223,9 +241,12 @@ def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]
     name = getattr(function, "__qualname__", type(function).__name__).partition(".")[0]
     ours = getattr(function, "__module__", "") == "transformers.masking_utils"
     held = dict(inspect.getclosurevars(function).nonlocals) if ours else {}
-    if ours and name == "and_masks":
-        for each in held["mask_functions"]:
-            yield from _parts(each)
+    if ours and name in ("and_masks", "or_masks"):
+        members = [list(_parts(each)) for each in held["mask_functions"]]
+        # Blocks beside a causal mask (Gemma 3's images) are the full segments of trees.
+        named = [{part for part, _ in member} for member in members]
+        beside = all(_CAUSAL[0] in each <= {*_CAUSAL} or each == {"blockwise_overlay"} for each in named)
+        yield from chain.from_iterable(members) if name == "and_masks" or beside else [(name, held)]
     elif ours and name == "remap_positions_for_packed_sequence":
         yield from _parts(held["mask_function"])
     else:
@@ -276,6 +297,8 @@ def attend(  # noqa: PLR0913  Transformers' signature
         for words, size in asked.limits.items():
             if size < longest:
                 wrong[words] = f"Give it documents of at most {size} tokens" if size else _NO_OTHER
+        if asked.blocks is not None and not torch.equal(asked.blocks, balanced.in_full_segments):
+            wrong["blocks that see themselves both ways, other than the full segments of its trees"] = _AS_SEGMENTS
         if asked.hides:  # maybe on this rank alone: the others hear of it by the roll call
             wrong["an attention mask that hides tokens"] = _NO_MASK
     elif attention_mask is not None:
@@ -301,6 +324,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
 _NO_MASK = "Leave out attention_mask: documents have no padding, and the plan keeps them apart"
 _OWN_DOCUMENTS = "Leave out what says where documents lie: a batch's rows are pieces of documents of all ranks"
 _NO_OTHER = "Leave out what asks for it, such as token types, images, a cache, or a mask function of your own"
+_AS_SEGMENTS = "Give balancer.trees the segments of the same token types (hf.image_segments)"
 _SAY_ONE = "Set one sliding_window, and layer_types to match"
 _OF_MODEL = "Leave out Settings.mask, so that plans are made for the model's own mask"
 

@@ -69,6 +69,17 @@ def test_models_of_transformers_take_trees_as_they_are(world: Pool, cases: list[
     assert wrong(world, cases) == {}
 
 
+@pytest.mark.parametrize("window", [8, 512])
+def test_image_blocks_of_gemma_are_full_segments(world: Pool, window: int) -> None:
+    pytest.importorskip("transformers")
+    ranks = world.run(tree_jobs.images, world.num_ranks, window)
+    assert max(worst for worst, *_ in ranks) < 1e-6, "eager attention has its softmax in fp32"
+    assert max(counts for _, counts, *_ in ranks) > 0.1, "blocks matter"
+    for *_, windows, told in ranks:
+        assert windows == ({0, 8} if window == 8 else {0})
+        assert "blocks that see themselves both ways, other than the full segments of its trees" in told
+
+
 @pytest.mark.parametrize("planner", ["zeppelin", "ulysses"])
 def test_results_come_back_along_the_paths_of_rollouts(world: Pool, planner: str) -> None:
     given = tree_jobs.drawn(world.num_ranks)

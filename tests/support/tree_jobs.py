@@ -217,3 +217,53 @@ def gather(world: World, planner: str) -> tuple[bool, list[float]]:
     batch.sum_loss(sum((x.sum() for x in rows), torch.zeros((), dtype=torch.float64))).backward()
     assert values.grad is not None
     return right, values.grad[: batch.num_tokens].sum(1).tolist()
+
+
+# Images in text (Gemma 3), 1 where a token is of an image; by rank, documents.
+IMAGES = [[[0] * 5 + [1] * 12 + [0] * 3 + [1] * 4 + [0] * 9, [1] * 6 + [0] * 2], [[0] * 20, [0, 1, 1, 0, 1]]]
+
+
+def gemma(attention: str, window: int) -> Any:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": HEADS}
+    kinds: Any = {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"]}
+    text = Gemma3TextConfig(
+        **sizes, **kinds, vocab_size=VOCABULARY, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, num_hidden_layers=2
+    )
+    vision = SiglipVisionConfig(**sizes, num_hidden_layers=1, image_size=8, patch_size=4)
+    tokens: dict[str, Any] = {"image_token_id": 1, "boi_token_id": 2, "eoi_token_id": 3}
+    config = Gemma3Config(text_config=text, vision_config=vision, **tokens)
+    config._attn_implementation = attention
+    model = Gemma3ForConditionalGeneration(config)
+    model.set_attn_implementation({"text_config": attention, "vision_config": "eager"})
+    for each in model.parameters():  # larger than they begin, so that attention counts
+        if each.ndim > 1:
+            nn.init.normal_(each, std=0.3)
+    return model.double()
+
+
+def images(world: World, window: int) -> tuple[float, float, set[int], str]:
+    """How far Gemma 3's logits are from eager ones of each document, and these from eager ones of
+    text; windows of its layers; the error with the types of other blocks than the segments have.
+    """
+    model = gemma(hf.register(), window)
+    balancer = SequenceBalancer.for_model(model.config.text_config, "zeppelin", settings=Settings(ranks_per_node=2))
+    random = torch.Generator().manual_seed(world.rank)
+    of_rank = IMAGES[world.rank] if world.rank < len(IMAGES) else []
+    mine = [(torch.randint(4, VOCABULARY, (len(types),), generator=random), types) for types in of_rank]
+    given = [(ids, ids, hf.image_segments(types), torch.tensor(types)) for ids, types in mine]
+    batch = balancer.trees(given)
+    logits = model(**hf.inputs(batch), token_type_ids=batch.others[0][None]).logits[0]
+    worst = counts = 0.0
+    eager = gemma("eager", window)
+    for (ids, types), found in zip(mine, batch.gather(logits.detach()), strict=True):
+        with torch.no_grad():
+            of_types = [torch.tensor(each)[None] for each in (types, [0] * len(types))]
+            alone, text = (eager(ids[None], token_type_ids=each, use_cache=False).logits[0] for each in of_types)
+        worst = max(worst, float((alone - found).abs().max() / alone.abs().max()))
+        counts = max(counts, float((alone - text).abs().max() / alone.abs().max()))
+    wrong = 1 - batch.others[0]
+    windows = {mask.window_size for _, _, mask, _ in batch._bounds}
+    return worst, counts, windows, said(lambda: model(**hf.inputs(batch), token_type_ids=wrong[None]), otherwise="none")

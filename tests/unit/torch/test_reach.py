@@ -272,7 +272,7 @@ UNION = "a union of masks, as of a prefix or of images; balanced attention is ca
 @pytest.mark.parametrize(
     ("create", "given", "complaint"),
     [
-        ("create_causal_mask", {"block_sequence_ids": IDS - 1}, UNION),
+        ("create_causal_mask", {"block_sequence_ids": IDS}, "blocks that see themselves .* full segments of its trees"),
         ("create_causal_mask", {"or_mask_function": later}, UNION),
         ("create_causal_mask", {"and_mask_function": later}, "later of tests.unit.torch"),
         ("create_sliding_window_causal_mask", {"block_sequence_ids": IDS}, UNION),
@@ -293,6 +293,7 @@ def test_a_mask_that_no_plan_has_is_refused_by_name(create: str, given: Any, com
 def test_masks_that_hide_what_the_plan_hides_are_taken() -> None:
     batch = SequenceBalancer("te_ring", Model(4, 2, 8))([torch.arange(3), torch.arange(4), *[torch.arange(2)] * 4])
     ones = {"attention_mask": torch.ones(1, 15, dtype=torch.int64)}
+    assert attend(batch, asked("create_causal_mask", block_sequence_ids=IDS - 1))[0].shape == (1, 15, 4, 8)
     for create in ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"):
         for given in ({}, ones, {"position_ids": batch.position_ids[None]}):
             assert attend(batch, asked(create, **given))[0].shape == (1, 15, 4, 8)
