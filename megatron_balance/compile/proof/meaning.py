@@ -82,9 +82,8 @@ def _check_shape(program: Program) -> None:
 # segment, under a window one distance between positions and path, and nothing that the mask hides.
 # Then what rows compute is what the mask shows of them.
 #
-#  Every op is needed: an exchange that brings nothing new or
-# nothing used, and a merge with nothing to merge, are errors, so that dropping any op of a program
-# that verifies makes one that does not.
+# Every op is needed: an exchange that brings nothing new or nothing used, and a merge with nothing to
+# merge, are errors, so that dropping any op of a program that verifies makes one that does not.
 class _State:
     """The values that every rank holds, while ops run one after the other.
 
@@ -109,8 +108,9 @@ class _State:
         self.parts = {kind: np.zeros(size, dtype=np.int16) for kind in MOVED}
         self.count = {kind: np.zeros(size, dtype=np.int64) for kind in MOVED}
         self.tree = self._tree()
+        self.visible_keys = self._visible_keys()
         # First and one past the last place of the keys that each query atom sees.
-        self.key_first, self.key_last = (self.tree.place[atom] + side for side, atom in enumerate(self._visible_keys()))
+        self.key_first, self.key_last = (self.tree.place[atom] + side for side, atom in enumerate(self.visible_keys))
         num_keys = np.where(self.computed(tables), self.key_last - self.key_first, 0)
         self.pair_base = np.cumsum(num_keys) - num_keys
         self.done = np.zeros(int(num_keys.sum()) * self.num_heads, dtype=bool)
@@ -165,7 +165,7 @@ class _State:
 
     def num_queries(self) -> Ints:
         # Query atoms that see each key atom.
-        query, (first, last) = self._there, self._visible_keys()
+        query, (first, last) = self._there, self.visible_keys
         higher = np.where(self.tree.place[first[query]] > 0, self.tree.above[first[query]], len(first))
         size = len(first) + 1
         begun = np.bincount(last[query], minlength=size) - np.bincount(higher, minlength=size)
