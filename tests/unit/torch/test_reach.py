@@ -503,3 +503,12 @@ def test_several_microbatches_and_further_tensors() -> None:
     space["logits"] = space["model"](batch.tokens, batch.position_ids, batch)
     exec(BLOCKS["Results back to their documents"], space)
     assert [len(each) for each in space["log_probs"]] == [4]
+
+
+def test_a_row_that_rollouts_share_has_no_table_by_their_lengths() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = made("Llama", rope_parameters=rope, max_position_embeddings=4)
+    balancer = SequenceBalancer("te_ring", Model(4, 2, 8))
+    assert model(**hf.inputs(balancer.rollouts([[1, 2, 3, 4], [1, 2, 5]]))).logits.shape[1] == 6
+    with pytest.raises(ConfigError, match=r"above 4 tokens, and a row that rollouts .* longest path here has 5 tokens"):
+        model(**hf.inputs(balancer.rollouts([[1, 2, 3, 4, 9], [1, 2, 5]])))
