@@ -377,7 +377,7 @@ class Bench:
         return replace(self, given=replace(self.given, batches=batches))
 
     def sharing(self) -> dict[str, Any] | None:
-        """What trees save beside the same rollouts one by one, over all batches; None: no trees."""
+        """Figures of trees and of the same rollouts one by one, over all batches; None: no trees."""
         flat = self.flattened()
         if flat is None:
             return None

@@ -77,7 +77,7 @@ def planned_model(args: argparse.Namespace, config: Run, shape: AttentionShape, 
     )
 
 
-def _experts(args: argparse.Namespace, tensor: int) -> dict[str, int]:
+def _experts(args: argparse.Namespace, tensor: int) -> dict[str, Any]:
     if not args.num_experts:
         return {}
     every = args.moe_layer_freq

@@ -115,7 +115,7 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
 
 
 def _parted(microbatches: Lengths, parts: Sequence[NanoBatches]) -> tuple[Lengths, ...]:
-    """What each microbatch has of each sequence, by nano-batch."""
+    """Parts of each microbatch, one value a sequence, by nano-batch."""
     return tuple(
         tuple(tuple(map(each.__getitem__, part)) for part in of) for each, of in zip(microbatches, parts, strict=True)
     )

@@ -152,7 +152,7 @@ def test_trees_are_planned_by_their_own_lengths_and_never_lost():
     with pytest.raises(ConfigError, match="has the length of its tree"):
         choice.plan_step((forest.lengths[:-1],), context)
     waiting = Carry(waiting=((7, 3),))
-    with pytest.raises(ConfigError, match="held back cannot be planned together with trees"):
+    with pytest.raises(ConfigError, match="1 sequences that wait for a later step"):
         choice.plan_step((forest.lengths,), context, waiting)
     with pytest.raises(ConfigError, match="siblings"):
         choice.plan_step((forest.lengths,), replace(context, model=replace(case.model, attention="full")))

@@ -20,7 +20,7 @@ RUN = 512
 
 
 class Paths(NamedTuple):
-    """Which first keys runs have in common: those of the segments above both.
+    """First keys that runs have in common: those of the segments above both.
 
     `segment`: of each run. By segment: `parent`, -1: of a root; `depth`: tokens of its path, its own
     included; `below`: the runs [first, stop) of itself and of all below it.

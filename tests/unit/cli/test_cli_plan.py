@@ -146,7 +146,7 @@ POOL = "--planner distca --ranks 4 -o servers=pool -o pool_ranks=3 --lengths"
     [
         ("--planner zepelin --lengths 4", "unknown planner 'zepelin', did you mean 'zeppelin'?"),
         ("--lengths 4", "no planner; give --planner NAME, one of te_ring"),
-        ("--planner te_ring", "no sequence lengths to plan for; give --lengths 4096,512,..., --lengths-file FILE or"),
+        ("--planner te_ring", "no sequence lengths to plan for; give --lengths 4096,512,..., --lengths-file FILE, "),
         ("--planner te_ring --lengths 4,x", "--lengths: entry 1 is 'x'; expected whole numbers"),
         ("--planner te_ring --lengths 4,0", "sequence 1 has 0 tokens; every sequence needs at least 1"),
         ("--planner te_ring --lengths 4,-7", "sequence 1 has -7 tokens"),

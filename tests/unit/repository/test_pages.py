@@ -319,6 +319,7 @@ def furnish(desk: Path) -> None:
     (desk / "cluster.yaml").write_text("base: h200\n")
     (desk / "balance.yaml").write_text("planner: zeppelin\ncluster: cluster.yaml\nplan_costs: costs.json\n")
     (desk / "lengths.json").write_text("[[9000, 700, 300], [4000, 4000, 2000]]")
+    (desk / "trees.json").write_text("[[[[900, -1], [300, 0], [250, 0]], 400]]")
     with CorpusWriter(desk / "PREFIX") as corpus:
         for length in (30000, 70000, 40000, 900):
             corpus.add_document(np.ones(length, dtype=np.uint16))
