@@ -174,7 +174,7 @@ def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int 
 
     `depths`: how many tokens ahead rows also say (`column`). `first_sample`: number of the first
     sample, where rows say theirs in a last column. DataError: the batch does not come from this
-    data set.
+    data set, or has trees.
     """
     position_ids = microbatch["position_ids"]
     held = position_ids != PADDING
@@ -183,6 +183,12 @@ def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int 
     opens = positions == 0
     if (held[:, 0] & (position_ids[:, 0] != 0)).any():
         raise DataError("a sample does not open with position 0: its batch was not made by the document data set")
+    if not (opens[1:] | (positions.diff() == 1)).all():
+        # Taken for one sequence, the branches of a tree would see one another.
+        raise DataError(
+            "positions of a sequence do not count up by one: trees of rollouts (positions along paths) are planned in "
+            "plain PyTorch only (docs/trees.md), and other positions are not kept"
+        )
     starts = torch.nonzero(opens).flatten().tolist()
     ends = [*starts[1:], len(positions)][: len(starts)]  # a sample may be padding alone
     lengths = tuple(stop - start for start, stop in zip(starts, ends, strict=True))

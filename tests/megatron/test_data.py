@@ -193,6 +193,11 @@ def test_unpacking_a_collated_batch_gives_its_sequences_in_order_and_refuses_oth
     batch = {name: torch.ones(2, 4, dtype=torch.int64) for name in ("tokens", "labels", "loss_mask", "position_ids")}
     with pytest.raises(DataError, match="does not open with position 0"):
         data.unpack(batch)
+    # Two branches behind three tokens: one sequence of it would show each to the other.
+    tree = {name: column[:1, :7] for name, column in batch.items()}
+    tree["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 3, 4]])
+    with pytest.raises(DataError, match="trees of rollouts"):
+        data.unpack(tree)
 
 
 @pytest.mark.parametrize("split", ["969, 30, 1", "100,0,0", "99,1,0", "1,1,1", "0.5,0.3,0.2", "90,10", "7"])

@@ -97,7 +97,6 @@ def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
     comm pattern.
     """
     assert not machine.slowdown, "an estimate takes ranks as alike; simulate a machine with slow ones"
-    machine = machine.for_trees(plan.mask)
     zones: _Zones | None = None
     for known, on, found, of in tuple(_RECENT):  # a copy: threads plan ahead
         if on.cost is machine.cost and (on.cluster, on.model) == (machine.cluster, machine.model):
@@ -106,8 +105,9 @@ def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
             moved = replace(plan, moves=known.moves, routing=known.routing, note=known.note)
             if of is not None and known.lengths is plan.lengths and known == moved:
                 zones = of
-    tables, zones = (Tables(plan, machine, ()), zones) if zones is not None else zone_times(plan, machine)
-    found = _estimate(plan, machine, tables, zones)
+    priced = machine.for_trees(plan.mask)
+    tables, zones = (Tables(plan, priced, ()), zones) if zones is not None else zone_times(plan, priced)
+    found = _estimate(plan, priced, tables, zones)
     recent = ((*each[:3], None) for each in _RECENT[:3])
     _RECENT[:] = [(plan, machine, found, None if tables.zones else zones), *recent]
     return found

@@ -154,8 +154,10 @@ def test_every_planner_has_its_tolerances() -> None:
 def test_trees_are_estimated_as_near_as_documents(name: str, kind: str) -> None:
     (trees,) = draw_trees(kind, 200_000, 1, 0)
     plan = make_planner(name, H200, MODEL)(Batch(tuple(map(num_tokens, trees)), trees))
-    found = estimated(plan, H200, MODEL)
+    machine = Machine(H200, MODEL, AnalyticCost(H200, MODEL))
+    found = estimate(plan, machine)
     assert found.layer_s == pytest.approx(layer_s(simulated(plan, H200, MODEL), MODEL), rel=0.03)
+    assert estimate(plan, machine) is found, "asked again, it is known"
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,18 @@ def test_auto_asks_all_that_price_trees(run: CommandLine) -> None:
     drawn = "--dataset rollouts:responses=8 --tokens 100k --ranks 8 --cluster h100 --model llama3-8b"
     (result,) = run.json(f"plan --planner auto {drawn} --tokens-per-rank 50k --json")["results"]
     assert "distca" in result["note"]
+    # Bounds by lengths say nothing of trees: nobody is passed over by them or held against them, also
+    # where plans fit.
+    fits = drawn.replace("llama3-8b", "gpt-tiny")
+    (result,) = run.json(f"plan --planner auto {fits} --tokens-per-rank 50k --json")["results"]
+    assert "does not fit" not in result["note"]
+    assert "by their bounds" not in result["note"]
+    assert "of even computation" not in result["note"]
 
 
 def test_compare_says_what_sharing_and_balance_save(run: CommandLine, shapes: Path) -> None:
-    given = f"compare --planner distca --planner te_ring --trees {shapes} {ON}"
+    planners = "compare --planner distca --planner te_ring --planner zeppelin"
+    given = f"{planners} --trees {shapes} {ON}"
     found = run.json(f"{given} --json")
     assert found["sharing"] == {
         "trees": 3,
@@ -50,15 +58,38 @@ def test_compare_says_what_sharing_and_balance_save(run: CommandLine, shapes: Pa
         "attention_pairs": PAIRS,
         "flattened_attention_pairs": sum(n * (n + 1) // 2 for n in (1200, 1150, 1020, 590, 400)),
     }
-    alone = run.json(f"compare --planner distca --planner te_ring --lengths 1200,1150,1020,590,400 {ON} --json")
-    of_distca = next(row for row in alone["rows"] if row["planner"] == "distca")
-    assert found["flattened"]["step_s"] == of_distca["step_s"]
+    alone = run.json(f"{planners} --lengths 1200,1150,1020,590,400 {ON} --json")
+    step_s = {row["planner"]: row["step_s"] for row in alone["rows"]}
+    assert step_s["distca"] != step_s["zeppelin"]
+    assert found["flattened"]["step_s"] == min(step_s["distca"], step_s["zeppelin"])
     assert alone["sharing"] is None
     assert "flattened" not in alone
     assert found["bound_s"] < alone["bound_s"]
     said = run.printed(given)
     assert "3 trees of 7 segments; their 5 rollouts one by one are 1.70x the tokens" in said
     assert "the same rollouts one by one take" in said
+
+
+def test_nano_batches_of_trees_take_as_long_by_rounds_as_by_events(run: CommandLine, tmp_path: Path) -> None:
+    # Two halves of other trees, one of them of plain documents or full; each at its own prices.
+    path = tmp_path / "trees.json"
+    path.write_text(json.dumps([[[[30000, -1, "full"], [500, 0]], 35000, [[32000, -1], [3000, 0]]]]))
+    on = "--ranks 2 --ranks-per-node 2 --cluster h100 --model llama3-8b --tokens-per-rank 90k"
+    given = f"simulate --planner distca --ping-pong true --trees {path} {on} --json"
+    rounds, events = (run.json(f"{given} --engine {engine}")["step_s"]["median"] for engine in ("rounds", "events"))
+    assert rounds == pytest.approx(events, rel=0.02)
+
+
+def test_a_report_tries_trees_in_fewer_microbatches(run: CommandLine, tmp_path: Path) -> None:
+    first, second = SHAPES[0][:1], SHAPES[0][1:]
+    apart, together = tmp_path / "apart.json", tmp_path / "together.json"
+    apart.write_text(json.dumps([first, second]))
+    together.write_text(json.dumps([[*first, *second]]))
+    given = f"--planner te_ring --baseline te_ring --trees {apart} --microbatches 2 {ON}"
+    found = run.json(f"report --json {given} --out", tmp_path / "report.html")["try_next"]["tries"]
+    merged = next(each for each in found if each["options"] == "--microbatches 1")
+    simulated = run.json(f"simulate --json --planner te_ring --trees {together} {ON} --ping-pong false")
+    assert merged["step_s"] == pytest.approx(simulated["step_s"]["median"])
 
 
 def test_drawn_trees_and_those_of_a_configuration_are_taken(run: CommandLine, shapes: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Rectangles, num_pairs
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.forest import checked
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from tests.support.cost_table import BEFORE, LAUNCH_S, K, Q, causal_s, full_s, made
 
@@ -297,6 +298,11 @@ def test_models_have_the_flops_that_papers_count() -> None:
     assert latents.latent_flops > 0
     alike, batches = replace(latents, latent_travels=True), [Batch((512,))]
     assert model_flops(alike, batches) == pytest.approx(model_flops(latents, batches))
+    # Trees count what they show: none of the pairs of two branches of 255 tokens.
+    plain, tree = (512, 40), checked([[(2, -1, False), (255, 0, False), (255, 0, False)], [(40, -1, False)]])
+    fewer = model_flops(latents, [Batch(plain)]) - model_flops(latents, [Batch(plain, tree)])
+    pairs = 255 * 255
+    assert fewer == pytest.approx(3 * pairs * latents.num_layers * latents.attention_flops_per_pair)
     # KnapFormer, Eq. 1: 24 l d^2 outside attention, 4 l^2 d in it.
     flux = load_model("flux-12b")
     assert flux.linear_flops_per_token == 24 * 3072**2

@@ -1,5 +1,6 @@
 """distca on trees: each query once over the keys that its tree shows, evenly, shared keys once."""
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -10,12 +11,14 @@ from megatron_balance import Cluster, Model, verify
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.forest import Forest, Tree, checked, document, num_pairs, num_tokens
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners import distca
 from megatron_balance.planners.distca import DistcaOptions, linear_owned
 from megatron_balance.planners.distca import trees as of_trees
+from megatron_balance.planners.distca.servers import Edges, Plain, Seconds, Servers, TaskSizes
 from megatron_balance.workloads.trees import draw_trees
 from tests.support.forests import some_forest
 
@@ -65,6 +68,28 @@ def test_keys_that_siblings_share_come_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(of_trees.Paths, "num_common", lambda *_: 0)
     monkeypatch.setattr(of_trees.Paths, "above", lambda *_: ())
     assert shared < 0.97 * received()
+
+
+def test_a_server_has_what_siblings_share_as_long_as_one_of_them_is_there() -> None:
+    # A prompt of 256 tokens and two responses of 128, all on rank 0, whose responses go to rank 1.
+    forest = Forest(checked([[(256, -1, False), (128, 0, False), (128, 0, False)]]))
+    cost = AnalyticCost(Cluster(2, 2), MODEL)
+    made: list[Servers] = []
+
+    def schedule(rows: Ints, lengths: Sequence[int], paths: of_trees.Paths) -> Ints:
+        edges = Edges.of(rows, 128, Seconds.of(cost, max(lengths)))
+        made.append(Servers(edges, Plain(edges, TaskSizes(1.0, 1.0)), 2, paths=paths))
+        return np.insert(np.insert(rows, 4, 0, axis=1), 5, rows[:, 3], axis=1)
+
+    of_trees.schedule_trees(linear_owned(forest.lengths, [0]), forest, schedule)
+    (servers,) = made
+    _, one, other = servers.pieces[0]
+    servers.move(one, one[1], one[2], 0, 1)
+    assert servers.reach[1] == {0: 256, 1: 384, 2: 256}
+    assert servers.freed(1, one) == 384
+    servers.move(other, other[1], other[2], 0, 1)
+    assert servers.reach[1] == {0: 256, 1: 384, 2: 384}
+    assert servers.freed(1, one) == 128
 
 
 def test_paths_say_which_first_keys_runs_share() -> None:

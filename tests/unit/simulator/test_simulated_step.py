@@ -21,6 +21,7 @@ from megatron_balance.cost import base, modules, parallel
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.forest import checked
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import StepPlan
@@ -297,6 +298,17 @@ def test_the_bound_adds_up_documents_and_microbatches_and_stages_share_it():
     once = bound((SHORT_AND_LONG,), two)
     assert bound((SHORT_AND_LONG, SHORT_AND_LONG), two) == pytest.approx(2 * once)
     assert bound((SHORT_AND_LONG,), two, Setup(pipeline=2)) == pytest.approx(once / 2)
+
+
+def test_the_bound_of_trees_is_of_what_they_show() -> None:
+    machine = nodes_of_four(2)
+    full, plain = (replace(machine, model=replace(machine.model, attention=name)) for name in ("full", "causal"))
+    full = replace(full, cost=AnalyticCost(full.cluster, full.model))
+    lengths = (9000, 2000)
+    trees = checked([[(length, -1, True)] for length in lengths])
+    of_trees = step_module.bound_s([Batch(lengths, trees)], plain)
+    assert of_trees == pytest.approx(bound((lengths,), full))
+    assert of_trees > 1.02 * bound((lengths,), plain)
 
 
 # Seconds that experts add to a simulated layer: the busiest rank of a group, by its tokens.
