@@ -180,32 +180,33 @@ def named(name: str, trees: Iterable[Iterable[Sequence[object]]]) -> Forest:
     return forest
 
 
+def _depths(tree: Tree) -> list[int]:
+    """Of each segment, the tokens of its path, its own included."""
+    found: list[int] = []
+    for length, parent, _ in tree:
+        found.append(length + (found[parent] if found else 0))
+    return found
+
+
 def num_pairs(tree: Tree, window: int = 0) -> int:
     """Visible (query, key) pairs of a tree."""
     mask = SlidingWindow(window) if window else CAUSAL
-    total, paths = 0, list[int]()
-    for length, parent, full in tree:
-        path = paths[parent] if paths else 0
-        paths.append(path + length)
-        total += mask.num_pairs(path + length) - mask.num_pairs(path) + full * (length * (length - 1) // 2)
-    return total
+    return sum(
+        mask.num_pairs(depth) - mask.num_pairs(depth - length) + full * (length * (length - 1) // 2)
+        for (length, _, full), depth in zip(tree, _depths(tree), strict=True)
+    )
 
 
 def leaf_lengths(tree: Tree) -> list[int]:
     """Tokens of each path from the root to a leaf."""
-    depths: list[int] = []
-    for segment in tree:
-        depths.append(segment.length + (depths[segment.parent] if depths else 0))
     parents = {segment.parent for segment in tree}
-    return [depth for at, depth in enumerate(depths) if at not in parents]
+    return [depth for at, depth in enumerate(_depths(tree)) if at not in parents]
 
 
 def path_positions(tree: Tree) -> list[int]:
     """Position ids of a tree's tokens, depth first: how many tokens stand before each on its path."""
-    begins: list[int] = []
-    for segment in tree:
-        begins.append(begins[segment.parent] + tree[segment.parent].length if begins else 0)
-    return [at for begin, segment in zip(begins, tree, strict=True) for at in range(begin, begin + segment.length)]
+    ends = zip(tree, _depths(tree), strict=True)
+    return [at for segment, end in ends for at in range(end - segment.length, end)]
 
 
 # A position that does not follow the one before it begins a branch. The branch hangs below the token
