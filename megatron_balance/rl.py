@@ -35,13 +35,13 @@ WHOLE = "whole"
 
 @dataclass(frozen=True, slots=True)
 class RlOptions:
-    """What `plan_step` may be told beside the samples, by keyword."""
+    """Settings of a step beside its samples, given to `plan_step` by keyword."""
 
     max_tokens: int | None = None
     """Most tokens of one microbatch on a rank (of trees, each shared token once); a tensor-parallel
     group is one rank. None: what memory holds by prediction."""
     forward_max_tokens: int | None = None
-    """The same in passes without a backward, which then have microbatches of their own
+    """Most of passes without a backward, which then have microbatches of their own
     (`StepPlan.forward`). None: all passes have those of the update."""
     planner: str = WHOLE
     """`whole`: samples stay whole on a rank, and those that no rank holds go round the fewest
