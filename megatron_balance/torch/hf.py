@@ -18,7 +18,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.forest import Segment
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.model_config import OWN_HEADS
-from megatron_balance.torch import positions
+from megatron_balance.torch import mixers, positions
 from megatron_balance.torch.batch import BalancedBatch, balanced_attention
 from megatron_balance.torch.settings import check_layer
 
@@ -72,6 +72,7 @@ def _prepare(model: torch.nn.Module) -> None:
     """Make a model that has balanced attention ready for it. Safe to call twice."""
     _check_tables(type(model))
     positions.treat(model)
+    mixers.treat(model)
     if _begin_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
 
@@ -309,7 +310,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} asks for {', '.join(wrong)}; balanced attention is {balanced.plan.mask.name} attention within "
             f"each document. {'; '.join(dict.fromkeys(wrong.values()))}"
         )
-    layers = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    layers = getattr(module, mixers.CALLS, None) or getattr(getattr(module, "config", None), "num_hidden_layers", None)
     if window is not None and window >= longest:
         window = None  # it shows whole documents
     query = positions.treated(module, query, balanced)
