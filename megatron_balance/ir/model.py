@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import Literal, TypeAlias, get_args
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import at_least
@@ -13,6 +13,63 @@ from megatron_balance.ir.mask import KNOWN, Mask, mask_named
 # The type that gradients of queries, keys and values travel in between ranks: fp32 (fp64 for fp64),
 # or bf16, as in Transformer Engine's ring, where each rank adds its own and rounds.
 GradientWire: TypeAlias = Literal["fp32", "bf16"]
+
+RecurrentName: TypeAlias = Literal["gated_delta", "kda", "mamba2", "convolution"]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLayers:
+    """Layers of a hybrid model that hand a state on along a document (`ir.recurrent`).
+
+    `kind`: gated delta rule, Kimi Delta Attention, Mamba-2, or a short convolution alone. `layers`:
+    number of them, `attention_layers`: of those that attend, which may be the same, `mlp_layers`: of
+    those that have an MLP or experts; each of the model's `num_layers`. Each of `heads` has a state of
+    `key_dim` x `value_dim` (Mamba-2: numbers of B, width of a head; a convolution: one head of its
+    channels, `key_dim` 0). `key_heads`: of keys (Mamba-2: groups of B). `conv_width`: tokens that the
+    short convolution reads; `chunk`: tokens that a kernel takes at once.
+    """
+
+    kind: RecurrentName
+    layers: int
+    attention_layers: int
+    mlp_layers: int
+    heads: int
+    value_dim: int
+    key_heads: int = 0
+    key_dim: int = 0
+    conv_width: int = 4
+    chunk: int = 64
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RecurrentName):
+            raise ConfigError(f"recurrent: kind {self.kind!r}: expected one of {', '.join(get_args(RecurrentName))}")
+        least = {"mlp_layers": 0} | dict.fromkeys(("key_heads", "key_dim"), int(self.kind != "convolution"))
+        for field in fields(self)[1:]:
+            number = at_least(least.get(field.name, 1), f"recurrent: {field.name}", getattr(self, field.name))
+            object.__setattr__(self, field.name, number)
+        if self.kind == "convolution" and (self.heads, self.key_heads, self.key_dim) != (1, 0, 0):
+            raise ConfigError("recurrent: a convolution has heads 1 of its channels, key_heads 0 and key_dim 0")
+
+    @property
+    def state_heads(self) -> int:
+        """Heads that have a state; 0: a convolution alone."""
+        return self.heads if self.key_dim else 0
+
+    @property
+    def channels(self) -> int:
+        """Channels of the short convolution: queries, keys and values (Mamba-2: x, B and C)."""
+        return self.heads * self.value_dim + 2 * self.key_heads * self.key_dim
+
+    def share(self, tensor: int) -> RecurrentLayers:
+        """The part of one of `tensor` tensor-parallel ranks: of the heads, or of the channels."""
+        if not self.key_dim:
+            return replace(self, value_dim=max(1, self.value_dim // tensor))
+        return replace(self, heads=max(1, self.heads // tensor), key_heads=max(1, self.key_heads // tensor))
+
+    @property
+    def map_size(self) -> int:
+        """Numbers of M of a head, of S' = M S + U."""
+        return 1 if self.kind == "mamba2" else self.key_dim**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +129,8 @@ class Model:
     tied_embeddings: bool = False
     """Whether the output matrix is the embedding: one stage then holds one of them."""
 
+    recurrent: RecurrentLayers | None = None
+    """Recurrent layers; None: every layer attends and has an MLP or experts."""
     forest: Forest | None = None
     """The mask in place of `attention`, of a microbatch of trees that is priced; no configuration has
     one."""
@@ -102,6 +161,10 @@ class Model:
                 raise ConfigError(f"model {self.name}: {what} {getattr(self, what)} of {self.num_layers} layers")
         if self.other_layers and not self.other_attention:
             raise ConfigError(f"model {self.name}: other_layers {self.other_layers} goes with other_attention")
+        if self.recurrent is not None:
+            for what in ("layers", "attention_layers", "mlp_layers"):
+                if (count := getattr(self.recurrent, what)) > self.num_layers:
+                    raise ConfigError(f"model {self.name}: recurrent: {what} {count} of {self.num_layers} layers")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"model {self.name}: experts_per_token {self.experts_per_token} of {self.num_experts} experts"
@@ -118,6 +181,7 @@ class Model:
             num_kv_heads=max(1, self.num_kv_heads // tensor),
             ffn_size=max(1, self.ffn_size // tensor),
             shared_ffn_size=self.shared_ffn_size // tensor,
+            recurrent=self.recurrent and self.recurrent.share(tensor),
             latent_split=self.latent_split * tensor,
         )
 

@@ -491,8 +491,8 @@ def resolved(config: Run) -> dict[str, Any]:
     if cluster is not None:
         sections["cluster"] = dict(cluster.given)
     if model is not None:
-        # The run's.
-        sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k not in ("gradient_wire", "forest")}
+        own = {"gradient_wire", "forest"} | ({"recurrent"} if model.recurrent is None else set[str]())
+        sections["model"] = {key: each for key, each in dataclasses.asdict(model).items() if key not in own}
     return {**sections, **body}
 
 
