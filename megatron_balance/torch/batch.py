@@ -89,12 +89,13 @@ class BalancedBatch:
     Its rows are pieces of documents, of whatever rank gave them, one behind the other. A rank that
     gets none has a row of padding, since it takes part in every collective of a layer.
 
-    A batch counts the attention calls under its plan. `mean_loss`, `global_loss`, `gather`,
-    `gather_rows` and `router_loss` refuse values of a forward whose layers did not all attend under
-    it, on all ranks alike and before anything is communicated. A forward lets values through once;
-    further ones pass if they share memory with these, or their autograd graphs meet. The argument
-    `attended` is the number of attention calls of a forward, where the configuration does not say
-    it; 0 lets values through that no attention made, or that nothing links to their forward.
+    A batch counts the calls of attention, and of recurrent layers, under its plan. `mean_loss`,
+    `global_loss`, `gather`, `gather_rows` and `router_loss` refuse values of a forward of which
+    some layer did not call under it, on all ranks alike and before anything is communicated. A
+    forward lets values through once; further ones pass if they share memory with these, or their
+    autograd graphs meet. The argument `attended` is the number of calls of a forward,
+    where the configuration does not say it; 0 lets values through that none made, or that
+    nothing links to their forward.
 
     Attributes:
         tokens: int64 [T].
@@ -673,26 +674,42 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
 
 
 @_outside_compiled
-def balanced_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, batch: BalancedBatch) -> Tensor:
+def balanced_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    batch: BalancedBatch,
+    *,
+    alone: bool = False,
+    layers: int | None = None,
+) -> Tensor:
     """The causal convolution of every channel within its document, wherever the tokens before lie.
 
     x [T, D]; weight [D, W], the token's own tap last; bias [D]. Differentiable and collective, as
-    `balanced_attention`. Rows of padding give zeros. ConfigError: other rows; as
+    `balanced_attention`. Rows of padding give zeros. `alone`: no recurrence follows in its layer, so
+    the batch counts this call; `layers`: as there. ConfigError: other rows; as
     `BalancedBatch.recurrent`.
     """
     rows = batch.own_rows(x)
     out = causal_convolution(rows, weight, bias, batch.recurrent(0, weight.shape[1] - 1))
-    return F.pad(out, (0, 0, 0, batch.num_rows - len(rows)))
+    out = F.pad(out, (0, 0, 0, batch.num_rows - len(rows)))
+    if alone:
+        batch.count_call(layers, out)
+    return out
 
 
 @_outside_compiled
-def balanced_recurrence(recurrence: AffineRecurrence, batch: BalancedBatch, *inputs: Tensor) -> Tensor:
+def balanced_recurrence(
+    recurrence: AffineRecurrence, batch: BalancedBatch, *inputs: Tensor, layers: int | None = None
+) -> Tensor:
     """Outputs [T, H, V] of a recurrence over `inputs` [T, H, ...] within each document, whose state
-    goes on from piece to piece wherever these lie.
+    goes on from piece to piece wherever these lie (`runtime.kernels.recurrence`).
 
-    Differentiable and collective, as `balanced_attention`. Rows of padding give zeros. ConfigError:
-    as for `balanced_convolution`.
+    Differentiable and collective, as `balanced_attention`; the batch counts it as a call of that.
+    Rows of padding give zeros. `layers`: as there. ConfigError: as for `balanced_convolution`.
     """
     rows = [batch.own_rows(x) for x in inputs]
     out = recurrent_layer(recurrence, batch.recurrent(rows[0].shape[1], 0), *rows)
-    return F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - len(out)))
+    out = F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - len(out)))
+    batch.count_call(layers, out)
+    return out

@@ -283,7 +283,8 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} was called without a batch; call model(**hf.inputs(batch)), and under checkpointing use a model "
             "that hands keywords through to its attention"
         )
-    check_layer(module, balanced.accept)
+    calls: int | None = getattr(module, mixers.CALLS, None)
+    check_layer(module, balanced.accept, hybrid=calls is not None)
     window: int | None = given.get("sliding_window")
     causal = given["is_causal"] if given.get("is_causal") is not None else getattr(module, "is_causal", None)
     wrong: dict[str, str] = {}
@@ -310,7 +311,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} asks for {', '.join(wrong)}; balanced attention is {balanced.plan.mask.name} attention within "
             f"each document. {'; '.join(dict.fromkeys(wrong.values()))}"
         )
-    layers = getattr(module, mixers.CALLS, None) or getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    layers = calls or getattr(getattr(module, "config", None), "num_hidden_layers", None)
     if window is not None and window >= longest:
         window = None  # it shows whole documents
     query = positions.treated(module, query, balanced)

@@ -31,6 +31,7 @@ CALLS = "balanced_calls"
 
 _WRAPPED = "balanced_seam"  # attribute of functions that are wrapped
 _ATTENDS = "ALL_ATTENTION_FUNCTIONS"  # named in the forward of every module that attends
+_CONVOLUTION = "causal_conv1d_fn"
 _FUSED = "mamba2_split_conv1d_scan_combined"  # of Mamba-2 in training: None says that there is none
 
 # Names in the forward of modules that mix tokens where a plan cannot reach, and what they are.
@@ -42,9 +43,14 @@ UNREACHED = {
 
 @dataclass
 class _Mixing:
-    """A mixer that runs under `batch`. `reached`: functions of its that were called."""
+    """A mixer that runs under `batch`, whose model's forward makes so many `calls` under the plan.
+
+    `alone`: it has a convolution and no recurrence. `reached`: functions of its that were called.
+    """
 
     batch: BalancedBatch
+    calls: int
+    alone: bool
     reached: set[str] = field(default_factory=set[str])
 
 
@@ -103,7 +109,7 @@ def _wrapped(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if mixing is None:
             return original(*args, **given)
         mixing.reached.add(name)
-        return SEAMS[name](mixing.batch, *args, **given)
+        return SEAMS[name](mixing, *args, **given)
 
     setattr(run, _WRAPPED, True)
     return run
@@ -117,23 +123,23 @@ def _mix(mixer: nn.Module, *args: Any, **given: Any) -> Tensor:
         if positions.running(mixer) is not None:
             raise ConfigError(f"{name} runs in a forward with a batch and was not handed it; hand keywords through")
         return forward(mixer, *args, **given)
-    mixing = _Mixing(batch)
+    seams = _seams(_named(type(mixer)))
+    mixing = _Mixing(batch, getattr(mixer, CALLS), seams == {_CONVOLUTION})
     token = _mixing.set(mixing)
     try:
         out = forward(mixer, *args, **given)
     finally:
         _mixing.reset(token)
-    if missed := _seams(_named(type(mixer))) - mixing.reached:
+    if missed := seams - mixing.reached:
         raise ConfigError(
             f"{name} did not call {', '.join(sorted(missed))} and mixed tokens past the plan; leave out caches, and "
             "kernels that replace its forward"
         )
-    batch.count_call(getattr(mixer, CALLS), out)
     return out
 
 
 def _convolution(
-    batch: BalancedBatch,
+    mixing: _Mixing,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -141,7 +147,8 @@ def _convolution(
     **_: Any,
 ) -> Tensor:
     """[1, D, T]."""
-    out = balanced_convolution(hidden_states[0].T.to(weight.dtype), weight, bias, batch)
+    counted: Any = {"alone": mixing.alone, "layers": mixing.calls}
+    out = balanced_convolution(hidden_states[0].T.to(weight.dtype), weight, bias, mixing.batch, **counted)
     if activation is not None:
         from transformers.activations import ACT2FN
 
@@ -150,7 +157,7 @@ def _convolution(
 
 
 def _gated_delta(  # noqa: PLR0913, PLR0917  Transformers' signature
-    batch: BalancedBatch,
+    mixing: _Mixing,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -170,11 +177,12 @@ def _gated_delta(  # noqa: PLR0913, PLR0917  Transformers' signature
     q, k = (_of_heads(x, v.shape[1]) for x in (q * q.shape[-1] ** -0.5, k))
     # Of KDA a chunk's scores have every channel of keys.
     recurrence = GatedDelta(min(chunk_size, 16) if g.ndim == v.ndim else chunk_size)
-    return balanced_recurrence(recurrence, batch, q, k, v, g, beta)[None].to(query.dtype), None
+    out = balanced_recurrence(recurrence, mixing.batch, q, k, v, g, beta, layers=mixing.calls)
+    return out[None].to(query.dtype), None
 
 
 def _mamba2(  # noqa: PLR0913, PLR0917  Transformers' signature
-    batch: BalancedBatch,
+    mixing: _Mixing,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -195,7 +203,7 @@ def _mamba2(  # noqa: PLR0913, PLR0917  Transformers' signature
     dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(x.dtype)
     b, c = (_of_heads(each, x.shape[1]) for each in (b, c))
-    out = balanced_recurrence(Mamba2(chunk_size), batch, x, dt, dt * A.to(x.dtype), b, c)
+    out = balanced_recurrence(Mamba2(chunk_size), mixing.batch, x, dt, dt * A.to(x.dtype), b, c, layers=mixing.calls)
     return (out if D is None else out + D[:, None].to(x.dtype) * x)[None]
 
 
@@ -213,7 +221,7 @@ def _check_no_state(first: Tensor | None, wants_last: bool) -> None:
 
 
 SEAMS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolution,
+    _CONVOLUTION: _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta,
     "chunk_kimi_delta_attention": _gated_delta,
     "mamba2_chunk_scan": _mamba2,
