@@ -22,7 +22,7 @@ from megatron_balance.model_config import OWN_HEADS
 from megatron_balance.torch import mixers, positions
 from megatron_balance.torch.balancer import SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch, balanced_attention
-from megatron_balance.torch.leaks import Apart, LeakCheck
+from megatron_balance.torch.leaks import LeakCheck, Leaks
 from megatron_balance.torch.settings import check_layer
 
 NAME = "balanced"  # of the attention, as `attn_implementation` takes it
@@ -191,7 +191,7 @@ def inputs(batch: BalancedBatch) -> dict[str, Any]:
     )
 
 
-def check(model: torch.nn.Module, balancer: SequenceBalancer) -> Apart:
+def check(model: torch.nn.Module, balancer: SequenceBalancer) -> Leaks:
     """Check that documents stay apart in a model, whatever its layers are called, and that each is as
     alone: once at a job's start where a model has layers that nobody reviewed.
 

@@ -21,7 +21,7 @@ LONG_MEMORY = -5.0
 
 
 @dataclass(frozen=True)
-class Apart:
+class Leaks:
     """Figures of a check, largest of all ranks, over the largest output.
 
     `leak`: change of a document's outputs when others change, before and behind it. `alone`: distance
@@ -33,7 +33,7 @@ class Apart:
 
 
 @dataclass
-class _Run:
+class _CheckRun:
     # A forward of documents of which those were changed whose numbers have a bit: its batch, outputs
     # and, where they were asked for, what each module took and gave.
     batch: BalancedBatch
@@ -64,7 +64,7 @@ class LeakCheck:
         self.num_bits = (size * len(lengths) - 1).bit_length()
 
     @torch.no_grad()
-    def run(self) -> Apart:
+    def run(self) -> Leaks:
         """Every document is held against changes of every other one. ConfigError: outputs change with
         those of another document, and in which module; they are not those of the document alone.
         """
@@ -85,7 +85,7 @@ class LeakCheck:
             by_document = self.balancer.gather(first.outputs)
             own = [self.alone(self._tokens(each)) for each in self.documents]
             (alone,) = self._largest([max(float((a - b).abs().max()) for a, b in zip(by_document, own, strict=True))])
-        found = Apart(leak, alone / largest)
+        found = Leaks(leak, alone / largest)
         if found.alone > sqrt(epsilon) and not self.balancer.model.num_experts:
             raise ConfigError(
                 f"{type(self.model).__name__}: outputs of a document are {found.alone:.1e} of the largest off those "
@@ -96,7 +96,7 @@ class LeakCheck:
     def _tokens(self, drawn: Tensor) -> Tensor:
         return (drawn + self.tokens.start).to(self.balancer.device)
 
-    def _of(self, change: tuple[int, int] | None = None, *, watched: bool = False) -> _Run:
+    def _of(self, change: tuple[int, int] | None = None, *, watched: bool = False) -> _CheckRun:
         documents = self.documents
         if change is not None:
             bit, kept = change
@@ -107,7 +107,7 @@ class LeakCheck:
         torch.manual_seed(0)  # dropout hides the same
         seen: list[tuple[str, list[Tensor], Tensor]] = []
         with _watched(self.model, batch, seen) if watched else ExitStack():
-            return _Run(batch, self.forward(batch), seen)
+            return _CheckRun(batch, self.forward(batch), seen)
 
     def _largest(self, numbers: list[float]) -> list[float]:
         return self.balancer.largest(torch.tensor(numbers, dtype=torch.float64)).tolist()
@@ -130,7 +130,7 @@ class LeakCheck:
         )
 
 
-def _kept(one: _Run, two: _Run) -> Tensor:
+def _kept(one: _CheckRun, two: _CheckRun) -> Tensor:
     # Rows of documents that did not change: all tokens of one that did are others.
     if not torch.equal(one.batch.position_ids, two.batch.position_ids):
         raise ConfigError(
@@ -141,7 +141,7 @@ def _kept(one: _Run, two: _Run) -> Tensor:
     return kept
 
 
-def _apart(one: _Run, two: _Run) -> float:
+def _apart(one: _CheckRun, two: _CheckRun) -> float:
     kept = _kept(one, two)
     return float((one.outputs[kept] - two.outputs[kept]).abs().max()) if bool(kept.any()) else 0.0
 

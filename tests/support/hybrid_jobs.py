@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_balance.torch import SequenceBalancer, Settings, hf, mixers
-from megatron_balance.torch.leaks import Apart
+from megatron_balance.torch.leaks import Leaks
 from tests.support.pool import World, said
 from tests.support.recurrent_jobs import FAULTS
 
@@ -254,9 +254,9 @@ class Invented(nn.Module):
         return self.mlp(mixed.flip(1) if self.backwards else mixed)
 
 
-def check(world: World) -> tuple[list[Apart], list[str]]:
+def check(world: World) -> tuple[list[Leaks], list[str]]:
     # Figures of models that keep documents apart, and what is said of others.
-    figures: list[Apart] = []
+    figures: list[Leaks] = []
     told: list[str] = []
     for way in (Hybrid("granitemoehybrid"), Hybrid("qwen3_5_text", "te_ring", sharded=True, again="reentrant")):
         model = balanced(world, way)
