@@ -490,6 +490,7 @@ class SequenceBalancer:
                 self.pool,
                 self.model,
                 self._layers,
+                torch.bfloat16 if self.settings.state_wire == "bf16" else None,
             )
             batches.append(
                 BalancedBatch(
