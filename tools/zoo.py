@@ -631,7 +631,7 @@ def judged(rows: Sequence[Found], chosen: Sequence[Case], known: Mapping[str, An
     found: list[Found] = []
     with patch("megatron_balance.model_config.proved", lambda: known):
         for row, case in zip(rows, chosen, strict=True):
-            why = {} if row.status == "untried" else unproved(tiny(case))
+            why = {} if row.status == "untried" else unproved(tiny(case), hybrid=True)
             said = "; ".join(f"{name}: {each}" for name, each in why.items())
             found.append(replace(row, status="refused", reason=said) if why else row)
     return found

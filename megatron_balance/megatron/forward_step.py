@@ -158,9 +158,8 @@ def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     """Sum of the token losses, number of tokens that count, and both for the report."""
     # With `--calculate-per-token-loss` Megatron divides the gradient by the tokens of the whole
     # step, so the sum over ranks and microbatches is exact however the tokens are placed.
-    mask = loss_mask.view(-1).float()
-    loss = torch.sum(losses.view(-1).float() * mask)
-    num_tokens = mask.sum().detach().to(torch.int)
+    loss = torch.sum(losses.view(-1).float() * loss_mask.view(-1).float())
+    num_tokens = loss_mask.sum().detach().to(torch.int)
     return loss, num_tokens, {LOSS: torch.cat([loss.detach().view(1), num_tokens.view(1).float()])}
 
 
@@ -285,4 +284,9 @@ class Microbatches:
         ]
         self.counters += [bound.counters for layers in bounds for bound in layers.bounds]
         counts = None if self._counts is None else self._counts[index]
-        return planned_microbatch(self._local(index), bounds, counts, self._num_samples)
+        made = planned_microbatch(self._local(index), bounds, counts, self._num_samples)
+        if not self._job.sums_loss:
+            return made
+        # Megatron divides by the tokens of all microbatches and ranks: one of all counts as one.
+        one = torch.tensor(float(index == 0 and self._job.pool.rank == 0), device=made.loss_mask.device)
+        return dataclasses.replace(made, loss_mask=CountedMask.of(made.loss_mask, one))

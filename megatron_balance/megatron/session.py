@@ -94,6 +94,7 @@ class Session:
         _save_ledger(self._ledger.to_json(), args)
         self._prepared: set[int] = set()
         self.unchecked = config.self_check
+        self.sums_loss = flags.sums_trees(args)
         self._model: Any = None
         self._keeping: Keeping | None = None
 
@@ -189,7 +190,8 @@ class Session:
         dense = args.num_experts is None and args.fp8 is None
         # The number of the first sample that this replica reads of a microbatch, if anybody asks.
         first = self.pool.replica * args.micro_batch_size if self.num_samples else None
-        return data.Reader(dense, args.position_embedding_type == "learned_absolute", self.depths, first)
+        learned = args.position_embedding_type == "learned_absolute"
+        return data.Reader(dense, learned, self.depths, first, args.balance_trees)
 
     @property
     def num_columns(self) -> int:

@@ -135,6 +135,7 @@ PLANNERS: dict[str, Planner] = {
         _WHERE_THEY_PAY,
         zeppelin.plan_in,
         parts_heads=zeppelin.parts_heads,
+        masks=(*KINDS, FOREST),
         tries=(Try(), Try({"rule": "groups"})),
     ),
     "auto": Planner(

@@ -32,7 +32,7 @@ from megatron_balance.torch import documents
 from megatron_balance.torch.batch import BalancedBatch, Dealt, LossScale
 from megatron_balance.torch.documents import LABEL, TOKEN, Document
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
-from megatron_balance.torch.settings import Settings, layers_of, model_of
+from megatron_balance.torch.settings import Settings, calls_of, model_of
 from megatron_balance.training import tokens
 from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.training.log import StepTracer
@@ -157,7 +157,7 @@ class SequenceBalancer:
         accepted. ConfigError: no heads and sizes are said, or the attention is not known; as there.
         """
         made = cls(planner, model_of(config, accept), mesh, accept=accept, **keywords)
-        made._layers = layers_of(config)
+        made._layers = calls_of(config, made.model)
         return made
 
     def __call__(self, documents: Sequence[Document]) -> BalancedBatch:

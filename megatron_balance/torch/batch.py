@@ -20,6 +20,7 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.proof.structure import verify_plan
+from megatron_balance.compile.recurrent import compile_recurrent
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, ranges
 from megatron_balance.ir.batch import at_least
@@ -31,6 +32,8 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.bind import AttentionShape, Bound
+from megatron_balance.runtime.kernels.recurrence import AffineRecurrence
+from megatron_balance.runtime.recurrent import RecurrentBound, bind_recurrent, causal_convolution, recurrent_layer
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths, TokenExchange
@@ -86,12 +89,13 @@ class BalancedBatch:
     Its rows are pieces of documents, of whatever rank gave them, one behind the other. A rank that
     gets none has a row of padding, since it takes part in every collective of a layer.
 
-    A batch counts the attention calls under its plan. `mean_loss`, `global_loss`, `gather`,
-    `gather_rows` and `router_loss` refuse values of a forward whose layers did not all attend under
-    it, on all ranks alike and before anything is communicated. A forward lets values through once;
-    further ones pass if they share memory with these, or their autograd graphs meet. The argument
-    `attended` is the number of attention calls of a forward, where the configuration does not say
-    it; 0 lets values through that no attention made, or that nothing links to their forward.
+    A batch counts the calls of attention, and of recurrent layers, under its plan. `mean_loss`,
+    `global_loss`, `gather`, `gather_rows` and `router_loss` refuse values of a forward of which
+    some layer did not call under it, on all ranks alike and before anything is communicated. A
+    forward lets values through once; further ones pass if they share memory with these, or their
+    autograd graphs meet. The argument `attended` is the number of calls of a forward,
+    where the configuration does not say it; 0 lets values through that none made, or that
+    nothing links to their forward.
 
     Attributes:
         tokens: int64 [T].
@@ -133,6 +137,7 @@ class BalancedBatch:
         self._bind = bind
         self.accept = accept
         self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape | None], Bound] = {}
+        self._recurrent: dict[tuple[int, int], RecurrentBound] = {}
         # since values were taken last: attention calls by layers of their model (0: not known), and
         # forwards begun
         self._calls: Counter[int] = Counter()
@@ -433,6 +438,10 @@ class BalancedBatch:
             raise ConfigError(f"expected one entry for each of {self.num_rows} rows, got {list(values.shape)}")
         return rows
 
+    def own_rows(self, values: Tensor) -> Tensor:
+        """The rows of tokens of values [T, ...]; ConfigError: they have other rows."""
+        return self._rows_of(values)[: self.num_tokens]
+
     def cumulative(self, values: Tensor) -> Tensor:
         """Sums [T] of integers [T] over the rows of each document up to each, wherever they lie.
 
@@ -501,6 +510,25 @@ class BalancedBatch:
                 verify_plan(plan)
             self._bounds[key] = self._bind(plan, dtype, device, shape)
         return self._bounds[key]
+
+    def recurrent(self, num_heads: int, halo: int) -> RecurrentBound:
+        """The program of recurrent layers with so many heads of states, and of convolutions that read
+        `halo` rows before a token, looked up for this rank; made at the first call. ConfigError: the
+        batch is of trees, or planned for full attention.
+        """
+        mask = self.plan.mask
+        if isinstance(mask, Forest) or mask == FULL:
+            what = (
+                "trees, whose branches would begin with the state at their parent's end," if mask != FULL else mask.name
+            )
+            raise ConfigError(
+                f"expected documents under causal attention, got a batch of {what} for a recurrent layer: it is not "
+                "built; give documents to balancer.step"
+            )
+        key = (num_heads, halo)
+        if key not in self._recurrent:
+            self._recurrent[key] = bind_recurrent(compile_recurrent(self.plan, *key), self._dealt.pool.groups)
+        return self._recurrent[key]
 
 
 def _check_scalar(loss: Tensor) -> None:
@@ -643,3 +671,45 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     out = F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens))
     batch.count_call(layers, out)
     return out.view(*q.shape[:-1], v.shape[-1])
+
+
+@_outside_compiled
+def balanced_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    batch: BalancedBatch,
+    *,
+    alone: bool = False,
+    layers: int | None = None,
+) -> Tensor:
+    """The causal convolution of every channel within its document, wherever the tokens before lie.
+
+    x [T, D]; weight [D, W], the token's own tap last; bias [D]. Differentiable and collective, as
+    `balanced_attention`. Rows of padding give zeros. `alone`: no recurrence follows in its layer, so
+    the batch counts this call; `layers`: as there. ConfigError: other rows; as
+    `BalancedBatch.recurrent`.
+    """
+    rows = batch.own_rows(x)
+    out = causal_convolution(rows, weight, bias, batch.recurrent(0, weight.shape[1] - 1))
+    out = F.pad(out, (0, 0, 0, batch.num_rows - len(rows)))
+    if alone:
+        batch.count_call(layers, out)
+    return out
+
+
+@_outside_compiled
+def balanced_recurrence(
+    recurrence: AffineRecurrence, batch: BalancedBatch, *inputs: Tensor, layers: int | None = None
+) -> Tensor:
+    """Outputs [T, H, V] of a recurrence over `inputs` [T, H, ...] within each document, whose state
+    goes on from piece to piece wherever these lie (`runtime.kernels.recurrence`).
+
+    Differentiable and collective, as `balanced_attention`; the batch counts it as a call of that.
+    Rows of padding give zeros. `layers`: as there. ConfigError: as for `balanced_convolution`.
+    """
+    rows = [batch.own_rows(x) for x in inputs]
+    out = recurrent_layer(recurrence, batch.recurrent(rows[0].shape[1], 0), *rows)
+    out = F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - len(out)))
+    batch.count_call(layers, out)
+    return out

@@ -18,7 +18,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.forest import Segment
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.model_config import OWN_HEADS
-from megatron_balance.torch import positions
+from megatron_balance.torch import mixers, positions
 from megatron_balance.torch.batch import BalancedBatch, balanced_attention
 from megatron_balance.torch.settings import check_layer
 
@@ -72,6 +72,7 @@ def _prepare(model: torch.nn.Module) -> None:
     """Make a model that has balanced attention ready for it. Safe to call twice."""
     _check_tables(type(model))
     positions.treat(model)
+    mixers.treat(model)
     if _begin_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
 
@@ -282,7 +283,8 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} was called without a batch; call model(**hf.inputs(batch)), and under checkpointing use a model "
             "that hands keywords through to its attention"
         )
-    check_layer(module, balanced.accept)
+    calls: int | None = getattr(module, mixers.CALLS, None)
+    check_layer(module, balanced.accept, hybrid=calls is not None)
     window: int | None = given.get("sliding_window")
     causal = given["is_causal"] if given.get("is_causal") is not None else getattr(module, "is_causal", None)
     wrong: dict[str, str] = {}
@@ -309,7 +311,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} asks for {', '.join(wrong)}; balanced attention is {balanced.plan.mask.name} attention within "
             f"each document. {'; '.join(dict.fromkeys(wrong.values()))}"
         )
-    layers = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    layers = calls or getattr(getattr(module, "config", None), "num_hidden_layers", None)
     if window is not None and window >= longest:
         window = None  # it shows whole documents
     query = positions.treated(module, query, balanced)

@@ -122,7 +122,7 @@ class Settings:
 
 
 # Configurations of layers that passed, by their `id` and what was accepted.
-_checked: WeakValueDictionary[tuple[int, frozenset[str]], object] = WeakValueDictionary()
+_checked: WeakValueDictionary[tuple[int, frozenset[str], bool], object] = WeakValueDictionary()
 
 
 def model_of(config: object, accept: Collection[str] = ()) -> Model:
@@ -136,18 +136,27 @@ def model_of(config: object, accept: Collection[str] = ()) -> Model:
     if isinstance(config, Model):
         return config
     dtype = value(config, "dtype")
-    return Model(**facts(config, accept), bytes_per_element=dtype.itemsize if isinstance(dtype, torch.dtype) else 2)
+    return Model(
+        **facts(config, accept, hybrid=True), bytes_per_element=dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+    )
 
 
-def layers_of(config: object) -> int | None:
-    """Layers of its text model that a configuration says; None: it does not say, or is a `Model`."""
-    return None if isinstance(config, Model) else num_layers(config)
+def calls_of(config: object, model: Model) -> int | None:
+    """Calls under a plan that a forward makes, of the text model that a configuration says; None: it
+    does not say, or is a `Model`.
+    """
+    if isinstance(config, Model):
+        return None
+    own = model.recurrent
+    return num_layers(config) if own is None else own.attention_layers + own.layers
 
 
-def check_layer(layer: torch.nn.Module, accept: Collection[str]) -> None:
-    """Refuse a layer that is not proved to attend as planned, of a configuration not seen before."""
+def check_layer(layer: torch.nn.Module, accept: Collection[str], *, hybrid: bool) -> None:
+    """Refuse a layer that is not proved to attend as planned, of a configuration not seen before.
+    `hybrid`: whether the recurrent layers beside it run under plans.
+    """
     config = getattr(layer, "config", None)
-    key = (id(config), frozenset(accept))
+    key = (id(config), frozenset(accept), hybrid)
     if config is not None and _checked.get(key) is not config:
-        check(config, accept)
+        check(config, accept, hybrid=hybrid)
         _checked[key] = config
