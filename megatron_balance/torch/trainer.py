@@ -111,7 +111,7 @@ class BalancedTrainer(_Base):
                     "expected a stream that is whole on every rank, got one that was split by node already; leave out "
                     "split_dataset_by_node"
                 )
-            dataset = _Stream(dataset)
+            dataset = _WholeStream(dataset)
         loader = super()._get_dataloader(dataset, *args, **given)
         # Accelerate's own, which repeats documents where the ranks' last batches differ.
         if isinstance(loader.dataset, IterableDatasetShard):
@@ -234,7 +234,7 @@ _OFF = "Leave it out"
 
 
 def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
-    """What a trainer may ask for in vain, what to do about it, and whether this one does."""
+    """Features that a trainer may ask for in vain, what to do about each, whether this one does."""
     args, model = trainer.args, _unwrapped(trainer.model)
     several = trainer.accelerator.num_processes > 1
     yield from _kinds(trainer)
@@ -403,7 +403,7 @@ class _AllInStep(BatchSamplerShard):
             yield mine
 
 
-class _Stream(IterableDataset[Any]):
+class _WholeStream(IterableDataset[Any]):
     """A stream that every rank reads as a whole: Accelerate would hand out its files, unevenly."""
 
     def __init__(self, inner: Iterable[Any]) -> None:
