@@ -164,6 +164,9 @@ class StepPlan:
     num_microbatches: tuple[int, ...] = ()
     """By pipeline of the strategy, how many microbatches are its own, one at least: they stand
     pipeline by pipeline. Each plan is over the context-parallel ranks of its pipeline."""
+    forward: StepPlan | None = None
+    """Of passes of the same samples without a backward, where their microbatches are others. None:
+    such passes run these."""
 
     def __post_init__(self) -> None:
         sizes = [len(seqs) for microbatch in self.members for seqs in microbatch]
@@ -261,6 +264,7 @@ class StepPlan:
         parts += [_digest(f"{each.tick} {each.plan.fingerprint()}" for each in ticks) for ticks in self.ticks]
         parts += [] if self.is_dealt() else [repr(self.members)]
         parts += [] if self.strategy is None else [f"{self.strategy} {self.num_microbatches} {self.members}"]
+        parts += [] if self.forward is None else [f"forward {self.forward.fingerprint()}"]
         return parts[0] if len(parts) == 1 else _digest(parts)
 
 
@@ -339,9 +343,10 @@ def to_json(step: StepPlan) -> str:
     of = ",".join(map(plans.to_json, step.plans))
     strategy = json.dumps(None if step.strategy is None else str(step.strategy))
     numbers = json.dumps(step.num_microbatches, separators=(",", ":"))
+    forward = "" if step.forward is None else f',"forward":{to_json(step.forward)}'
     return (
         f'{{"format":{json.dumps(FORMAT)},"strategy":{strategy},"num_microbatches":{numbers},"members":{members},'
-        f'"plans":[{of}],"ticks":[{",".join(ticks)}]}}'
+        f'"plans":[{of}],"ticks":[{",".join(ticks)}]{forward}}}'
     )
 
 
@@ -368,6 +373,7 @@ def from_body(loaded: Any) -> StepPlan:
             tuple(map(_ticks_from_body, body["ticks"])),
             None if body["strategy"] is None else Strategy.parse(str(body["strategy"])),
             tuple(map(int, body["num_microbatches"])),
+            None if body.get("forward") is None else from_body(body["forward"]),
         )
     except MALFORMED as error:
         raise ConfigError(f"damaged plan of a step: {type(error).__name__}: {error}") from None

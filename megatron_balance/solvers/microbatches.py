@@ -1,0 +1,131 @@
+"""Items into microbatches and places, under a cap of tokens: as few microbatches as hold them, the
+slowest place of each as fast as was found.
+
+The ranks of a microbatch wait for one another, so a step takes the sum, over its microbatches, of
+the seconds of its slowest place. So the slow items of a step belong into the same microbatches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from megatron_balance.cost.base import Floats
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.solvers.packing import best_fit
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchesProblem:
+    """`tokens`, `seconds` [n]: of each item, on each of the neighbouring `widths` [n] places that
+    share it; a width divides `num_places`. A place holds at most `most` tokens of a microbatch.
+    """
+
+    tokens: Ints
+    seconds: Floats
+    widths: Ints
+    num_places: int
+    most: int
+
+
+# Of each item, its microbatch and the first of its places.
+Dealt = list[tuple[int, int]]
+
+
+def deal(problem: MicrobatchesProblem, fewest: int = 1, multiple: int = 1) -> tuple[int, Dealt]:
+    """The fewest microbatches that were found to hold all items, of at least `fewest` and a
+    `multiple`; where each item is. No item may have more than `most` tokens on a place.
+    """
+    assert problem.tokens.max(initial=0) <= problem.most, "an item that no place holds"
+    room = problem.most * problem.num_places
+    count = max(fewest, -(-int((problem.tokens * problem.widths).sum()) // room), 1)
+    count = -(-count // multiple) * multiple
+    # One item a microbatch always fits.
+    while (found := _deal(problem, count)) is None:
+        count += multiple
+    return count, found
+
+
+def _deal(problem: MicrobatchesProblem, count: int) -> Dealt | None:
+    held = np.zeros((count, problem.num_places), dtype=np.int64)
+    loads = np.zeros((count, problem.num_places))
+    dealt: Dealt = [(-1, -1)] * len(problem.tokens)
+    order = np.argsort(-problem.seconds, kind="stable")
+    wide = [int(item) for item in order if problem.widths[item] > 1]
+    for item in sorted(wide, key=lambda item: -problem.widths[item]):
+        if (at := _wide(problem, item, held, loads)) is None:
+            return None
+        dealt[item] = at
+    narrow = [int(item) for item in order if problem.widths[item] == 1]
+    bins = _by_seconds(problem, narrow, held, loads) or _by_tokens(problem, narrow, held)
+    if bins is None:
+        return None
+    # Bins with nothing but narrow items change places: the slowest stand together.
+    np.add.at(loads.reshape(-1), bins, problem.seconds[narrow])
+    taken = np.zeros(held.size, dtype=bool)
+    for item in wide:
+        first = dealt[item][0] * problem.num_places + dealt[item][1]
+        taken[first : first + problem.widths[item]] = True
+    free = np.flatnonzero(~taken)
+    slowest = np.where(taken, loads.reshape(-1), 0.0).reshape(loads.shape).max(axis=1)
+    targets = free[np.argsort(-slowest[free // problem.num_places], kind="stable")]
+    moved = np.arange(held.size)
+    moved[free[np.argsort(-loads.reshape(-1)[free], kind="stable")]] = targets
+    for item, at in zip(narrow, moved[bins].tolist(), strict=True):
+        dealt[item] = divmod(at, problem.num_places)
+    return dealt
+
+
+def _wide(problem: MicrobatchesProblem, item: int, held: Ints, loads: Floats) -> tuple[int, int] | None:
+    """Put an item where it adds least to the step, then on the least loaded places that have room."""
+    width, tokens, seconds = int(problem.widths[item]), problem.tokens[item], problem.seconds[item]
+    before = loads.reshape(len(loads), -1, width).max(axis=2)
+    fits = held.reshape(len(held), -1, width).max(axis=2) + tokens <= problem.most
+    if not fits.any():
+        return None
+    added = np.maximum(before + seconds - loads.max(axis=1, keepdims=True), 0.0)
+    added[~fits] = np.inf
+    best = np.where(added == added.min(), before, np.inf)
+    microbatch, block = divmod(int(best.argmin()), best.shape[1])
+    own = slice(block * width, (block + 1) * width)
+    held[microbatch, own] += tokens
+    loads[microbatch, own] += seconds
+    return microbatch, block * width
+
+
+def _by_seconds(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, loads: Floats) -> list[int] | None:
+    """The bin of each item, the slowest first in the least loaded one with room; None: none has."""
+    room = (problem.most - held).reshape(-1).tolist()
+    ready = [(load, at) for at, load in enumerate(loads.reshape(-1).tolist())]
+    ready.sort()
+    full: list[tuple[int, float, int]] = []  # bins without room for the item before, the most room first
+    bins: list[int] = []
+    tokens, seconds = problem.tokens.tolist(), problem.seconds.tolist()
+    for item in items:
+        size = tokens[item]
+        while full and -full[0][0] >= size:
+            _, load, at = heappop(full)
+            heappush(ready, (load, at))
+        while ready and room[ready[0][1]] < size:
+            load, at = heappop(ready)
+            heappush(full, (-room[at], load, at))
+        if not ready:
+            return None
+        load, at = heappop(ready)
+        room[at] -= size
+        bins.append(at)
+        heappush(ready, (load + seconds[item], at))
+    return bins
+
+
+def _by_tokens(problem: MicrobatchesProblem, items: Sequence[int], held: Ints) -> list[int] | None:
+    """The bin of each item, the largest first in the fullest one with room; None: none has."""
+    order = sorted(range(len(items)), key=lambda at: -problem.tokens[items[at]])
+    found = best_fit([int(problem.tokens[items[at]]) for at in order], (problem.most - held).reshape(-1).tolist())
+    bins = [-1] * len(items)
+    for at, chosen in zip(order, found, strict=True):
+        if chosen is None:
+            return None
+        bins[at] = chosen
+    return bins
