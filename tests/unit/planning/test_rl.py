@@ -165,6 +165,11 @@ def test_trees_count_shared_tokens_once_and_keep_their_mask() -> None:
                 assert plan.mask.trees == tuple(trees[sample] for sample in samples)
             verify(plan)
         assert any(isinstance(plan.mask, Forest) for plan in step.plans)
+    windowed = replace(MODEL, attention="window_8")
+    step = rl.plan_step(lengths, None, Cluster(2, 2), windowed, max_tokens=60, trees=trees, planner="whole")
+    checked(step, lengths, 60)
+    for plan in step.plans:
+        verify(plan)
     with pytest.raises(ConfigError, match="trees of"):
         planned([91, 60, 90, 10], 100, trees=trees)
 
