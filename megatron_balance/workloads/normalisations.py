@@ -109,8 +109,8 @@ def _weights(at: int, mask: NDArray[np.bool_], advantage: Any, factor: float) ->
 def sequence_ratios(
     log_ratios: Sequence[Any], counts: Sequence[Any], advantages: Sequence[float], clip: tuple[float, float]
 ) -> Floats:
-    """What GSPO's ratio (arXiv 2507.18071, Eq. 7) makes of each rollout's advantage [n]: times these,
-    under normalisation `sequence`, weights of log-probabilities have the gradient of its loss.
+    """GSPO's clipped ratio of each rollout [n] (arXiv 2507.18071, Eq. 7): advantages times these give,
+    under normalisation `sequence`, weights of log-probabilities with the gradient of its loss.
 
     The ratio is exp of the mean log ratio of the tokens that count; 0 where the loss is clipped, which
     has no gradient. `log_ratios`: of each rollout, new minus old log-probability of each token;

@@ -61,8 +61,8 @@ BOTH |= {"linear-num-key-heads": 4, "linear-num-value-heads": 8, "linear-conv-ke
 BOTH |= {"hybrid-layer-pattern": "MEG*E"}
 AHEAD: dict[str, Any] = {**MAMBA, "hybrid-layer-pattern": "M-M*/M*/M*", "mtp-num-layers": 2}
 AHEAD |= {"mtp-loss-scaling-factor": 0.5}
-# Released configurations made small: Nemotron 3 Super (without --moe-latent-size, for which Megatron
-# wants Transformer Engine), and of GPTs one of Qwen3-Next's kind.
+# Released configurations made small: Nemotron 3 Super (without --moe-latent-size, for which
+# Megatron wants Transformer Engine), and of GPTs one of Qwen3-Next's kind.
 NEMOTRON: dict[str, Any] = {**MAMBA, **EXPERTS, "hybrid-layer-pattern": "MEM*E/*E/*E", "mtp-num-layers": 2}
 NEMOTRON |= {"position-embedding-type": "none", "swiglu": False, "squared-relu": True}
 NEMOTRON |= {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True, "moe-router-dtype": "fp32"}
