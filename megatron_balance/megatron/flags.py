@@ -109,12 +109,35 @@ def averages_evaluation(args: Any) -> bool:
     return bool(getattr(args, "sft", False)) and args.eval_iters != 0
 
 
+def layers_by_pattern(args: Any) -> str:
+    """Symbols of a hybrid model's layers by its pattern, those that predict further tokens last."""
+    given = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
+    return re.sub("[|/]", "", given)
+
+
+def has_gated_delta_net(args: Any) -> bool:
+    """Whether attention is a gated delta net in some layers of a GPT."""
+    given = (getattr(args, name, None) for name in ("experimental_attention_variant", "linear_attention_type"))
+    return "gated_delta_net" in given
+
+
+def is_hybrid(args: Any) -> bool:
+    """Whether a model has layers whose state runs along the sequence."""
+    return bool(layers_by_pattern(args)) or has_gated_delta_net(args)
+
+
 def sums_trees(args: Any) -> bool:
     """Whether the loss of trees is the weighted sum, divided by no number of tokens."""
     return args.balance_trees == "sum"
 
 
-MADE = {"router_losses": _router_losses, "averages_evaluation": averages_evaluation, "sums_trees": sums_trees}
+MADE = {
+    "router_losses": _router_losses,
+    "averages_evaluation": averages_evaluation,
+    "layers_by_pattern": layers_by_pattern,
+    "is_hybrid": is_hybrid,
+    "sums_trees": sums_trees,
+}
 
 
 def reasons(args: object, way: Way | None = None) -> list[str]:
