@@ -18,7 +18,7 @@ import tempfile
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_balance.torch.trainer import balance  # balance
 
@@ -62,9 +62,16 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     options = parser.parse_args()
     words = tokenizer()
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 16}
     config = Qwen3Config(
-        vocab_size=len(words), num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=1, **sizes
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        pad_token_id=0,
+        eos_token_id=1,
     )
     with tempfile.TemporaryDirectory() as folder:
         args = SFTConfig(

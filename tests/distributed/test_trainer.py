@@ -40,6 +40,9 @@ def world() -> Iterator[Pool]:
     ranks.close()
 
 
+Logged = list[dict[str, float]]
+
+
 def assert_alike(got: Logged, expected: Logged, name: str) -> None:
     assert [each.keys() for each in got] == [each.keys() for each in expected], name
     for each, other in zip(got, expected, strict=True):
