@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # Tokens of the sequence, and of the layer, whose predicted seconds stand for all.
 _PROBE = 1 << 14
 
-# The planner of `RlOptions` that cuts no sample that a rank can hold.
-WHOLE = "whole"
+# The planner of `RlOptions` that cuts no sample that a rank can hold, and the one where some are cut.
+WHOLE, CUTS = "whole", "zeppelin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,10 @@ class RlOptions:
     forward_max_tokens: int | None = None
     """Most of passes without a backward, which then have microbatches of their own
     (`StepPlan.forward`). None: all passes have those of the update."""
-    planner: str = WHOLE
+    planner: str | None = None
     """`whole`: samples stay whole on a rank, and those that no rank holds go round the fewest
-    neighbouring ranks that do. Else the planner of the registry that places each microbatch."""
+    neighbouring ranks that do. Else the planner of the registry that places each microbatch. None:
+    `zeppelin` where a sample has to be cut and all ranks may attend, else `whole`."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of that planner."""
     tensor: int = 1
@@ -171,7 +172,7 @@ class _RlStep:
             )
         if options.attend not in ("pool", "context"):
             raise ConfigError(f"rl.plan_step: attend: expected 'pool' or 'context', got {options.attend!r}")
-        if options.planner != WHOLE and options.attend == "context":
+        if options.planner not in (None, WHOLE) and options.attend == "context":
             raise ConfigError(
                 f"rl.plan_step: planner {options.planner} cuts samples over all ranks of a stage, and attend 'context' "
                 f"forbids it; use planner {WHOLE!r}"
@@ -217,10 +218,13 @@ class _RlStep:
         context = StepContext(
             self.stage, self.model, cost, own_microbatches=False, may_carry=False, forward_only=forward_only
         )
-        whole = self.options.planner == WHOLE
-        step = self._whole(most, seconds) if whole else self._placed(most, seconds, context)
+        name = self.options.planner
+        if name is None:
+            holds = max(self.batch.lengths, default=0) <= most * self.options.context
+            name = WHOLE if holds or self.options.attend == "context" else CUTS
+        step = self._whole(most, seconds) if name == WHOLE else self._placed(name, most, seconds, context)
         if sorted(chain.from_iterable(chain.from_iterable(step.members))) != list(range(len(self.batch.lengths))):
-            raise InvalidProgramError(f"planner {self.options.planner}: expected each sample once in the step")
+            raise InvalidProgramError(f"planner {name}: expected each sample once in the step")
         check_caps(step, most)
         return step
 
@@ -296,17 +300,17 @@ class _RlStep:
             + (", or let all ranks attend (attend='pool')" if self.options.attend == "context" else "")
         )
 
-    def _placed(self, most: int, seconds: Floats, context: StepContext) -> StepPlan:
+    def _placed(self, name: str, most: int, seconds: Floats, context: StepContext) -> StepPlan:
         """Microbatches of whole groups, each placed by a planner on all ranks of the stage."""
         from megatron_balance.planners.base import renumbered
         from megatron_balance.planning.choice import choose_planner
 
         ranks, lengths, trees = self.stage.num_ranks, self.batch.lengths, self.batch.trees
         totals = [sum(lengths[seq] for seq in members) for members in self.members]
-        for name, total in zip(self.names, totals, strict=True):
+        for label, total in zip(self.names, totals, strict=True):
             if total > ranks * most:
                 raise InfeasibleError(
-                    f"{name} has {total} tokens; {ranks} ranks hold {most} each of a microbatch. Raise max_tokens to "
+                    f"{label} has {total} tokens; {ranks} ranks hold {most} each of a microbatch. Raise max_tokens to "
                     f"at least {-(-total // ranks)}, use more ranks, or drop it"
                 )
         fewest, held = self.fewest, [(1, total) for total in totals]
@@ -321,9 +325,7 @@ class _RlStep:
             room = most
             # Planners may pass their capacity by rounding; then they are given less.
             while room > 0:
-                choice = choose_planner(
-                    self.options.planner, {**self.options.options, "tokens_per_rank": room}, "rl.plan_step"
-                )
+                choice = choose_planner(name, {**self.options.options, "tokens_per_rank": room}, "rl.plan_step")
                 try:
                     step = renumbered(choice.plan_step(microbatches, asked)[0], numbers)
                 except InfeasibleError:
@@ -334,7 +336,7 @@ class _RlStep:
                 room -= above
             if fewest >= len(self.members):
                 raise InfeasibleError(
-                    f"planner {self.options.planner} finds no plan under {most} tokens a rank, not even of one group a "
+                    f"planner {name} finds no plan under {most} tokens a rank, not even of one group a "
                     f"microbatch; raise max_tokens, or use planner {WHOLE!r}"
                 )
             fewest += 1

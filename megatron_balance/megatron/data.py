@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError
-from megatron_balance.ir.forest import Tree, tree_of
+from megatron_balance.ir.forest import Tree, document, tree_of
 from megatron_balance.megatron import flags
 from megatron_balance.training.ledger import HeldDocument
-from megatron_balance.training.plans import Draw
+from megatron_balance.training.plans import Draw, PlannedStep
 from megatron_balance.training.pool import Pool, TensorParallel
 from megatron_balance.training.tokens import NOTHING, Recalled, Sequences, to_bits
 from megatron_balance.workloads import documents
@@ -472,56 +472,6 @@ def numbered(data: Documents, draw: Draw, micro_batch_size: int, pool: Pool) -> 
         yield {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def recall(
-    wanted: Sequence[HeldDocument],
-    data: Documents | None,
-    pool: Pool,
-    parallel: TensorParallel,
-    device: torch.device,
-    depths: int,
-) -> Recalled:
-    """Read documents of earlier steps again, each on one of the ranks that read. Collective over
-    the joint pool where there are some. DataError on every rank: one could not read.
-    """
-    if not wanted:
-        return NOTHING
-    assert data is not None, "documents wait only where they can be read again"
-    # Each on another rank that reads, in turn.
-    owners = tuple(pool.readers[at % len(pool.readers)] for at in range(len(wanted)))
-    rows: list[tuple[int, torch.Tensor]] = []
-    failure: Exception | None = None
-    if pool.reads and pool.has_tokens and parallel.is_source:
-        try:
-            for held, owner in zip(wanted, owners, strict=True):
-                if owner == pool.rank:
-                    rows.append((held.number, _read_again(data, held, depths)))
-        except Exception as error:  # raised below, on all ranks
-            failure = error
-    # All ranks raise, so none waits for another.
-    failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
-    if pool.joint.size > 1:
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=pool.joint.pool)
-    if parallel.size > 1:
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=parallel.group)
-    if int(failed):
-        if isinstance(failure, BalanceError):
-            raise failure
-        raise DataError("a rank could not read a document that waited; the reason is in its log") from failure
-    return Recalled(tuple((held.number, held.length) for held in wanted), owners, tuple(rows))
-
-
-def _read_again(data: Documents, held: HeldDocument, depths: int) -> torch.Tensor:
-    sample = unpack({name: tensor[None] for name, tensor in data[held.sample].items()}, depths)
-    lengths = sample.lengths
-    if held.place >= len(lengths) or lengths[held.place] != held.length:
-        raise DataError(
-            f"document {held.place} of sample {held.sample}: expected {held.length} tokens that waited, got a sample "
-            f"of {list(lengths)}; the corpus has changed since it was drawn"
-        )
-    first = sum(lengths[: held.place])
-    return sample.rows[first : first + held.length]
-
-
 # Where a batch may say them, the first that is there taking precedence.
 BOUNDARIES = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens", "cu_seqlens_q")
 
@@ -585,6 +535,65 @@ class Reader:
         # depends on them: padding up to --seq-length costs nothing.
         kept = _counts_or_precedes(positions == 0, columns["loss_mask"] != 0)
         return {**columns, "position_ids": positions.masked_fill(~kept, PADDING)}
+
+
+def recall(
+    planned: PlannedStep,
+    data: Documents | None,
+    pool: Pool,
+    parallel: TensorParallel,
+    device: torch.device,
+    reader: Reader,
+) -> Recalled:
+    """Read a step's documents of earlier ones again, each on one of the ranks that read. Collective
+    over the joint pool where there are some. DataError on every rank: one could not read.
+    """
+    wanted = planned.recalled
+    if not wanted:
+        return NOTHING
+    assert data is not None, "documents wait only where they can be read again"
+    # Each on another rank that reads, in turn.
+    owners = tuple(pool.readers[at % len(pool.readers)] for at in range(len(wanted)))
+    rows: list[tuple[int, torch.Tensor]] = []
+    failure: Exception | None = None
+    if pool.reads and pool.has_tokens and parallel.is_source:
+        try:
+            trees = planned.recalled_trees or [document(held.length) for held in wanted]
+            for held, tree, owner in zip(wanted, trees, owners, strict=True):
+                if owner == pool.rank:
+                    rows.append((held.number, _read_again(data, held, tree, reader)))
+        except Exception as error:  # raised below, on all ranks
+            failure = error
+    # All ranks raise, so none waits for another.
+    failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
+    if pool.joint.size > 1:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=pool.joint.pool)
+    if parallel.size > 1:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=parallel.group)
+    if int(failed):
+        if isinstance(failure, BalanceError):
+            raise failure
+        raise DataError("a rank could not read a document that waited; the reason is in its log") from failure
+    return Recalled(tuple((held.number, held.length) for held in wanted), owners, tuple(rows), planned.recalled_trees)
+
+
+def _read_again(data: Documents, held: HeldDocument, tree: Tree, reader: Reader) -> torch.Tensor:
+    sample = unpack(
+        {name: tensor[None] for name, tensor in data[held.sample].items()}, reader.depths, trees=reader.trees
+    )
+    lengths = sample.lengths
+    if held.place >= len(lengths) or lengths[held.place] != held.length:
+        raise DataError(
+            f"document {held.place} of sample {held.sample}: expected {held.length} tokens that waited, got a sample "
+            f"of {list(lengths)}; the corpus has changed since it was drawn"
+        )
+    if sample.trees and sample.trees[held.place] != tree:
+        raise DataError(
+            f"document {held.place} of sample {held.sample}: expected the tree of {len(tree)} segments that waited, "
+            "got another one; the data set has changed since it was drawn"
+        )
+    first = sum(lengths[: held.place])
+    return sample.rows[first : first + held.length]
 
 
 def _side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

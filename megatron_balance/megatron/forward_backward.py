@@ -126,7 +126,7 @@ def _planned_step(
         mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint
     )
     planned = planner.plan(shared.lengths, shared.trees, announced=shared.announced)
-    recalled = recall(planned.recalled, job.train_data, pool, parallel, device, job.depths)
+    recalled = recall(planned, job.train_data, pool, parallel, device, job.reader)
     mine, apart = tokens.by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
     return planned, shared, mine, apart
 

@@ -343,6 +343,7 @@ class Session:
         gpt.check_model(chunk, self.te_patched)
         if self.latents:
             core_attention.hand_latents_on(chunk)
+        router.hand_padding_on(chunk)
         gpt.number_layers(chunk, planning.recompute_of(get_model_config(chunk)))
         gpt.rotate_by_position(chunk, self.args.max_position_embeddings)
 

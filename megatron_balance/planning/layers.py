@@ -3,7 +3,7 @@
 planner held back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -30,7 +30,7 @@ from megatron_balance.ir.mask import CAUSAL, FOREST, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, dealt, held_back
+from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, by_number, dealt, held_back
 from megatron_balance.patterns import ONCE_PER_NODE, pattern_of
 from megatron_balance.patterns.base import Context
 from megatron_balance.patterns.head_ring import HeadRing
@@ -65,8 +65,11 @@ def place_step(
             "tokens_per_rank, or use more ranks"
         )
     joined, _ = join_late(lengths, sorted(carry.waiting, key=lambda each: (-each[1], each[0])), most_tokens)
+    numbers = [number for number, _ in chain.from_iterable(joined)]
+    trees = by_number(lengths, context.trees, carry)
+    context = replace(context, trees=tuple(map(trees.__getitem__, numbers)) if trees else ())
     inner = _place(planner, tuple(tuple(length for _, length in microbatch) for microbatch in joined), context)
-    step = renumbered(inner, [number for number, _ in chain.from_iterable(joined)])
+    step = renumbered(inner, numbers)
     waiting = held_back(step, lengths, carry.waiting)
     if waiting and not context.may_carry:
         raise InfeasibleError(
@@ -162,7 +165,7 @@ def _num_rounds(plan: MicrobatchPlan) -> int:
     return sum(pattern_of(each).num_exchanges(each) for each in plan.zones if isinstance(pattern_of(each), HeadRing))
 
 
-def of_trees(step: StepPlan, trees: Sequence[Tree], mask: Mask) -> StepPlan:
+def of_trees(step: StepPlan, trees: Mapping[int, Tree], mask: Mask) -> StepPlan:
     """The step with the plans of sequences that are trees, by number, in layers that have `mask`;
     those of planners that know no trees are as `compile.halo` makes them.
     """

@@ -1,8 +1,9 @@
 """Items into microbatches and places, under a cap of tokens: as few microbatches as hold them, the
 slowest place of each as fast as was found.
 
-The ranks of a microbatch wait for one another, so a step takes the sum, over its microbatches, of
-the seconds of its slowest place. So the slow items of a step belong into the same microbatches.
+Where the ranks of a microbatch wait for one another (weights gathered layer by layer), a step takes
+the sum, over its microbatches, of the seconds of its slowest place: slow items belong into the same
+microbatches. Where they wait at its end alone, it takes the slowest place over all microbatches.
 """
 
 from collections.abc import Sequence
@@ -61,20 +62,33 @@ def _deal(problem: MicrobatchesProblem, count: int) -> Dealt | None:
     bins = _by_seconds(problem, narrow, held, loads) or _by_tokens(problem, narrow, held)
     if bins is None:
         return None
-    # Bins with nothing but narrow items change places: the slowest stand together.
     np.add.at(loads.reshape(-1), bins, problem.seconds[narrow])
-    taken = np.zeros(held.size, dtype=bool)
-    for item in wide:
-        first = dealt[item][0] * problem.num_places + dealt[item][1]
-        taken[first : first + problem.widths[item]] = True
-    free = np.flatnonzero(~taken)
-    slowest = np.where(taken, loads.reshape(-1), 0.0).reshape(loads.shape).max(axis=1)
-    targets = free[np.argsort(-slowest[free // problem.num_places], kind="stable")]
-    moved = np.arange(held.size)
-    moved[free[np.argsort(-loads.reshape(-1)[free], kind="stable")]] = targets
+    moved = _arranged(problem, loads, [dealt[item] for item in wide], [int(problem.widths[item]) for item in wide])
     for item, at in zip(narrow, moved[bins].tolist(), strict=True):
         dealt[item] = divmod(at, problem.num_places)
     return dealt
+
+
+def _arranged(
+    problem: MicrobatchesProblem, loads: Floats, wide: Sequence[tuple[int, int]], widths: Sequence[int]
+) -> Ints:
+    """Where each bin without a wide item goes; the slowest stand together in the microbatches with
+    the slowest wide items, each on the place that has least in all microbatches before.
+    """
+    taken = np.zeros(loads.shape, dtype=bool)
+    for (microbatch, first), width in zip(wide, widths, strict=True):
+        taken[microbatch, first : first + width] = True
+    of_wide = np.where(taken, loads, 0.0)
+    totals, moved = of_wide.sum(axis=0), np.arange(loads.size)
+    left = np.flatnonzero(~taken)
+    left = left[np.argsort(-loads.reshape(-1)[left], kind="stable")]
+    for microbatch in np.argsort(-of_wide.max(axis=1), kind="stable"):
+        places = np.flatnonzero(~taken[microbatch])
+        places = places[np.argsort(totals[places], kind="stable")]
+        own, left = left[: len(places)], left[len(places) :]
+        moved[own] = microbatch * problem.num_places + places
+        totals[places] += loads.reshape(-1)[own]
+    return moved
 
 
 def _wide(problem: MicrobatchesProblem, item: int, held: Ints, loads: Floats) -> tuple[int, int] | None:

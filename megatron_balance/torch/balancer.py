@@ -352,11 +352,15 @@ class SequenceBalancer:
     @_collective
     def _most(self, number: int) -> int:
         """The largest number that any rank has, of those that make the same number of steps."""
-        most = torch.tensor([number], device=self.device)
+        return int(self.largest(torch.tensor([number])))
+
+    def largest(self, numbers: Tensor) -> Tensor:
+        """The largest of each number, of the pool and of the ranks whose gradients are averaged."""
+        numbers = numbers.to(self.device)
         for group in dict.fromkeys((self.pool.groups.pool, self._group)):  # in this order on all ranks
             if group is not None:
-                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        return int(most)
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        return numbers
 
     def _make_plans(self, ahead: PlanAhead | None, *, evaluation: bool = False) -> StepPlans:
         samples = _Known(

@@ -20,7 +20,6 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.proof.structure import verify_plan
-from megatron_balance.compile.recurrent import compile_recurrent
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, ranges
 from megatron_balance.ir.batch import at_least
@@ -33,7 +32,8 @@ from megatron_balance.runtime import attention
 from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.bind import AttentionShape, Bound
 from megatron_balance.runtime.kernels.recurrence import AffineRecurrence
-from megatron_balance.runtime.recurrent import RecurrentBound, bind_recurrent, causal_convolution, recurrent_layer
+from megatron_balance.runtime.recurrent import RecurrentBound, causal_convolution, recurrent_layer
+from megatron_balance.training.binding import RecurrentBounds
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths, TokenExchange
@@ -137,7 +137,7 @@ class BalancedBatch:
         self._bind = bind
         self.accept = accept
         self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape | None], Bound] = {}
-        self._recurrent: dict[tuple[int, int], RecurrentBound] = {}
+        self._recurrent = RecurrentBounds.of_plan(dealt.plan, dealt.pool.groups)
         # since values were taken last: attention calls by layers of their model (0: not known), and
         # forwards begun
         self._calls: Counter[int] = Counter()
@@ -525,10 +525,7 @@ class BalancedBatch:
                 f"expected documents under causal attention, got a batch of {what} for a recurrent layer: it is not "
                 "built; give documents to balancer.step"
             )
-        key = (num_heads, halo)
-        if key not in self._recurrent:
-            self._recurrent[key] = bind_recurrent(compile_recurrent(self.plan, *key), self._dealt.pool.groups)
-        return self._recurrent[key]
+        return self._recurrent.of(num_heads, halo)
 
 
 def _check_scalar(loss: Tensor) -> None:

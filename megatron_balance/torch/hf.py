@@ -7,6 +7,7 @@ logits = model(**hf.inputs(batch)).logits[0]
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any
 
@@ -19,7 +20,9 @@ from megatron_balance.ir.forest import Segment
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.model_config import OWN_HEADS
 from megatron_balance.torch import mixers, positions
+from megatron_balance.torch.balancer import SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch, balanced_attention
+from megatron_balance.torch.leaks import LeakCheck, Leaks
 from megatron_balance.torch.settings import check_layer
 
 NAME = "balanced"  # of the attention, as `attn_implementation` takes it
@@ -186,6 +189,43 @@ def inputs(batch: BalancedBatch) -> dict[str, Any]:
             NAME: batch,
         }
     )
+
+
+def check(model: torch.nn.Module, balancer: SequenceBalancer) -> Leaks:
+    """Check that documents stay apart in a model, whatever its layers are called, and that each is as
+    alone: once at a job's start where a model has layers that nobody reviewed.
+
+    Collective over the ranks that share the model's gradients. It runs small documents of its own,
+    of which some change, before and behind the one looked at. The model is as before behind it.
+
+    Raises:
+        ConfigError: a document's logits change with another one's, and the module in which they first
+            do (on CPUs not by one bit, elsewhere beyond rounding); they are not those of it alone.
+    """
+    whole: Any = getattr(model, "module", model)  # of DDP
+    config = whole.config.get_text_config()
+    # Low ids are of padding, high ones of images.
+    tokens = range(4, max(12, min(config.vocab_size, 1000)))
+
+    def alone(document: Tensor) -> Tensor:
+        with _attention_of(whole, "eager"):
+            return model(document[None], use_cache=False).logits[0]
+
+    return LeakCheck(model, balancer, lambda batch: model(**inputs(batch)).logits[0], alone, tokens).run()
+
+
+@contextmanager
+def _attention_of(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Give the parts of a model that have balanced attention another one."""
+    configs = [getattr(part, "config", None) for part in model.modules()]
+    held: dict[int, Any] = {id(of): of for of in configs if getattr(of, "_attn_implementation", None) == NAME}
+    try:
+        for of in held.values():
+            of._attn_implementation = name
+        yield
+    finally:
+        for of in held.values():
+            of._attn_implementation = NAME
 
 
 def image_segments(token_type_ids: Iterable[int]) -> list[Segment]:

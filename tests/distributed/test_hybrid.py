@@ -67,3 +67,14 @@ def test_what_a_plan_does_not_reach_is_refused_by_name(world: Pool) -> None:
         assert none.startswith("Lfm2ShortConv did not call causal_conv1d_fn and mixed tokens past the plan")
         assert cache.startswith("expected no cache of states beside a batch, got one")
         assert trees.startswith("expected documents under causal attention, got a batch of trees, whose branches")
+
+
+def test_a_check_by_behaviour_finds_what_mixes_documents_and_what_loses_states(world: Pool) -> None:
+    for figures, told in world.run(hybrid_jobs.check, RANKS):
+        assert [each.leak for each in figures] == [0, 0]
+        assert max(each.alone for each in figures) < 1e-5
+        *lost, forwards, backwards = told
+        assert all("of the largest off those of it alone: a layer loses" in each for each in lost), lost
+        for each in (forwards, backwards):
+            assert each.startswith("Lfm2ForCausalLM: outputs of a document change by ")
+            assert ", first in model.layers.2.feed_forward (Invented): it mixes tokens past the plan" in each

@@ -121,7 +121,7 @@ def _rl_steps() -> Iterator[Measurement]:
     for tokens in (4, 8, 16):
         lengths = long_tailed(8192, tokens * 10**6)
         for name, given in (
-            ("whole", {}),
+            ("whole", {"planner": "whole"}),
             ("whole, context 8", {"context": 8, "attend": "context"}),
             ("zeppelin groups", {"planner": "zeppelin", "options": {"rule": "groups"}}),
             ("zeppelin", {"planner": "zeppelin"}),

@@ -69,6 +69,7 @@ def test_random_steps_pass_no_cap_and_have_each_sample_once_in_as_many_microbatc
         if cluster.num_ranks == 8:
             options |= {"context": int(draw.choice([1, 2, 4])), "pipeline": int(draw.choice([1, 2]))}
         options["attend"] = draw.choice(["pool", "context"]).item()
+        options["planner"] = "whole"
         if seed % 5 == 0:
             options |= {"planner": draw.choice(["te_ring", "zeppelin", "distca"]).item(), "attend": "pool"}
         try:
@@ -86,12 +87,15 @@ def test_random_steps_pass_no_cap_and_have_each_sample_once_in_as_many_microbatc
 
 
 def test_samples_stay_whole_but_those_that_no_rank_holds_which_the_fewest_neighbours_share() -> None:
-    step = planned([90, 150, 20, 80, 400])
+    step = planned([90, 150, 20, 80, 400], planner="whole")
     (plan,) = step.plans
     # 400 tokens on four ranks, 150 on two, one of which has room for 20.
     zones = {zone.seqs: zone.ranks for zone in plan.zones if isinstance(zone, Zone)}
     assert zones == {(4,): (0, 1, 2, 3), (1,): (4, 5), (2,): (4,), (0,): (6,), (3,): (7,)}
     verify(plan)
+    # Where some have to be cut, who cuts is a planner that balances it, if nobody says otherwise.
+    assert {plan.planner for plan in planned([90, 150, 20, 80, 400]).plans} == {"zeppelin"}
+    assert {plan.planner for plan in planned([90, 20, 80]).plans} == {"whole"}
 
 
 def test_microbatches_are_as_few_as_the_cap_allows_and_slow_samples_stand_together() -> None:
@@ -118,6 +122,9 @@ def test_what_is_slow_stands_in_one_microbatch_and_what_is_not_fills_it_up() -> 
     _, dealt = deal(MicrobatchesProblem(np.full(7, 5), seconds, widths, 4, 5))
     assert [microbatch for microbatch, _ in dealt] == [1, 1, 0, 0, 0, 1, 1]
     assert len(set(dealt)) == 7
+    # Who was slower in one microbatch is not in the next.
+    even = MicrobatchesProblem(np.full(4, 5), np.array([4.0, 3.0, 2.0, 1.0]), np.ones(4, dtype=np.int64), 2, 5)
+    assert deal(even)[1] == [(0, 0), (0, 1), (1, 1), (1, 0)]
 
 
 def test_seconds_not_tokens_are_balanced_and_passes_without_a_backward_have_a_plan_of_their_own() -> None:
@@ -157,13 +164,15 @@ def test_trees_count_shared_tokens_once_and_keep_their_mask() -> None:
 
 
 def test_groups_stay_on_the_same_ranks_and_windows_on_their_own() -> None:
-    step = planned([60, 60, 60, 60, 10], 100, groups=["a", "b", "a", "b", "c"])
+    step = planned([60, 60, 60, 60, 10], 100, groups=["a", "b", "a", "b", "c"], planner="whole")
     of = {step.members[m][0][at]: (m, zone.ranks) for m, plan in enumerate(step.plans)
           for zone in plan.zones if isinstance(zone, Zone) for at in zone.seqs}  # fmt: skip
     assert of[0] == of[2]
     assert of[1] == of[3]
     assert len(of[0][1]) == 2
-    windowed = rl.plan_step([150, 20], None, CLUSTER, replace(MODEL, attention="window_8"), max_tokens=100)
+    windowed = rl.plan_step(
+        [150, 20], None, CLUSTER, replace(MODEL, attention="window_8"), max_tokens=100, planner="whole"
+    )
     checked(windowed, [150, 20], 100)
     verify(windowed.plans[0])
 
@@ -189,7 +198,7 @@ def test_without_a_cap_memory_says_how_much_a_rank_holds() -> None:
         ([5], None, {"planner": "zeppelin", "attend": "context"}, "cuts samples over all ranks"),
         ([7, 101], None, {"attend": "context"}, "sample 1 has 101 tokens.*at least 101.*attend='pool'"),
         ([7, 101], ["a", "b"], {"attend": "context", "max_tokens": 100}, "group b has 101 tokens"),
-        ([9000], None, {}, "sample 0 has 9000 tokens; the 8 ranks.*at least 1126"),
+        ([9000], None, {"planner": "whole"}, "sample 0 has 9000 tokens; the 8 ranks.*at least 1126"),
         ([9000], None, {"planner": "te_ring"}, "sample 0 has 9000 tokens; 8 ranks.*at least 1125"),
     ],
 )
