@@ -1,12 +1,15 @@
 """Trainers of Transformers and TRL on the ranks of a pool that is their whole world."""
 
 import inspect
+import io
 import os
+import runpy
 import shutil
+import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,6 +273,14 @@ def changed(world: World, packed: str) -> list[float]:
                 dist.all_gather_object(all_ranks, own)
             found.append([each for of in all_ranks for each in of])
     return [float((a != b).any(-1).float().mean()) for a, b in zip(*found, strict=True)]
+
+
+def example(world: World, script: str) -> str:
+    # What rank 0 alone prints.
+    printed = io.StringIO()
+    with world_of(world), patch.object(sys, "argv", [script, "--steps", "2"]), redirect_stdout(printed):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
 
 
 class OwnLoss(SFTTrainer):
