@@ -267,6 +267,20 @@ def test_recurrent_layers_are_those_that_transformers_builds(family: str) -> Non
         model_config.facts(config)
 
 
+def test_presets_of_hybrid_models_have_their_parameters_and_say_what_is_missing(tmp_path: Path) -> None:
+    for name, billions in (("qwen3.5-35b-a3b", 34.7), ("nemotron-h-8b", 8.1), ("kimi-linear-48b-a3b", 49.1)):
+        assert num_parameters(load_model(name)) / 1e9 == pytest.approx(billions, rel=0.01)
+    path = tmp_path / "model.yaml"
+    for given, sentence in (
+        ("{kind: kda, layers: 3}", "recurrent: attention_layers: missing"),
+        ("4", "recurrent: expected keys such as kind and layers, got 4"),
+        ("{kind: kda, layer: 3}", "recurrent.layer: unknown key, did you mean 'layers'"),
+    ):
+        path.write_text(f"{{base: llama-3b, recurrent: {given}}}")
+        with pytest.raises(ConfigError, match=sentence):
+            load_model(str(path))
+
+
 def test_what_is_not_said_of_recurrent_layers_is_a_sentence() -> None:
     base = {**LLAMA, "model_type": "bamba", "num_hidden_layers": 4, "mamba_n_heads": 4, "mamba_d_state": 8}
     for keys, sentence in (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_balance import MicrobatchPlan, Model, make_planner
+from megatron_balance import MicrobatchPlan, Model, cli, make_planner
 from megatron_balance.analysis.backward import microbatch_bytes
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.recurrent import SummarySizes, bytes_moved, kept_bytes
@@ -14,12 +14,13 @@ from megatron_balance.compile.recurrent import compile_recurrent
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.modules import layer_modules, scan_module
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.forest import num_tokens
 from megatron_balance.ir.model import RecurrentLayers
 from megatron_balance.ir.plan import Zone
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.layers import remap_saves_s
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import bound_s, simulate_step
 from megatron_balance.workloads.trees import draw_trees
@@ -126,13 +127,49 @@ def test_states_are_beside_an_exchange_of_all_tokens_by_heads() -> None:
     machine = machine_of(MODEL, 64)
     lengths = tuple(np.random.default_rng(0).pareto(0.7, 60).clip(0.02, 20).__mul__(4096).astype(int).tolist())
     by_heads = by_heads_s(GDN, machine, sum(lengths) / 64, 64)
-    seconds = {}
-    for name in ("distca", "te_ring"):
-        found = states_cost(planned(name, machine, lengths), machine)
-        assert found is not None
-        seconds[name] = float(found.seconds[0].max())
-    assert seconds["distca"] < by_heads < seconds["te_ring"]
+    found = states_cost(planned("distca", machine, lengths), machine)
+    assert found is not None
+    assert float(found.seconds[0].max()) < by_heads
+    # Who cuts every document over all ranks is refused, with both figures, and auto asks others.
+    sentence = (
+        rf"te_ring cuts documents into .* pieces, whose states take .* by heads would take {1e3 * by_heads:.1f} ms"
+    )
+    with pytest.raises(InfeasibleError, match=sentence):
+        planned("te_ring", machine, lengths)
+    assert make_planner("te_ring", machine.cluster, replace(MODEL, recurrent=None))(lengths).planner == "te_ring"
+    auto = make_planner("auto", machine.cluster, MODEL, planners=["te_ring", "distca"])
+    assert auto(lengths).planner == "distca"
     assert by_heads_s(GDN, machine, 8192, 1) == 0.0
+
+
+def test_a_remap_pays_for_its_moves_where_layers_attend_and_for_the_states_of_its_pieces() -> None:
+    # Uneven tokens cost in all layers: a remap that does not pay in a dense model may in a hybrid one.
+    machine = machine_of(MODEL)
+    tokens = [8192.0 + 40 * rank for rank in range(16)]
+    dense = replace(MODEL, recurrent=None)
+    assert machine.cost.linear_s(1.0) > 3 * AnalyticCost(machine.cluster, dense).linear_s(1.0)
+    assert remap_saves_s(tokens, machine.cluster, machine.cost) > remap_saves_s(
+        tokens, machine.cluster, AnalyticCost(machine.cluster, dense)
+    )
+
+
+def test_compare_holds_states_against_all_tokens_by_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [
+        "compare",
+        "--model",
+        "nemotron-h-8b",
+        "--cluster",
+        "h100",
+        "--ranks",
+        "32",
+        "--lengths",
+        "60000,40000,9000",
+    ]
+    asked += ["--planner", "distca", "--planner", "zeppelin", "--recompute", "full"]
+    assert cli.main(asked) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "states in each of 24 recurrent layers, forward, ms: " in said
+    assert "in groups of 32 ranks, the most that 128 heads go to" in said
 
 
 def test_a_plan_of_trees_is_refused() -> None:
