@@ -283,7 +283,7 @@ class _RlStep:
         if isinstance(self.model.mask, SlidingWindow):
             plans = [under(replace(plan, mask=CAUSAL), self.model.mask) for plan in plans]
         step = StepPlan.whole(plans, [[seq for seq, _ in own] for own in ordered])
-        return of_trees(step, self.batch.trees, self.model.mask) if self.batch.trees else step
+        return of_trees(step, dict(enumerate(self.batch.trees)), self.model.mask) if self.batch.trees else step
 
     def _fewest_ranks(self, group: int, allowed: Sequence[int], most: int) -> tuple[int, int]:
         """Ranks that hold a group, and its tokens on each of them at most."""

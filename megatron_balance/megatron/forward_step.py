@@ -21,7 +21,7 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
 from megatron_balance.megatron.core_attention import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, POSITION, TOKEN, column
-from megatron_balance.megatron.flags import averages_evaluation
+from megatron_balance.megatron.flags import averages_evaluation, layers_by_pattern
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters
 from megatron_balance.training.binding import Binder, MaskBounds, bind_layers, policies_of
@@ -147,7 +147,9 @@ def forward_step(
 def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -> torch.Tensor:
     # With sequence parallelism the chunk that embeds tokens splits the padding over the
     # tensor-parallel ranks; the others (0.19.2) take it for that of their own rows.
-    if not args.sequence_parallel or get_attr_wrapped_model(model, "pre_process"):
+    # A hybrid model never does.
+    splits = get_attr_wrapped_model(model, "pre_process") and not layers_by_pattern(args)
+    if not args.sequence_parallel or splits:
         return batch.padding_mask
     return batch.padding_mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)[
         mpu.get_tensor_model_parallel_rank()

@@ -38,6 +38,7 @@ class BalancedGatedDeltaNet(GatedDeltaNet):
         config = copy.copy(self.config)
         config.deterministic_mode = False
         kernels = {"gated_delta_rule": _delta_rule(bound), "config": config}
+        kwargs.pop("pg_collection", None)  # of Megatron's branch dev, in place of the module's
         with _in_place(inspect.getmodule(GatedDeltaNet), causal_conv1d=_convolution(bound)), _in_place(self, **kernels):
             return super().forward(*args, packed_seq_params=None, **kwargs)
 
@@ -118,8 +119,9 @@ def _convolution(bound: RecurrentBound) -> Callable[..., Any]:
         initial_state: None,
         output_final_state: bool,
         cu_seqlens: None,
+        cp_context: None = None,
     ) -> tuple[Tensor, None]:
-        assert initial_state is cu_seqlens is None
+        assert initial_state is cu_seqlens is cp_context is None
         assert not output_final_state
         assert activation in ("silu", "swish")
         out = F.silu(causal_convolution(_own(bound, x), weight, bias, bound))
@@ -139,8 +141,9 @@ def _delta_rule(bound: RecurrentBound) -> Callable[..., Any]:
         output_final_state: bool,
         use_qk_l2norm_in_kernel: bool,
         cu_seqlens: None,
+        cp_context: None = None,
     ) -> tuple[Tensor, None]:
-        assert initial_state is cu_seqlens is None
+        assert initial_state is cu_seqlens is cp_context is None
         assert not output_final_state
         assert not use_qk_l2norm_in_kernel
         rows = v.shape[1]

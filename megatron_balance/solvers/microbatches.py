@@ -59,18 +59,28 @@ def _deal(problem: MicrobatchesProblem, count: int) -> Dealt | None:
             return None
         dealt[item] = at
     narrow = [int(item) for item in order if problem.widths[item] == 1]
-    bins = _by_seconds(problem, narrow, held, loads) or _by_tokens(problem, narrow, held)
+    spared = loads - _spare(problem.seconds[narrow], loads)[:, None]
+    bins = _by_seconds(problem, narrow, held, spared) or _by_seconds(problem, narrow, held, loads)
+    bins = bins or _by_tokens(problem, narrow, held)
     if bins is None:
         return None
     np.add.at(loads.reshape(-1), bins, problem.seconds[narrow])
-    moved = _arranged(problem, loads, [dealt[item] for item in wide], [int(problem.widths[item]) for item in wide])
+    moved = _arranged(
+        problem,
+        loads,
+        [dealt[item] for item in wide],
+        [int(problem.widths[item]) for item in wide],
+    )
     for item, at in zip(narrow, moved[bins].tolist(), strict=True):
         dealt[item] = divmod(at, problem.num_places)
     return dealt
 
 
 def _arranged(
-    problem: MicrobatchesProblem, loads: Floats, wide: Sequence[tuple[int, int]], widths: Sequence[int]
+    problem: MicrobatchesProblem,
+    loads: Floats,
+    wide: Sequence[tuple[int, int]],
+    widths: Sequence[int],
 ) -> Ints:
     """Where each bin without a wide item goes; the slowest stand together in the microbatches with
     the slowest wide items, each on the place that has least in all microbatches before.
@@ -91,9 +101,35 @@ def _arranged(
     return moved
 
 
+def _spare(seconds: Floats, loads: Floats) -> Floats:
+    """Seconds by which each microbatch may be slower than the fastest one [microbatches], since an
+    item alone makes it so; `seconds`: of narrow items, descending; `loads`: of wide ones.
+    """
+    count, num_places = loads.shape
+    # The slowest narrow items go, one a place, where wide ones are slowest.
+    order = np.argsort(-loads.max(axis=1), kind="stable")
+    levels = loads.max(axis=1)[order]
+    tops = seconds[::num_places][:count]
+    levels[: len(tops)] = np.maximum(levels[: len(tops)], tops)
+    levels[::-1].sort()
+    even, left = 0.0, (seconds.sum() + loads.sum()) / num_places
+    for at, level in enumerate(levels):
+        even = left / (count - at)  # the level of all others, those above it taken out
+        if even >= level:
+            break
+        left -= level
+    spare = np.empty(count)
+    spare[order] = np.maximum(levels - even, 0.0)
+    return spare
+
+
 def _wide(problem: MicrobatchesProblem, item: int, held: Ints, loads: Floats) -> tuple[int, int] | None:
     """Put an item where it adds least to the step, then on the least loaded places that have room."""
-    width, tokens, seconds = int(problem.widths[item]), problem.tokens[item], problem.seconds[item]
+    width, tokens, seconds = (
+        int(problem.widths[item]),
+        problem.tokens[item],
+        problem.seconds[item],
+    )
     before = loads.reshape(len(loads), -1, width).max(axis=2)
     fits = held.reshape(len(held), -1, width).max(axis=2) + tokens <= problem.most
     if not fits.any():
@@ -136,7 +172,10 @@ def _by_seconds(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, 
 def _by_tokens(problem: MicrobatchesProblem, items: Sequence[int], held: Ints) -> list[int] | None:
     """The bin of each item, the largest first in the fullest one with room; None: none has."""
     order = sorted(range(len(items)), key=lambda at: -problem.tokens[items[at]])
-    found = best_fit([int(problem.tokens[items[at]]) for at in order], (problem.most - held).reshape(-1).tolist())
+    found = best_fit(
+        [int(problem.tokens[items[at]]) for at in order],
+        (problem.most - held).reshape(-1).tolist(),
+    )
     bins = [-1] * len(items)
     for at, chosen in zip(order, found, strict=True):
         if chosen is None:

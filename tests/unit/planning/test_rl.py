@@ -122,6 +122,12 @@ def test_what_is_slow_stands_in_one_microbatch_and_what_is_not_fills_it_up() -> 
     _, dealt = deal(MicrobatchesProblem(np.full(7, 5), seconds, widths, 4, 5))
     assert [microbatch for microbatch, _ in dealt] == [1, 1, 0, 0, 0, 1, 1]
     assert len(set(dealt)) == 7
+    # Where one item takes 10 s the others fill its microbatch up to that.
+    seconds = np.array([10.0, *[2.0] * 7])
+    count, dealt = deal(MicrobatchesProblem(np.ones(8, np.int64), seconds, np.ones(8, np.int64), 2, 8), fewest=2)
+    loads = np.zeros((2, 2))
+    np.add.at(loads, tuple(zip(*dealt, strict=True)), seconds)
+    assert (count, loads.tolist()) == (2, [[10.0, 10.0], [2.0, 2.0]])
     # Who was slower in one microbatch is not in the next.
     even = MicrobatchesProblem(np.full(4, 5), np.array([4.0, 3.0, 2.0, 1.0]), np.ones(4, dtype=np.int64), 2, 5)
     assert deal(even)[1] == [(0, 0), (0, 1), (1, 1), (1, 0)]
@@ -159,6 +165,11 @@ def test_trees_count_shared_tokens_once_and_keep_their_mask() -> None:
                 assert plan.mask.trees == tuple(trees[sample] for sample in samples)
             verify(plan)
         assert any(isinstance(plan.mask, Forest) for plan in step.plans)
+    windowed = replace(MODEL, attention="window_8")
+    step = rl.plan_step(lengths, None, Cluster(2, 2), windowed, max_tokens=60, trees=trees, planner="whole")
+    checked(step, lengths, 60)
+    for plan in step.plans:
+        verify(plan)
     with pytest.raises(ConfigError, match="trees of"):
         planned([91, 60, 90, 10], 100, trees=trees)
 
