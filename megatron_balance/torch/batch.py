@@ -182,6 +182,12 @@ class BalancedBatch:
             full[: self.num_tokens] = of.full[of.at(rows[row, Fragment.SEQ], places)]
         return torch.from_numpy(full).to(self.tokens.device)
 
+    @cached_property
+    def has_several_blocks(self) -> bool:
+        """Whether a tree has several full segments."""
+        trees = self.plan.mask.trees if isinstance(self.plan.mask, Forest) else ()
+        return any(sum(segment.full for segment in tree) > 1 for tree in trees)
+
     @property
     def num_targets(self) -> Tensor:
         """Labels of the whole step, of all ranks, that count; a scalar."""
