@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import accumulate, chain, islice, pairwise
@@ -243,7 +244,8 @@ class SequenceBalancer:
         segments, others [n, ...]), tokens depth first, labels those of the outputs already.
 
         `segments`: (length, parent, full) of each, as `ir.forest.Segment`: `parent` is a number in
-        the tree, -1 for the first; `full`: its tokens see one another both ways.
+        the tree, -1 for the first; `full`: its tokens see one another both ways, also in words,
+        "causal" or "full".
 
         Errors as for `rollouts`.
         """
@@ -266,6 +268,15 @@ class SequenceBalancer:
         planned = self._evaluation.plan(dealing.shared.lengths, dealing.shared.trees)
         (batch,) = self._deal(dealing, planned, training=False)
         return batch
+
+    @contextmanager
+    def of_another_form(self) -> Iterator[None]:
+        """Evaluate documents with other tensors than those of the run, or with none."""
+        form, self._form = self._form, None
+        try:
+            yield
+        finally:
+            self._form = form
 
     def gather(self, values: Tensor, *, attended: int | None = None) -> list[Tensor]:
         """`BalancedBatch.gather` of the batch that was made last. ConfigError: there is none yet."""
@@ -490,6 +501,7 @@ class SequenceBalancer:
                 self.pool,
                 self.model,
                 self._layers,
+                torch.bfloat16 if self.settings.state_wire == "bf16" else None,
             )
             batches.append(
                 BalancedBatch(
