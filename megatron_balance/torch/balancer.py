@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import accumulate, chain, islice, pairwise
@@ -268,6 +269,15 @@ class SequenceBalancer:
         (batch,) = self._deal(dealing, planned, training=False)
         return batch
 
+    @contextmanager
+    def of_another_form(self) -> Iterator[None]:
+        """Evaluate documents with other tensors than those of the run, or with none."""
+        form, self._form = self._form, None
+        try:
+            yield
+        finally:
+            self._form = form
+
     def gather(self, values: Tensor, *, attended: int | None = None) -> list[Tensor]:
         """`BalancedBatch.gather` of the batch that was made last. ConfigError: there is none yet."""
         if self._last is None:
@@ -491,6 +501,7 @@ class SequenceBalancer:
                 self.pool,
                 self.model,
                 self._layers,
+                torch.bfloat16 if self.settings.state_wire == "bf16" else None,
             )
             batches.append(
                 BalancedBatch(

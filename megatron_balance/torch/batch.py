@@ -54,7 +54,9 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dealt:
-    """A microbatch as planned and dealt; `documents`: numbers and lengths of this rank's."""
+    """A microbatch as planned and dealt; `documents`: numbers and lengths of this rank's;
+    `state_wire`: the type in which states of recurrent layers travel; None: that of states.
+    """
 
     plan: MicrobatchPlan
     lengths: PoolLengths
@@ -62,6 +64,7 @@ class Dealt:
     pool: Pool
     model: Model
     layers: int | None = None
+    state_wire: torch.dtype | None = None
 
 
 class _Forward:
@@ -137,7 +140,7 @@ class BalancedBatch:
         self._bind = bind
         self.accept = accept
         self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape | None], Bound] = {}
-        self._recurrent = RecurrentBounds.of_plan(dealt.plan, dealt.pool.groups)
+        self._recurrent = RecurrentBounds.of_plan(dealt.plan, dealt.pool.groups, tokens.device, dealt.state_wire)
         # since values were taken last: attention calls by layers of their model (0: not known), and
         # forwards begun
         self._calls: Counter[int] = Counter()

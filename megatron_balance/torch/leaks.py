@@ -70,6 +70,7 @@ class LeakCheck:
         """
         with ExitStack() as around:
             around.enter_context(torch.random.fork_rng())
+            around.enter_context(self.balancer.of_another_form())
             around.enter_context(_long_memory(self.model))
             first = self._of()
             # Two documents differ in a bit of their numbers: each is kept while the other changes.

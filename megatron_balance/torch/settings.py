@@ -42,6 +42,7 @@ class Settings:
             them again.
         kernel: of attention, by name, or "auto".
         gradient_wire: type that gradients of queries, keys and values travel in.
+        state_wire: type that states of recurrent layers, and their gradients, travel in.
         device: of the batches; None: of the mesh.
         prove_every: the process that plans ahead (`SequenceBalancer.steps`) proves the plans of the
             first steps and then of every so many, while nobody waits for it; 0: of none.
@@ -60,6 +61,7 @@ class Settings:
     backward: Policy = "keep"
     kernel: str = "auto"
     gradient_wire: GradientWire = "fp32"
+    state_wire: GradientWire = "fp32"
     device: torch.device | str | None = None
     prove_every: int = 100
     trace_steps: tuple[int, ...] = ()
@@ -80,7 +82,11 @@ class Settings:
             raise ConfigError(f"cluster: expected a name, a YAML file or a Cluster, got {self.cluster!r}")
         if not isinstance(self.plan_costs, (str, Path, NoneType)):
             raise ConfigError(f"plan_costs: expected a file, got {self.plan_costs!r}")
-        known = {"backward": POLICIES, "gradient_wire": get_args(GradientWire), "kernel": ("auto", *KERNELS)}
+        known = {
+            "backward": POLICIES,
+            **dict.fromkeys(("gradient_wire", "state_wire"), get_args(GradientWire)),
+            "kernel": ("auto", *KERNELS),
+        }
         for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: expected one of {', '.join(choices)}; got {getattr(self, name)!r}")

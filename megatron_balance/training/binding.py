@@ -150,26 +150,38 @@ class Binder:
 class RecurrentBounds:
     """A plan bound for recurrent layers; a program when the first layer asks for it, and once."""
 
-    def __init__(self, program: Callable[[int, int], RecurrentProgram], groups: Groups) -> None:
-        """`program`: of heads and halo; `groups`: the ranks that share it."""
-        self._program, self._groups = program, groups
+    def __init__(
+        self,
+        program: Callable[[int, int], RecurrentProgram],
+        groups: Groups,
+        device: torch.device | str = "cpu",
+        wire: torch.dtype | None = None,
+    ) -> None:
+        """`program`: of heads and halo; `groups`: of its ranks; others: of `bind_recurrent`."""
+        self._program, self._bind = program, partial(bind_recurrent, groups=groups, device=device, wire=wire)
         self._bound: dict[tuple[int, int], RecurrentBound] = {}
 
     @classmethod
-    def of_plan(cls, plan: MicrobatchPlan, groups: Groups) -> RecurrentBounds:
-        return cls(partial(compile_recurrent, plan), groups)
+    def of_plan(
+        cls,
+        plan: MicrobatchPlan,
+        groups: Groups,
+        device: torch.device | str = "cpu",
+        wire: torch.dtype | None = None,
+    ) -> RecurrentBounds:
+        return cls(partial(compile_recurrent, plan), groups, device, wire)
 
     @classmethod
-    def alone(cls, lengths: Sequence[int]) -> RecurrentBounds:
+    def alone(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> RecurrentBounds:
         """Of one rank that has whole sequences, one behind the other."""
         owned = [Rows.of(Fragment.WIDTH, [(seq, 0, length) for seq, length in enumerate(lengths)])]
-        return cls(partial(program_of, lengths, owned), single())
+        return cls(partial(program_of, lengths, owned), single(), device)
 
     def of(self, num_heads: int, halo: int) -> RecurrentBound:
         """The program for layers of so many heads on this rank, and of so many rows before a token."""
         key = num_heads, halo
         if key not in self._bound:
-            self._bound[key] = bind_recurrent(self._program(num_heads, halo), self._groups)
+            self._bound[key] = self._bind(self._program(num_heads, halo))
         return self._bound[key]
 
 
@@ -228,7 +240,7 @@ def bind_layers(
             bounds = binder.bind(own, policies, nano_batch, phases, number=number)
             bound[key] = dict(zip(policies, bounds, strict=True))
         by_mask[mask] = bound[key]
-    recurrent = RecurrentBounds.of_plan(plan, binder.options.groups)
+    recurrent = RecurrentBounds.of_plan(plan, binder.options.groups, binder.options.device)
     return MaskBounds(by_mask, 0 if decision is None else decision.keeping, recurrent)
 
 

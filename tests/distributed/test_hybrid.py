@@ -1,5 +1,6 @@
 """Hybrid models of Transformers train, balanced, as with each document alone."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from tests.support.hybrid_jobs import Hybrid
 from tests.support.pool import Pool
 
 pytest.importorskip("transformers")
+log = logging.getLogger(__name__)
 RANKS = 4
 # Every kind of layer, both forms of checkpointing, sharded and not; attention beside Mamba in a layer.
 WAYS = [
@@ -55,6 +57,7 @@ def assert_alike(world: Pool, ways: list[Hybrid]) -> None:
     wanted = [hybrid_jobs.alone(way, num_ranks) for way in ways]
     for rank, found in enumerate(world.run(hybrid_jobs.train, num_ranks, ways, wanted)):
         for way, (loss, gradient, cut) in zip(ways, found, strict=True):
+            log.info("%s on %d ranks: loss %.1e, gradient %.1e", way.model, num_ranks, loss, gradient)
             assert max(loss, gradient) < 1e-5, (rank, way)
             assert cut, "no document was cut, so that no state travelled"
 
