@@ -61,7 +61,7 @@ def register(model: torch.nn.Module | None = None) -> str:
     except ImportError as error:
         raise ConfigError(
             f"expected transformers 5.0 or later, with its AttentionInterface: {error}; pip install "
-            "megatron-balance[torch]"
+            "megatron-balance[hf]"
         ) from None
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, _asked_mask)
@@ -96,7 +96,7 @@ def _check_tables(model: type) -> None:
 
 def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
     if NAME in given:
-        if given.get("labels") is not None:
+        if given.get("labels") is not None and given.get("shift_labels") is None:
             raise ConfigError(_OwnLoss.why)
         if any(map(_are_masks, (*args, given.get("attention_mask")))):
             raise ConfigError(f"expected no attention masks beside a batch, got a dict of them. {_NO_MASK}")
