@@ -74,7 +74,7 @@ def states_cost(plan: MicrobatchPlan, machine: Machine) -> StatesCost | None:
 
 
 def round_links(plan: MicrobatchPlan, machine: Machine) -> tuple[list[_Links], list[_Links]]:
-    """What ranks send in each round of a recurrent layer, forward and backward, in order."""
+    """Bytes and peers of each rank in every round of a recurrent layer, forward and backward."""
     assert machine.model.recurrent is not None
     return _Priced(plan, machine, machine.model.recurrent).rounds()
 
