@@ -193,7 +193,7 @@ def pretrained(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     tokens, windows that some of the layers have, and an output matrix that may be the embedding.
     Raises ConfigError: as `facts` does.
     """
-    found, config = facts(config, accept), levels(config)[-1]
+    found, config = facts(config, accept, hybrid=True), levels(config)[-1]
     tied = value(config, "tie_word_embeddings")
     if tied is None:
         tied = found["name"].startswith(TIED_FAMILIES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import at_least
@@ -71,6 +71,34 @@ class RecurrentLayers:
         """Numbers of M of a head, of S' = M S + U."""
         return 1 if self.kind == "mamba2" else self.key_dim**2
 
+    @property
+    def gates(self) -> int:
+        """Values of a token that go round the convolution: what gates the output, decays and betas."""
+        match self.kind:
+            case "convolution":
+                return 2 * self.value_dim
+            case "kda":  # through `low_rank`
+                return self.heads
+            case _:
+                return self.heads * (self.value_dim + (2 if self.kind == "gated_delta" else 1))
+
+    def weights(self, hidden_size: int) -> int:
+        """Parameters of a layer's projections and convolution."""
+        inner = self.heads * self.value_dim
+        low_rank = self.value_dim * (2 * hidden_size + self.heads * self.key_dim + inner) if self.kind == "kda" else 0
+        return hidden_size * (self.channels + self.gates + inner) + low_rank + self.conv_width * self.channels
+
+    @property
+    def scan_flops(self) -> float:
+        """Forward FLOPs of a token in the recurrence, chunk by chunk: of the gated delta rule k k', w
+        and u of a chunk, q k' times values, and three products with the state; of Mamba-2 C B' once
+        a group, times x, and two products with the state.
+        """
+        keys, values, chunk = self.key_dim, self.value_dim, self.chunk
+        if self.kind == "mamba2":
+            return self.heads * (2.0 * chunk * values + 4.0 * keys * values) + self.key_heads * 2.0 * chunk * keys
+        return self.state_heads * (2.0 * chunk * (3 * keys + 2 * values) + 6.0 * keys * values)
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -136,6 +164,9 @@ class Model:
     one."""
 
     def __post_init__(self) -> None:
+        given: object = self.recurrent
+        if isinstance(given, dict):  # of JSON
+            object.__setattr__(self, "recurrent", RecurrentLayers(**cast("dict[str, Any]", given)))
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
             object.__setattr__(self, what, at_least(1, f"model {self.name}: {what}", getattr(self, what)))
         self._check_layers()
@@ -162,6 +193,8 @@ class Model:
         if self.other_layers and not self.other_attention:
             raise ConfigError(f"model {self.name}: other_layers {self.other_layers} goes with other_attention")
         if self.recurrent is not None:
+            if self.other_layers > (most := self.recurrent.attention_layers):
+                raise ConfigError(f"model {self.name}: other_layers {self.other_layers} of {most} that attend")
             for what in ("layers", "attention_layers", "mlp_layers"):
                 if (count := getattr(self.recurrent, what)) > self.num_layers:
                     raise ConfigError(f"model {self.name}: recurrent: {what} {count} of {self.num_layers} layers")
@@ -186,6 +219,21 @@ class Model:
         )
 
     @property
+    def layer_shares(self) -> tuple[float, float, float]:
+        """Shares of the layers that attend, that are recurrent, and that have an MLP or experts."""
+        if (own := self.recurrent) is None:
+            return 1.0, 0.0, 1.0
+        attention, recurrent, mlp = own.attention_layers, own.layers, own.mlp_layers
+        return attention / self.num_layers, recurrent / self.num_layers, mlp / self.num_layers
+
+    @property
+    def attending(self) -> float:
+        """Share of the layers that attend. Planners weigh attention by it: a layer of theirs is one
+        that attends, with its part of all others.
+        """
+        return self.layer_shares[0]
+
+    @property
     def mask(self) -> Mask:
         """The mask of every sequence."""
         return self.forest or mask_named(self.attention)
@@ -197,9 +245,9 @@ class Model:
 
     @property
     def mask_shares(self) -> tuple[tuple[Mask, float], ...]:
-        """Masks that layers have, each with its share of the layers."""
+        """Masks that layers have, each with its share of the layers; `attending` in all."""
         other = self.other_layers / self.num_layers
-        found = ((self.mask, 1 - other), (self.masks[-1], other))
+        found = ((self.mask, self.attending - other), (self.masks[-1], other))
         return tuple((mask, share) for mask, share in found if share)
 
     @property
@@ -247,10 +295,15 @@ class Model:
 
     @property
     def linear_flops_per_token(self) -> float:
-        """Forward FLOPs of one token in one layer's projections and MLP (2 per multiply-add)."""
+        """Forward FLOPs of one token in one layer's projections and MLP (2 per multiply-add); in a
+        hybrid model also in its part of the layers that do not attend.
+        """
         out = self.hidden_size * self.num_heads * self.value_width
         mlp = (3 if self.gated_ffn else 2) * self.hidden_size * self.visited_ffn_size
-        return self.projected_flops + 2.0 * (out + mlp)
+        if (own := self.recurrent) is None:
+            return self.projected_flops + 2.0 * (out + mlp)
+        recurrent = own.layers * (2.0 * own.weights(self.hidden_size) + own.scan_flops)
+        return self.projected_flops + 2.0 * out + (recurrent + own.mlp_layers * 2.0 * mlp) / own.attention_layers
 
     @property
     def attention_flops_per_pair(self) -> float:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -172,6 +172,25 @@ class DocumentBlend(Dataset[dict[str, Tensor]]):
 
 
 Documents: TypeAlias = DocumentDataset | DocumentBlend
+
+
+class NumberedSamples(Protocol):
+    """A training set that says what a sample holds by its number, the same whenever it is asked:
+    steps are planned ahead, and sequences may wait. `sample_trees(index)` likewise, where there are
+    trees.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+
+    def sample_lengths(self, index: int) -> tuple[int, ...]: ...
+
+
+def is_numbered(dataset: Any, args: Any) -> bool:
+    """Whether a script's training set is `NumberedSamples`, read in order."""
+    named = ("sample_lengths", "sample_trees") if args.balance_trees else ("sample_lengths",)
+    return args.dataloader_type == "single" and all(callable(getattr(dataset, name, None)) for name in named)
 
 
 def unpack(
@@ -461,7 +480,9 @@ def names_corpus(args: Any) -> bool:
     return any(getattr(args, name, None) for name in CORPUS_OPTIONS)
 
 
-def numbered(data: Documents, draw: Draw, micro_batch_size: int, pool: Pool) -> Iterator[Mapping[str, torch.Tensor]]:
+def numbered(
+    data: NumberedSamples, draw: Draw, micro_batch_size: int, pool: Pool
+) -> Iterator[Mapping[str, torch.Tensor]]:
     """The microbatches of this rank's replica by the numbers of their samples."""
     # In place of Megatron's iterator, which counts on where a step drew less.
     assert draw.first is not None
@@ -539,7 +560,7 @@ class Reader:
 
 def recall(
     planned: PlannedStep,
-    data: Documents | None,
+    data: NumberedSamples | None,
     pool: Pool,
     parallel: TensorParallel,
     device: torch.device,
@@ -577,7 +598,7 @@ def recall(
     return Recalled(tuple((held.number, held.length) for held in wanted), owners, tuple(rows), planned.recalled_trees)
 
 
-def _read_again(data: Documents, held: HeldDocument, tree: Tree, reader: Reader) -> torch.Tensor:
+def _read_again(data: NumberedSamples, held: HeldDocument, tree: Tree, reader: Reader) -> torch.Tensor:
     sample = unpack(
         {name: tensor[None] for name, tensor in data[held.sample].items()}, reader.depths, trees=reader.trees
     )

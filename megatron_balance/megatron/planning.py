@@ -373,6 +373,7 @@ def _samples(job: Session) -> Samples:
         # Iterations count from 0 while one runs.
         remaining=lambda: job.args.train_iters - job.args.curr_iteration,
         identity=job.data_identity,
+        trees=getattr(data, "sample_trees", None) if job.args.balance_trees else None,
     )
 
 

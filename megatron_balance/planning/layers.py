@@ -14,6 +14,8 @@ import numpy as np
 
 from megatron_balance.analysis.estimate import best_first, estimate
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.recurrent import Pieces
+from megatron_balance.analysis.states import by_heads_s, states_cost
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.wire import NicOf
 from megatron_balance.compile.halo import under
@@ -149,11 +151,33 @@ def _layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
     cluster, cost, layers = context.cluster, context.cost, context.layers
     plan = _under(plan, context.model)
     made = with_layers(plan, cluster, cost, layers)
-    if not made.moves or layers.remap_when != "pays" or _num_rounds(plan) > _MOST_ROUNDS:
-        return made
-    stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
     machine = Machine(cluster, context.model, cost, memory=context.memory)
-    return (made, stays)[best_first([estimate(each, machine) for each in (made, stays)])[0]]
+    if made.moves and layers.remap_when == "pays" and _num_rounds(plan) <= _MOST_ROUNDS:
+        stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
+        made = (made, stays)[best_first([estimate(each, machine) for each in (made, stays)])[0]]
+    _check_states(made, machine)
+    return made
+
+
+# Seconds of a recurrent layer's states below which nobody minds them.
+_STATES_S = 1e-3
+
+
+def _check_states(plan: MicrobatchPlan, machine: Machine) -> None:
+    """Refuse a plan whose pieces are so many that handing states on takes longer than sending all
+    tokens by heads, as others do. Raises InfeasibleError: says both.
+    """
+    own, states = machine.model.recurrent, states_cost(plan, machine)
+    if own is None or states is None:
+        return
+    states_s, ranks = float(states.seconds[0].max()), machine.num_ranks
+    by_heads = by_heads_s(own, machine, plan.num_tokens / ranks, ranks)
+    if states_s > by_heads + _STATES_S:
+        raise InfeasibleError(
+            f"planner {plan.planner} cuts documents into {len(Pieces.of(plan).held):,} pieces, whose states take "
+            f"{1e3 * states_s:.1f} ms in each of {own.layers} recurrent layers, forward; all tokens by heads would "
+            f"take {1e3 * by_heads:.1f} ms. Use a planner that cuts few documents, such as distca, zeppelin or auto"
+        )
 
 
 # Rounds of a plan's rings, one after the other, up to which it is estimated with a remap and without,

@@ -244,7 +244,8 @@ class SequenceBalancer:
         segments, others [n, ...]), tokens depth first, labels those of the outputs already.
 
         `segments`: (length, parent, full) of each, as `ir.forest.Segment`: `parent` is a number in
-        the tree, -1 for the first; `full`: its tokens see one another both ways.
+        the tree, -1 for the first; `full`: its tokens see one another both ways, also in words,
+        "causal" or "full".
 
         Errors as for `rollouts`.
         """

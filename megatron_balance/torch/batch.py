@@ -182,6 +182,12 @@ class BalancedBatch:
             full[: self.num_tokens] = of.full[of.at(rows[row, Fragment.SEQ], places)]
         return torch.from_numpy(full).to(self.tokens.device)
 
+    @cached_property
+    def has_several_blocks(self) -> bool:
+        """Whether a tree has several full segments."""
+        trees = self.plan.mask.trees if isinstance(self.plan.mask, Forest) else ()
+        return any(sum(segment.full for segment in tree) > 1 for tree in trees)
+
     @property
     def num_targets(self) -> Tensor:
         """Labels of the whole step, of all ranks, that count; a scalar."""
@@ -204,8 +210,8 @@ class BalancedBatch:
             cast("Any", out.grad_fn).metadata[self._mark] = self._forward
 
     @_outside_compiled
-    def _check_attended(self, attended: int | None, *values: Tensor) -> None:
-        """Refuse values of a forward whose attention did not reach the plan."""
+    def check_attended(self, *values: Tensor, attended: int | None = None) -> None:
+        """Refuse values of a forward whose attention did not reach the plan; `attended`: as above."""
         each = None if attended is None else at_least(0, "attended", attended)
         if each == 0:
             return
@@ -281,7 +287,7 @@ class BalancedBatch:
         """
         _check_scalar(loss)
         self._check_documents()
-        self._check_attended(attended, loss)
+        self.check_attended(loss, attended=attended)
         targets = self._scale.num_targets.clamp(min=1)
         mean = loss * (self._scale.num_ranks / targets).to(loss.dtype)
         _refuse_division(mean)
@@ -295,7 +301,7 @@ class BalancedBatch:
         """
         _check_scalar(loss)
         self._check_documents()
-        self._check_attended(attended, loss)
+        self.check_attended(loss, attended=attended)
         total = loss.detach().double()
         if self._scale.num_ranks > 1:
             dist.all_reduce(total, group=self._scale.group)
@@ -322,7 +328,7 @@ class BalancedBatch:
         rows = self._rows_of(logits)
         if self.rollouts is None or not (self.others or not self.plan.lengths):
             raise ConfigError("expected a step of balancer.rollouts(rollouts, weights), got one without weights")
-        self._check_attended(attended, logits)
+        self.check_attended(logits, attended=attended)
         # fp64 where the logits are; sums of half precision would be rounded.
         rows = rows if rows.dtype.itemsize >= torch.float32.itemsize else rows.float()
         nll = F.cross_entropy(rows, self.labels, reduction="none", ignore_index=IGNORED)
@@ -393,7 +399,7 @@ class BalancedBatch:
                 raise ConfigError(f"expected router logits [{self.num_rows}, experts] of each layer, got {got}")
         if not logits:
             raise ConfigError("expected the router logits of at least 1 layer, got none; set output_router_logits=True")
-        self._check_attended(attended, *logits)
+        self.check_attended(*logits, attended=attended)
         num_experts = logits[0].shape[1]
         own = torch.stack([x[: self.num_tokens].float().softmax(-1) for x in logits]).flatten(0, 1)
         weights = own.sum(0)
@@ -427,7 +433,7 @@ class BalancedBatch:
         of its empty tensor.
         """
         rows = self._rows_of(values)
-        self._check_attended(attended, values)
+        self.check_attended(values, attended=attended)
         return back(rows[: self.num_tokens], self._exchange)
 
     def _rows_of(self, values: Tensor) -> Tensor:

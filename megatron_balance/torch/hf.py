@@ -61,7 +61,7 @@ def register(model: torch.nn.Module | None = None) -> str:
     except ImportError as error:
         raise ConfigError(
             f"expected transformers 5.0 or later, with its AttentionInterface: {error}; pip install "
-            "megatron-balance[torch]"
+            "megatron-balance[hf]"
         ) from None
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, _asked_mask)
@@ -78,6 +78,9 @@ def _prepare(model: torch.nn.Module) -> None:
     mixers.treat(model)
     if _begin_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
+    for inside in model.modules():
+        if hasattr(inside, "post_init") and _ask_again not in inside._forward_pre_hooks.values():
+            inside.register_forward_pre_hook(_ask_again, with_kwargs=True)
 
 
 def _check_tables(model: type) -> None:
@@ -93,12 +96,26 @@ def _check_tables(model: type) -> None:
 
 def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
     if NAME in given:
-        if given.get("labels") is not None:
+        if given.get("labels") is not None and given.get("shift_labels") is None:
             raise ConfigError(_OwnLoss.why)
         if any(map(_are_masks, (*args, given.get("attention_mask")))):
             raise ConfigError(f"expected no attention masks beside a batch, got a dict of them. {_NO_MASK}")
         _check_positions(model, args, given)  # pyright: ignore[reportCallIssue]
     positions.begin_forward(model, given.get(NAME))
+
+
+_AROUND = "asked_around"  # of a layer: what the model around its own asked for
+
+
+def _ask_again(
+    model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let a model ask for its mask though the one around it (PaliGemma) handed it one: for masks it
+    takes tensors alone.
+    """
+    del model
+    asked = given.get("attention_mask")
+    return (args, {**given, "attention_mask": None, _AROUND: asked}) if isinstance(asked, _MaskRequest) else None
 
 
 def _are_masks(given: object) -> bool:
@@ -171,6 +188,14 @@ class _MaskRequest(_Refusing):
     def __init__(self, mask: Mask, limits: dict[str, int], *, hides: bool, blocks: Tensor | None) -> None:
         self.mask, self.limits, self.hides, self.blocks = mask, limits, hides, blocks
 
+    def with_that_of(self, around: "_MaskRequest | None") -> "_MaskRequest":
+        """This one and what the model around asked for, which has no other mask but its blocks."""
+        if around is None:
+            return self
+        limits = around.limits if self.blocks is None else around.limits | {"blocks of its own": 0}
+        hides = self.hides or around.hides
+        return _MaskRequest(self.mask, self.limits | limits, hides=hides, blocks=around.blocks)
+
 
 def inputs(batch: BalancedBatch) -> dict[str, Any]:
     """Arguments of a model's forward: a batch of one row, without a cache of keys and values.
@@ -235,6 +260,22 @@ def image_segments(token_type_ids: Iterable[int]) -> list[Segment]:
     """
     runs = [(len(list(run)), bool(image)) for image, run in groupby(kind == 1 for kind in token_type_ids)]
     return [Segment(length, at - 1, image) for at, (length, image) in enumerate(runs)]
+
+
+def prefix_segments(token_type_ids: Iterable[int]) -> list[Segment]:
+    """As `image_segments`, where tokens of type 0 at a document's beginning see themselves both ways
+    (PaliGemma's image and prompt). ConfigError: one stands behind others; the model would show it
+    to the beginning, too, which no tree does.
+    """
+    types = list(token_type_ids)
+    prefix = next((at for at, kind in enumerate(types) if kind), len(types))
+    if 0 in types[prefix:]:
+        raise ConfigError(
+            f"expected tokens of type 0 at the beginning alone, got one at {types.index(0, prefix)} behind another "
+            f"type at {prefix}: the model shows all of type 0 to one another, wherever they are"
+        )
+    lengths = ((prefix, True), (len(types) - prefix, False))
+    return [Segment(length, at - 1, full) for at, (length, full) in enumerate(each for each in lengths if each[0])]
 
 
 @disable
@@ -330,7 +371,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
     wrong: dict[str, str] = {}
     longest = balanced.longest
     if isinstance(attention_mask, _MaskRequest):
-        asked = attention_mask
+        asked = attention_mask.with_that_of(given.get(_AROUND))
         causal = asked.mask != FULL
         of_mask = asked.mask.size if isinstance(asked.mask, SlidingWindow) else None
         if window is not None and window != of_mask and min(window, of_mask or window) < longest:
@@ -339,8 +380,8 @@ def attend(  # noqa: PLR0913  Transformers' signature
         for words, size in asked.limits.items():
             if size < longest:
                 wrong[words] = f"Give it documents of at most {size} tokens" if size else _NO_OTHER
-        if asked.blocks is not None and not torch.equal(asked.blocks, balanced.in_full_segments):
-            wrong["blocks that see themselves both ways, other than the full segments of its trees"] = _AS_SEGMENTS
+        if asked.blocks is not None:
+            wrong |= _unlike_blocks(asked.blocks, balanced, _model_type(module))
         if asked.hides:  # maybe on this rank alone: the others hear of it by the roll call
             wrong["an attention mask that hides tokens"] = _NO_MASK
     elif attention_mask is not None:
@@ -358,15 +399,31 @@ def attend(  # noqa: PLR0913  Transformers' signature
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sink = given.get("s_aux")
     # Of other families a layer with other heads is of another model than the plan's: refused.
-    own = str(getattr(getattr(module, "config", None), "model_type", "")).startswith(OWN_HEADS)
+    own = _model_type(module).startswith(OWN_HEADS)
     out = balanced_attention(*(q, k, v, balanced, scaling), window=window, sink=sink, layers=layers, own_heads=own)
     return out, None
 
 
+def _unlike_blocks(blocks: Tensor, balanced: BalancedBatch, model_type: str) -> dict[str, str]:
+    tokens = slice(balanced.num_tokens)  # types of padding are 0
+    if not torch.equal(blocks[tokens], balanced.in_full_segments[tokens]):
+        return {"blocks that see themselves both ways, other than the full segments of its trees": _AS_SEGMENTS}
+    if balanced.has_several_blocks and not model_type.startswith(_A_BLOCK_EACH):
+        return {"one block of all tokens of a type, which are several full segments of a tree": _NOT_APART}
+    return {}
+
+
+def _model_type(module: torch.nn.Module) -> str:
+    return str(getattr(getattr(module, "config", None), "model_type", ""))
+
+
+# Families in which every image is a block by itself; in others those of one type are a block.
+_A_BLOCK_EACH = ("gemma3", "gemma4")
+_NOT_APART = "Give it documents with one such run of tokens each (hf.prefix_segments)"
 _NO_MASK = "Leave out attention_mask: documents have no padding, and the plan keeps them apart"
 _OWN_DOCUMENTS = "Leave out what says where documents lie: a batch's rows are pieces of documents of all ranks"
 _NO_OTHER = "Leave out what asks for it, such as token types, images, a cache, or a mask function of your own"
-_AS_SEGMENTS = "Give balancer.trees the segments of the same token types (hf.image_segments)"
+_AS_SEGMENTS = "Give balancer.trees the segments of the same token types (hf.image_segments, hf.prefix_segments)"
 _SAY_ONE = "Set one sliding_window, and layer_types to match"
 _OF_MODEL = "Leave out Settings.mask, so that plans are made for the model's own mask"
 

@@ -62,7 +62,7 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
         "num_layers": 32, "mtp_num_layers": None, "context_parallel_size": 1, "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
         "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None, "recompute_granularity": None,
-        "use_distributed_optimizer": True, "grad_reduce_in_bf16": False,
+        "use_distributed_optimizer": True, "grad_reduce_in_bf16": False, "balance_trees": None,
     }  # fmt: skip
     return SimpleNamespace(
         config=config,

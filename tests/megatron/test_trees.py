@@ -13,8 +13,10 @@ from megatron_balance.megatron import data
 from megatron_balance.megatron.ways import way_reasons
 from megatron_balance.planning.choice import load_config
 from megatron_balance.training.tokens import from_bits
-from tests.megatron.conftest import Run, Train, assert_same_training, started
+from tests.megatron.conftest import Run, Train, assert_same_training, refusal, started
 from tests.megatron.test_arguments import EXPERTS, parse
+from tests.megatron.test_families import LATENTS
+from tests.support.megatron_run import Result
 from tests.support.numbered_data import SCALE, rollouts_of
 from tests.support.pipeline_runs import gradients, worst_gradient
 
@@ -48,6 +50,27 @@ def test_trees_train_as_their_rollouts_one_by_one(train: Train, tmp_path: Path) 
     assert_a_sum_is_divided_by_nothing(train, given, apart)
 
 
+WINDOWS: dict[str, Any] = {"window-size": "15,0", "window-attn-skip-freq": "2"}
+LATENT_LAYERS: dict[str, Any] = {**LATENTS, "kv-channels": 4, "rotary-base": 10000, "rotary-scaling-factor": 40}
+LATENT_LAYERS |= {"mscale": 1.0, "mscale-all-dim": 1.0}
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("model", [{}, WINDOWS, LATENT_LAYERS], ids=["plain", "windows", "latents"])
+def test_trees_train_on_eight_ranks(train: Train, tmp_path: Path, model: dict[str, Any]) -> None:
+    given = started(train, tmp_path, {**FLAGS, **model})
+    apart = train(1, "te_ring", {**given, "micro-batch-size": SAMPLES}, config=SCRIPT, entry="apart")
+    parallel: dict[str, Any] = {"context-parallel-size": 2, "pipeline-model-parallel-size": 2}
+    latents = {"latent_kv": True, "ping_pong": False} if model is LATENT_LAYERS else {}
+    parallel |= {} if latents else {"tensor-model-parallel-size": 2, "sequence-parallel": True}
+    for planner in ("distca", "zeppelin"):
+        config = {**SCRIPT, **latents, "pipeline": "stages"}
+        run = train(8, planner, {**given, **parallel, "balance-trees": True}, config=config, entry="trees")
+        assert_same_training(run, apart)
+        for step in range(1, STEPS + 1):
+            assert worst_gradient(run.result.logs, apart.result.logs, step) < 1e-5, (planner, step)
+
+
 def assert_a_sum_is_divided_by_nothing(train: Train, given: dict[str, Any], apart: Run) -> None:
     # Weights that are no whole numbers, and below 0.
     flags = {**given, "context-parallel-size": 2, "balance-trees": "sum", "train-iters": 1}
@@ -60,6 +83,46 @@ def assert_a_sum_is_divided_by_nothing(train: Train, given: dict[str, Any], apar
     for name, (whole,) in wanted.items():
         for got in found[name]:
             assert np.abs(got - factor * whole).max() < 1e-5 * np.abs(factor * whole).max(), name
+
+
+def test_trees_that_wait_are_trained_after_a_kill_and_by_another_planner(train: Train, tmp_path: Path) -> None:
+    # Weights do not change, so the sum over all steps is the same whenever a tree is trained; as one
+    # sequence it would have another loss.
+    steps, saved, killed = 6, 3, 4
+    flags = {
+        **FLAGS,
+        "train-iters": steps,
+        "lr": 0.0,
+        "min-lr": 0.0,
+        "balance-trees": "sum",
+        "ckpt-format": "torch_dist",
+    }
+    delay = {"name": "wlb_llm", "thresholds": [100]}
+    saving = {**flags, "save": tmp_path, "load": tmp_path, "save-interval": saved}
+    ahead: dict[str, Any] = {"config": {**SCRIPT, "plan_ahead": True}, "entry": "trees"}
+
+    def ended_by_kill(result: Result) -> None:
+        assert set(result.codes) == {-9}, result.tail(result.failed or 0)
+        assert "says what samples hold, so batches are planned ahead" in result.log(0)
+
+    first = train(2, delay, saving, kill_after=killed, expect=ended_by_kill, **ahead)
+    assert first.steps[saved - 1]["waiting_sequences"] > 0, "trees wait in the checkpoint"
+    train(
+        2,
+        delay,
+        {**saving, "save": None, "balance-trees": None},
+        expect=refusal("waiting sequences are trees"),
+        **ahead,
+    )
+    apart = train(1, "te_ring", {**flags, "context-parallel-size": 1}, config=SCRIPT, entry="apart")
+    for planner, options in ((delay, {"plan_ahead": True}), ("distca", {"plan_ahead": False})):
+        run = train(2, planner, {**saving, "save": None}, config={**SCRIPT, **options}, entry="trees")
+        assert run.column("step") == list(range(saved + 1, steps + 1))
+        assert run.steps[-1]["waiting_sequences"] == 0
+        losses = first.column("loss")[:saved] + run.column("loss")
+        assert sum(losses) == pytest.approx(sum(apart.column("loss")), rel=1e-5)
+        if planner is delay:
+            assert run.column("fingerprint")[: killed - saved] == first.column("fingerprint")[saved:killed]
 
 
 def sample_of_two_branches() -> dict[str, torch.Tensor]:

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_balance.ir.forest import Tree, document, num_tokens
 from megatron_balance.workloads.idx import CorpusWriter
+from megatron_balance.workloads.rollouts import as_trees
 
 # Rollouts as trees, or each by itself; the weights of the first ones times `SCALE`.
 Kind = Literal["script", "packed", "trees", "apart", "scaled"]
@@ -86,6 +88,13 @@ class RolloutSamples:
 
     def __len__(self) -> int:
         return self.num_samples
+
+    def sample_lengths(self, index: int) -> tuple[int, ...]:
+        return tuple(map(num_tokens, self.sample_trees(index)))
+
+    def sample_trees(self, index: int) -> tuple[Tree, ...]:
+        rollouts = [tokens for tokens, _ in rollouts_of(index, self.args.vocab_size)]
+        return tuple(document(len(each)) for each in rollouts) if self.kind == "apart" else as_trees(rollouts).trees
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         import torch

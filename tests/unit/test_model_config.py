@@ -134,7 +134,8 @@ STATES = {"hidden_size": 64, "num_heads": 8, "head_dim": 16}
         ({"model_type": "gemma3", "memory_slots": 4, "text_config": LLAMA}, "memory_slots: set to 4"),
         ({"model_type": "mamba2", **STATES}, "mamba2: has layers that mix"),
         ({"model_type": "mine", **STATES, "state_size": 8}, "state_size: layers without attention"),
-        ({"text_config": {**LLAMA, "model_type": "qwen3_next"}}, "qwen3_next: has layers that mix tokens beside"),
+        ({"text_config": {**LLAMA, "model_type": "qwen3_next"}}, "qwen3_next does not say which layers attend"),
+        ({**LLAMA, "model_type": "jamba"}, "jamba: has layers that mix tokens beside"),
         ({"hidden_size": 96}, r"does not say num_heads \(num_attention_heads"),
         ([1], "expected an object of keys"),
         ("{", "not JSON"),
@@ -256,11 +257,28 @@ def test_recurrent_layers_are_those_that_transformers_builds(family: str) -> Non
     assert found is not None
     assert (found.layers, found.channels) == (len(convolutions), convolutions[0].in_channels)
     assert found.conv_width == convolutions[0].kernel_size[0]
+    # Of a mixer, without norms, biases, decays and skips.
+    (mixer,) = (each for each in model.modules() if convolutions[0] in each.children())
+    assert found.weights(32) == sum(w.numel() for n, w in mixer.named_parameters() if w.ndim > 1 and "A_log" not in n)
     keys = {"NemotronH": ".k_proj.weight", "KimiLinear": ".kv_b_proj.weight"}.get(family, ".self_attn.k_proj.weight")
     assert found.attention_layers == sum(name.endswith(keys) for name, _ in model.named_parameters())
     # Whoever does not say that it knows recurrent layers is refused.
     with pytest.raises(ConfigError, match=r"has layers that mix tokens beside attention|layer_types: conv"):
         model_config.facts(config)
+
+
+def test_presets_of_hybrid_models_have_their_parameters_and_say_what_is_missing(tmp_path: Path) -> None:
+    for name, billions in (("qwen3.5-35b-a3b", 34.7), ("nemotron-h-8b", 8.1), ("kimi-linear-48b-a3b", 49.1)):
+        assert num_parameters(load_model(name)) / 1e9 == pytest.approx(billions, rel=0.01)
+    path = tmp_path / "model.yaml"
+    for given, sentence in (
+        ("{kind: kda, layers: 3}", "recurrent: attention_layers: missing"),
+        ("4", "recurrent: expected keys such as kind and layers, got 4"),
+        ("{kind: kda, layer: 3}", "recurrent.layer: unknown key, did you mean 'layers'"),
+    ):
+        path.write_text(f"{{base: llama-3b, recurrent: {given}}}")
+        with pytest.raises(ConfigError, match=sentence):
+            load_model(str(path))
 
 
 def test_what_is_not_said_of_recurrent_layers_is_a_sentence() -> None:
