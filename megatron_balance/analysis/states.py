@@ -238,9 +238,10 @@ def mean_layer_s(
     """Seconds of the mean layer of a model on each rank, in step in `group` (`rounds.coupled`).
 
     `attended`: of layers that attend, by their share of all; `linear`: outside attention; `states`:
-    None where every layer attends.
+    None where every layer attends, and of trees, whose states nobody hands on.
     """
-    if states is None:
+    if model.recurrent is None:
         return attended
     attention, recurrent, _ = model.layer_shares
-    return attended + in_step((1 - attention) * linear + recurrent * states.seconds[backward], group)
+    handed_on = 0.0 if states is None else recurrent * states.seconds[backward]
+    return attended + in_step((1 - attention) * linear + handed_on, group)

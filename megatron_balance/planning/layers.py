@@ -167,8 +167,8 @@ def _check_states(plan: MicrobatchPlan, machine: Machine) -> None:
     """Refuse a plan whose pieces are so many that handing states on takes longer than sending all
     tokens by heads, as others do. Raises InfeasibleError: says both.
     """
-    own, states = machine.model.recurrent, states_cost(plan, machine)
-    if own is None or states is None:
+    own = machine.model.recurrent
+    if own is None or isinstance(plan.mask, Forest) or (states := states_cost(plan, machine)) is None:
         return
     states_s, ranks = float(states.seconds[0].max()), machine.num_ranks
     by_heads = by_heads_s(own, machine, plan.num_tokens / ranks, ranks)

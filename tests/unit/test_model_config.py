@@ -319,6 +319,7 @@ def test_what_is_not_said_of_recurrent_layers_is_a_sentence() -> None:
     ],
 )
 def test_recurrent_layers_that_cannot_be_are_a_sentence(keys: dict[str, Any], sentence: str) -> None:
-    right: dict[str, Any] = {"kind": "kda", "layers": 6, "attention_layers": 2, "mlp_layers": 8, "heads": 4, "value_dim": 8}
+    right: dict[str, Any] = {"kind": "kda", "layers": 6, "attention_layers": 2, "mlp_layers": 8, "heads": 4}
+    right |= {"value_dim": 8, "key_heads": 4, "key_dim": 8}
     with pytest.raises(ConfigError, match=sentence):
-        Model(4, 4, 8, num_layers=8, recurrent=RecurrentLayers(**right | {"key_heads": 4, "key_dim": 8} | keys))
+        Model(4, 4, 8, num_layers=8, recurrent=RecurrentLayers(**right | keys))

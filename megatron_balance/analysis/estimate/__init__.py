@@ -34,6 +34,7 @@ from megatron_balance.cost.base import ADD, Floats, MachineCost
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Move
+from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import FULL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -121,7 +122,8 @@ def _estimate(plan: MicrobatchPlan, machine: Machine, tables: Tables, zones: _Zo
     decision = memory.decide(microbatch, machine.cluster.memory_bytes)
     keeping = decision.kept_share
 
-    group, states = coupled(plan), states_cost(plan, machine)
+    # A recurrent layer refuses trees when it is asked to run them, the simulator to time them.
+    group, states = coupled(plan), None if isinstance(plan.mask, Forest) else states_cost(plan, machine)
 
     def seconds(policy: Policy, *, backward: bool) -> Floats:
         entered = _linear_s(np.asarray(loads.own, dtype=np.float64), machine.cost, backward=backward)
