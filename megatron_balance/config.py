@@ -18,7 +18,7 @@ from megatron_balance import strict_yaml
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, read_json
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
+from megatron_balance.ir.model import Model, RecurrentLayers
 from megatron_balance.ir.step import RemapWhen, Solver, When
 from megatron_balance.model_config import NAMES, pretrained
 from megatron_balance.strict_yaml import joined, shown
@@ -234,8 +234,20 @@ def _section(
     base = keys.pop("base", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{source}: {joined(where, 'base')}: expected a name or a path to a YAML, got {shown(base)}")
+    if section == "model" and (given := keys.get("recurrent")) is not None:
+        keys["recurrent"] = _recurrent(given, source, joined(where, "recurrent"))
     underneath = {} if base is None else _section(section, base, file, joined(where, "base"), above, accept)
     return {**underneath, **strict_yaml.checked(target, keys, source, where, ("base", "accept"))}
+
+
+def _recurrent(given: Any, source: str, where: str) -> RecurrentLayers:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{source}: {where}: expected keys such as kind and layers, got {shown(given)}")
+    found = strict_yaml.checked(RecurrentLayers, cast("dict[str, Any]", given), source, where)
+    missing = [f.name for f in dataclasses.fields(RecurrentLayers) if f.default is dataclasses.MISSING]
+    if absent := [name for name in missing if name not in found]:
+        raise ConfigError(f"{source}: {where}: {absent[0]}: missing")
+    return RecurrentLayers(**found)
 
 
 def _model_json(path: Path, accept: Collection[str]) -> dict[str, Any]:

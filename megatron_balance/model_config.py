@@ -5,6 +5,7 @@ torchtitan's, GPT-2's, Megatron's flags.
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, cast
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import read_json
 from megatron_balance.ir.mask import SlidingWindow
-from megatron_balance.ir.model import Model
+from megatron_balance.ir.model import Model, RecurrentLayers, RecurrentName
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ EXPERT_SIZES = ("moe_intermediate_size", "moe_ffn_hidden_size")
 GATED = ("silu", "swish", "swiglu", "geglu")
 
 # Beginnings of the names of families whose MLPs have a gate, whatever their activation is called.
-GATED_FAMILIES = ("gemma",)
+GATED_FAMILIES = ("gemma", "lfm2")
 
 # Beginnings of those whose output matrix is the embedding, which their configurations leave out.
 TIED_FAMILIES = ("gemma", "gpt2")
@@ -58,6 +59,8 @@ OWN_HEADS = ("gemma4", "jetmoe", "laguna", "mimo_v2_flash")
 
 # Facts whose names tell architectures apart.
 SIZES = ("num_heads", "hidden_size", "num_layers")
+
+WITHOUT_ATTENTION = "layers without attention (state space or linear), whose state crosses ranks; no planner knows them"
 
 # Keys that make attention cost something else than `Model` says, and why.
 UNLIKE: dict[str, str] = {
@@ -79,8 +82,30 @@ UNLIKE: dict[str, str] = {
             "linear_attn_config",
             "lru_width",
         ],
-        "layers without attention (state space or linear), whose state crosses ranks; no planner knows them",
+        WITHOUT_ATTENTION,
     ),
+}
+
+# Families with recurrent layers that are read, by the kind of these (`ir.model.RecurrentLayers`).
+HYBRIDS = {
+    **dict.fromkeys(
+        ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"], "gated_delta"
+    ),
+    "kimi_linear": "kda",
+    **dict.fromkeys(["nemotron_h", "granitemoehybrid", "bamba", "falcon_h1"], "mamba2"),
+    "lfm2": "convolution",
+}
+
+# What their layers have, by the words and letters of their lists: a attends, r is recurrent, m an MLP
+# or experts, whichever the model has; d an MLP where others have experts.
+_HYBRID_LAYERS = {
+    **dict.fromkeys(["full_attention", "attention"], "am"),
+    **dict.fromkeys(["linear_attention", "mamba", "conv"], "rm"),
+    "hybrid": "arm",
+    # of Nemotron-H, where each layer is one of them alone
+    **dict(zip("*ME-", "armd", strict=True)),
+    "moe": "m",
+    "mlp": "d",
 }
 
 # Keys under which a model of several modalities has the configuration of its text.
@@ -108,14 +133,14 @@ def proved() -> Mapping[str, Any]:
     return read_json(Path(__file__).parent / "configs" / "transformers.json")
 
 
-def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
+def facts(config: object, accept: Collection[str] = (), *, hybrid: bool = False) -> dict[str, Any]:
     """Fields of `ir.model.Model` that a configuration says; the usual ones where it leaves them
     out.
 
-    `config`: an object with attributes, or a mapping; of several modalities its text's counts. Raises
-    ConfigError: heads, or the hidden size, are not said; as `check`.
+    `config`: an object with attributes, or a mapping; of several modalities its text's counts;
+    `hybrid`: as of `check`. Raises ConfigError: heads, or the hidden size, are not said; as `check`.
     """
-    check(config, accept)
+    check(config, accept, hybrid=hybrid)
     config = levels(config)[-1]
     found: dict[str, Any] = {
         fact: number for fact, names in NAMES.items() if (number := _first(config, names)) is not None
@@ -154,6 +179,7 @@ def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
             "count on these in all layers",
             *(family, found["num_heads"], found["head_dim"], found["num_kv_heads"]),
         )
+    found |= _recurrent(config, found) if hybrid else {}
     return {
         **found,
         **({} if (window := _window_of(config)) is None else {"attention": SlidingWindow(window).name}),
@@ -167,12 +193,15 @@ def pretrained(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     tokens, windows that some of the layers have, and an output matrix that may be the embedding.
     Raises ConfigError: as `facts` does.
     """
-    found, config = facts(config, accept), levels(config)[-1]
+    found, config = facts(config, accept, hybrid=True), levels(config)[-1]
     tied = value(config, "tie_word_embeddings")
     if tied is None:
         tied = found["name"].startswith(TIED_FAMILIES)
     layers = found.get("num_layers", Model.num_layers)
     more = _first(config, ("num_nextn_predict_layers", "mtp_num_layers"))
+    if more and (own := found.get("recurrent")):
+        further = {each: getattr(own, each) + more for each in ("attention_layers", "mlp_layers")}
+        found["recurrent"] = replace(own, **further)
     return {
         **found,
         **_windows(config, layers),
@@ -242,15 +271,125 @@ def _latents(config: object, num_heads: int) -> dict[str, int]:
     }
 
 
-def check(config: object, accept: Collection[str] = ()) -> None:
+def _recurrent(config: object, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a hybrid model's layers (`HYBRIDS`); none: all layers attend. `found`: the others.
+
+    Raises ConfigError: it is not said which layers attend, or none does.
+    """
+    family = str(value(config, "model_type"))
+    words = _layer_words(config, family, found.get("num_layers", 0)) if family in HYBRIDS else ()
+    if unknown := sorted(set(words) - _HYBRID_LAYERS.keys()):
+        raise ConfigError(f"{_title(config)}: layers {', '.join(unknown)}: known are {', '.join(_HYBRID_LAYERS)}")
+    kinds = "".join(_HYBRID_LAYERS[word] for word in words)
+    if family == "nemotron_h":
+        kinds = kinds.replace("am", "a").replace("rm", "r")
+    if "r" not in kinds:
+        return {}
+    if "a" not in kinds:
+        raise ConfigError(f"{_title(config)}: none of its {len(words)} layers attends, and plans are of attention")
+    counts = {"layers": kinds.count("r"), "attention_layers": kinds.count("a")}
+    counts["mlp_layers"] = kinds.count("m") + kinds.count("d")
+    more = {"num_layers": len(words)}
+    if family == "nemotron_h":  # whose configurations may name experts that no layer has
+        if "m" not in kinds:
+            more |= dict.fromkeys(("num_experts", "experts_per_token", "shared_ffn_size"), 0)
+            more["ffn_size"] = _first(config, NAMES["ffn_size"]) or found["ffn_size"]
+        elif "d" in kinds:
+            more["dense_layers"] = kinds.count("d")
+    if family == "granitemoehybrid" and (shared := _first(config, ("shared_intermediate_size",))):
+        more["shared_ffn_size" if found.get("num_experts") else "ffn_size"] = shared
+    if family == "kimi_linear":
+        dense = [kind == "dense" for kind in value(config, "mlp_layer_types") or ()]
+        more["dense_layers"] = sum(dense) or found.get("dense_layers", 0)
+        more["shared_ffn_size"] = found["ffn_size"] * (_first(config, ("num_shared_experts", "n_shared_experts")) or 0)
+    if family == "lfm2":
+        more["ffn_size"] = _ffn_of_lfm2(config, found["ffn_size"])
+    made = RecurrentLayers(kind=cast("RecurrentName", HYBRIDS[family]), **counts, **_states(config, found))
+    return {**more, "recurrent": made}
+
+
+def _layer_words(config: object, family: str, num_layers: int) -> Sequence[str]:
+    # What each layer is, in the words of `_HYBRID_LAYERS`.
+    for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        if listed := value(config, key):
+            return list(listed)
+    attending: Collection[int] | None = None
+    if every := _first(config, ("full_attention_interval",)):
+        attending = range(every - 1, num_layers, every)
+    elif listed := value(config, "linear_attn_config"):
+        attending = [number - 1 for number in listed["full_attn_layers"]]
+    elif family in ("bamba", "lfm2"):
+        attending = value(config, {"bamba": "attn_layer_indices", "lfm2": "full_attn_idxs"}[family])
+    elif family == "falcon_h1":
+        return ["hybrid"] * num_layers
+    if attending is None:
+        raise ConfigError(f"{_title(config)} does not say which layers attend; give layer_types")
+    return ["attention" if at in attending else "mamba" for at in range(num_layers)]
+
+
+def _states(config: object, found: Mapping[str, Any]) -> dict[str, int]:
+    # Sizes of the states of recurrent layers.
+    of_kimi = value(config, "linear_attn_config") or {}
+
+    def first(*names: str, default: int | None = None) -> int:
+        number = _first(config, names)
+        number = default if number is None else number
+        if number is None:
+            raise ConfigError(f"{_title(config)} does not say {' or '.join(names)}, of its recurrent layers")
+        return number
+
+    heads, hidden = found["num_heads"], found["hidden_size"]
+    match HYBRIDS[str(value(config, "model_type"))]:
+        case "convolution":
+            return {"heads": 1, "value_dim": hidden, "conv_width": first("conv_L_cache", default=3)}
+        case "kda":
+            both = first("linear_num_heads", default=of_kimi.get("num_heads"))
+            width = first("linear_head_dim", default=of_kimi.get("head_dim"))
+            conv = first("linear_conv_kernel_dim", default=of_kimi.get("short_conv_kernel_size"))
+            return {"heads": both, "key_heads": both, "key_dim": width, "value_dim": width, "conv_width": conv}
+        case "gated_delta":
+            key_heads = first("linear_num_key_heads", default=heads)
+            key_dim = first("linear_key_head_dim", default=3 * hidden // (4 * key_heads))
+            return {
+                "heads": first("linear_num_value_heads", default=heads),
+                "key_heads": key_heads,
+                "key_dim": key_dim,
+                "value_dim": first("linear_value_head_dim", default=2 * key_dim),
+                "conv_width": first("linear_conv_kernel_dim", default=4),
+            }
+        case _:
+            count = first("mamba_num_heads", "mamba_n_heads")
+            width = first("mamba_d_ssm", default=first("mamba_expand", "expand", default=2) * hidden)
+            return {
+                "heads": count,
+                "key_heads": first("n_groups", "mamba_n_groups", default=1),
+                "key_dim": first("ssm_state_size", "mamba_d_state"),
+                "value_dim": first("mamba_head_dim", "mamba_d_head", default=width // count),
+                "conv_width": first("conv_kernel", "mamba_d_conv", default=4),
+                "chunk": first("chunk_size", "mamba_chunk_size", default=256),
+            }
+
+
+def _ffn_of_lfm2(config: object, said: int) -> int:
+    # The width that its MLPs have by the sizes its configuration says.
+    said = _first(config, ("block_ff_dim",)) or said
+    if value(config, "block_auto_adjust_ff_dim") is False:
+        return said
+    multiple = _first(config, ("block_multiple_of",)) or 256
+    said = int((value(config, "block_ffn_dim_multiplier") or 1) * int(2 * said / 3))
+    return -(-said // multiple) * multiple
+
+
+def check(config: object, accept: Collection[str] = (), *, hybrid: bool = False) -> None:
     """Refuse a model that nobody has proved to attend as plans have it.
 
     `config`: as for `facts`; `accept`: model types and keys to go on with, by the names that the
-    refusal says; the log repeats them. Raises ConfigError: names all types and keys, and why.
+    refusal says; the log repeats them; `hybrid`: whether who asks knows the recurrent layers of
+    `HYBRIDS`. Raises ConfigError: names all types and keys, and why.
     """
     if isinstance(accept, str):
         raise ConfigError(f"accept: expected a list of names such as [{accept!r}], got {accept!r}")
-    said = refusal(_title(config), unproved(config), accept, "accept={}, on the command line --accept,")
+    said = refusal(_title(config), unproved(config, hybrid=hybrid), accept, "accept={}, on the command line --accept,")
     if said is not None:
         raise ConfigError(said)
 
@@ -273,11 +412,15 @@ def refusal(title: str, found: Mapping[str, str], accept: Collection[str], how: 
     return None
 
 
-def unproved(config: object) -> dict[str, str]:
-    """Model types and keys, at all levels, that are not known to attend as plans have it, and why."""
+def unproved(config: object, *, hybrid: bool = False) -> dict[str, str]:
+    """Model types and keys, at all levels, that are not known to attend as plans have it, and why.
+
+    `hybrid`: as of `check`.
+    """
     found: dict[str, str] = {}
     for keys in levels(config):
-        found |= _unproved(keys)
+        known = hybrid and keys.get("model_type") in HYBRIDS
+        found |= _unproved_of_hybrid(keys) if known else _unproved(keys)
     return found
 
 
@@ -308,9 +451,7 @@ def _unproved(keys: Mapping[str, Any]) -> dict[str, str]:
         got = set(map(str, said)) | (_ropes(keys) if key == "rope_type" else set())
         if unknown := sorted(got - set(allowed)):
             found[key] = f"{', '.join(unknown)}: known are {', '.join(allowed)}"
-    for key in chain.from_iterable(NAMES[fact] for fact in ("num_heads", "num_kv_heads", "head_dim")):
-        if (got := keys.get(key)) is not None and type(got) is not int:
-            found[key] = f"set to {str(got)[:60]}, where one whole number for all layers is read"
+    found |= _uneven_heads(keys)
     if (like := _nearest(keys)) is NONE:
         named = ", ".join(sizes(keys))
         return found | {family: f"an unknown model type, whose sizes are named like no known one's ({named})"}
@@ -322,6 +463,25 @@ def _unproved(keys: Mapping[str, Any]) -> dict[str, str]:
             if _speaks(key) and _is_set(key, got)
         }
     return wrong | _beyond(keys, like) | found
+
+
+def _uneven_heads(keys: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key: f"set to {str(got)[:60]}, where one whole number for all layers is read"
+        for key in chain.from_iterable(NAMES[fact] for fact in ("num_heads", "num_kv_heads", "head_dim"))
+        if (got := keys.get(key)) is not None and type(got) is not int
+    }
+
+
+def _unproved_of_hybrid(keys: Mapping[str, Any]) -> dict[str, str]:
+    # Beside its recurrent layers, which `facts` reads.
+    said = {key: why for key, why in UNLIKE.items() if why != WITHOUT_ATTENTION and keys.get(key)}
+    speaking = {
+        key: f"set to {str(got)[:60]}, which says who attends to whom, beside recurrent layers"
+        for key, got in keys.items()
+        if _speaks(key) and _is_set(key, got) and key not in ("full_attention_interval", "full_attn_idxs")
+    }
+    return speaking | said | _uneven_heads(keys)
 
 
 def _nearest(keys: Mapping[str, Any]) -> Mapping[str, Any]:

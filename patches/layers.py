@@ -278,4 +278,26 @@ BY_SAMPLE = (
         why="it weights a rank's share of the loss by the tokens that it is told",
     ),
 )
-PATCHES = (*TE_ATTENTION, *MTP, *PING_PONG, *PING_PONG_ROUTER, *AUX_LOSS, *SINKHORN, *BY_SAMPLE)
+_RUN_BY_OURS = (
+    "a subclass (`megatron.recurrent`) runs it with a convolution and a recurrence of ours under the names of its "
+    "kernels; it relies on what this calls, and with what"
+)
+
+MIXERS = tuple(
+    Patch(target=target, reviewed=reviewed, why=_RUN_BY_OURS)
+    for target, reviewed in (
+        (
+            "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward",
+            {"1c75e4403c52": "0.19.x", "87cd4b236a22": "0.20 of 2026-08", "5933271b0d48": "dev of 2026-08"},
+        ),
+        (
+            "megatron.core.ssm.mamba_mixer:MambaMixer.forward",
+            {"79fe529beb9f": "0.19.x", "8a291f20fcbf": "0.20 of 2026-08", "7f90e2271936": "dev of 2026-08"},
+        ),
+        (
+            "megatron.core.ssm.mamba_mixer:MambaMixer._ssm_training",
+            {"bc0f18d9463f": "0.19.x, 0.20 of 2026-08, dev of 2026-08"},
+        ),
+    )
+)
+PATCHES = (*TE_ATTENTION, *MTP, *PING_PONG, *PING_PONG_ROUTER, *AUX_LOSS, *SINKHORN, *BY_SAMPLE, *MIXERS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_balance.megatron import cpu
-from megatron_balance.megatron.flags import balances_by_sample
+from megatron_balance.megatron.flags import balances_by_sample, is_hybrid
 from megatron_balance.patches import Patch, layers, machine, training_loop
 
 
@@ -36,6 +36,7 @@ def for_job(
         (experts, layers.AUX_LOSS),
         (bool(args.mtp_num_layers), layers.MTP),
         (te_available(), layers.TE_ATTENTION),
+        (is_hybrid(args), layers.MIXERS),
         (on_cpu and experts, machine.SPLITS),
         (on_cpu and args.sequence_parallel, machine.NORM),
         (changes, training_loop.STRATEGIES),

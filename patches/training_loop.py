@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_balance.megatron import session
-from megatron_balance.megatron.data import DocumentBlend, DocumentDataset, make_provider, names_corpus
+from megatron_balance.megatron.data import DocumentBlend, DocumentDataset, is_numbered, make_provider, names_corpus
 from megatron_balance.megatron.entry import training
 from megatron_balance.megatron.flags import add_balance_arguments
 from megatron_balance.megatron.forward_backward import balanced_schedule
@@ -107,6 +107,9 @@ def _choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
         job.train_data = train if isinstance(train, (DocumentDataset, DocumentBlend)) else None
         if job.script_data.kept and train is not None:  # model chunks in the middle have none
             job.script_data.dataset = train
+            if is_numbered(train, job.args):
+                job.train_data = train
+                log.info("data: %s says what samples hold, so batches are planned ahead", type(train).__name__)
         return train, valid, test
 
     if getattr(provider, "is_distributed", False):

@@ -97,8 +97,10 @@ TWEAKS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "nemotron_h": {"n_groups": 1},
+    "granitemoehybrid": {"mamba_d_head": 32, "layer_types": ["mamba", "attention"] * 2},
+    "bamba": {"mamba_d_head": 32, "attn_layer_indices": [1, 3]},
     "qwen2_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
-    **{key: {"mamba_d_head": 32, "mamba_d_ssm": 128} for key in ("bamba", "granitemoehybrid", "falcon_h1")},
+    "falcon_h1": {"mamba_d_head": 32, "mamba_d_ssm": 128},
     "mamba2": {"num_heads": 8},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "glm5_next": {"index_topk": 16},
@@ -631,7 +633,7 @@ def judged(rows: Sequence[Found], chosen: Sequence[Case], known: Mapping[str, An
     found: list[Found] = []
     with patch("megatron_balance.model_config.proved", lambda: known):
         for row, case in zip(rows, chosen, strict=True):
-            why = {} if row.status == "untried" else unproved(tiny(case))
+            why = {} if row.status == "untried" else unproved(tiny(case), hybrid=True)
             said = "; ".join(f"{name}: {each}" for name, each in why.items())
             found.append(replace(row, status="refused", reason=said) if why else row)
     return found

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_balance.analysis.memory import Sharding, layer_activation_bytes, logit_bytes, rank_memory
+from megatron_balance.analysis.recurrent import kept_bytes
 from megatron_balance.analysis.statistics import linear_tokens, moved_tokens, received_load
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.cost.base import Floats
@@ -38,13 +39,14 @@ class MicrobatchBytes:
     `kept`: of all inputs that the forward received, with their heads: what a layer with policy keep
     holds until its backward. `replayed`: of those that a layer with policy replay holds at once in
     its backward. `working`: beside them, of the call while it runs: partial outputs, gradients and
-    messages on their way.
+    messages on their way. `states`: what a recurrent layer keeps beside its activations.
     """
 
     tokens: Ints
     kept: Ints
     replayed: Ints
     working: Ints
+    states: Ints = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
 
 
 def microbatch_bytes(plans: Sequence[MicrobatchPlan], model: Model) -> MicrobatchBytes:
@@ -62,9 +64,14 @@ def microbatch_bytes(plans: Sequence[MicrobatchPlan], model: Model) -> Microbatc
         load, (given, taken) = received_load(plan), moved_tokens(plan)
         queries, keys, outputs = (load.token_heads[kind] for kind in (Kind.Q, Kind.KV, Kind.OUT))
         loads = Loads(linear_tokens(plan), queries, keys, outputs, largest_exchange(plan), given, taken)
-        found.append(loads.bytes((plan.num_heads, plan.num_kv_heads), row_bytes))
+        found.append(with_states(loads.bytes((plan.num_heads, plan.num_kv_heads), row_bytes), plan, model))
     # Nano-batches are under way at once.
     return MicrobatchBytes(*(np.add.reduce([getattr(e, of.name) for e in found]) for of in fields(MicrobatchBytes)))
+
+
+def with_states(counted: MicrobatchBytes, plan: MicrobatchPlan, model: Model) -> MicrobatchBytes:
+    """The bytes of a microbatch, with what recurrent layers keep of its states."""
+    return counted if model.recurrent is None else replace(counted, states=kept_bytes(plan, model.recurrent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +168,7 @@ def step_bytes(microbatches: Sequence[MicrobatchBytes], model: Model, stage: Sta
         for name in ("tokens", "kept", "replayed", "working")
     )
     passes = stage.passes(len(microbatches))
+    kept = kept * model.attending  # of the mean layer
     again = layers.again * layer_activation_bytes(model) * tokens
     at_work = (working + again).max(axis=0)
     if stage.is_last:  # logits are there when no layer is at work
@@ -168,9 +176,14 @@ def step_bytes(microbatches: Sequence[MicrobatchBytes], model: Model, stage: Sta
     # What a run that is computed again received is there for one microbatch only.
     apart = any(number > layers.again for number in layers.numbers) and stage.recompute.what != "core_attention"
     held = _in_flight(kept, passes, stage.chunks) if apart else kept.max(axis=0)
+    activations = saved * _in_flight(tokens, passes, stage.chunks)
+    if model.recurrent is not None:
+        each_kept = np.array([each.states for each in microbatches], dtype=np.float64)
+        states = layers.saved * model.layer_shares[1] * each_kept
+        activations = activations + _in_flight(states, passes, stage.chunks)
     return StepBytes(
         state_bytes(model, stage),
-        saved * _in_flight(tokens, passes, stage.chunks),
+        activations,
         at_work,
         held,
         replayed.max(axis=0),

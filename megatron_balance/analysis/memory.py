@@ -29,7 +29,8 @@ def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float
     In elements: the inputs of both norms and of both blocks (4 hidden), query and attention output
     (H (D + V)), key and value (G (D + V)), latents before and behind their norms, and the MLP's inner
     values (3 ffn when gated, else 2; once per expert a token visits). Each expert's input is a copy of
-    the token. `full` recomputation keeps the layer's input.
+    the token. A recurrent layer keeps the convolution's inputs and outputs, gates and outputs; of a
+    hybrid model the mean layer is counted. `full` recomputation keeps the layer's input.
     """
     if recompute == "full":
         return float(model.bytes_per_element * model.hidden_size)
@@ -37,6 +38,12 @@ def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float
     attended += 2 * (model.query_rank + model.latent_rank)
     inner = (3 if model.gated_ffn else 2) * model.visited_ffn_size
     copies = model.experts_per_token * model.hidden_size if model.num_experts else 0
+    if (own := model.recurrent) is not None:
+        attention, recurrent, mlp = model.layer_shares
+        of_recurrent = 2 * own.channels + own.gates + own.heads * own.value_dim
+        blocks = 2 * model.hidden_size * (attention + recurrent + mlp)
+        kept = blocks + attention * attended + recurrent * of_recurrent + mlp * (inner + copies)
+        return float(model.bytes_per_element * kept)
     return float(model.bytes_per_element * (4 * model.hidden_size + attended + inner + copies))
 
 
@@ -113,7 +120,8 @@ def rank_memory(
         # Logits are there when no layer is at work; those of multi-token prediction at once.
         one_layer = max(one_layer, logit_bytes(model))
     per_token = layers * layer_activation_bytes(model, holding.recompute) + one_layer
-    held = 2.0 if holding.policy == "replay" else 1.0 if holding.recompute == "full" else layers
+    keeping = layers * model.attending
+    held = 2.0 if holding.policy == "replay" else 1.0 if holding.recompute == "full" else keeping
     return _Memory(
         weights=WEIGHT_BYTES * parameters,
         gradients=GRADIENT_BYTES * parameters,

@@ -1,15 +1,24 @@
-"""Bytes that the exchanges of recurrent layers move, as the program says it."""
+"""Bytes of recurrent layers: those that their exchanges move, as the program says it, and those that
+ranks keep for the backward.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.compile.recurrent import carries_map
-from megatron_balance.ir.arrays import Ints, numbered, sums
-from megatron_balance.ir.columns import Transfer
+from megatron_balance.compile.recurrent import carries_map, composers
+from megatron_balance.compile.remap import layouts
+from megatron_balance.ir.arrays import Bools, Ints, numbered, sums, union
+from megatron_balance.ir.columns import Placed, Transfer
+from megatron_balance.ir.model import RecurrentLayers
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange
 from megatron_balance.ir.recurrent import STATE_KINDS, RecurrentOp
+
+STATE_BYTES = 4
 
 
 class SummarySizes(NamedTuple):
@@ -20,7 +29,7 @@ class SummarySizes(NamedTuple):
     map: int
     state: int
     channels: int
-    state_bytes: int = 4
+    state_bytes: int = STATE_BYTES
     row_bytes: int = 2
 
 
@@ -38,3 +47,33 @@ def bytes_moved(ops: Sequence[RecurrentOp], sizes: SummarySizes) -> Ints:
     amount = np.where(of_states, states, tokens * sizes.channels * sizes.row_bytes)
     pairs, which = np.unique(np.column_stack([ids, rows[:, Transfer.ENDS]]), axis=0, return_inverse=True)
     return np.column_stack([pairs, sums(which.ravel(), amount, len(pairs))])
+
+
+class Pieces(NamedTuple):
+    """The pieces of a plan's sequences: `Placed` rows by sequence, then by start; whether a sequence
+    begins, and ends, with each.
+    """
+
+    held: Ints
+    begins: Bools
+    ends: Bools
+
+    @staticmethod
+    def of(plan: MicrobatchPlan) -> Pieces:
+        held = union(layouts(plan))
+        held = held[np.lexsort((held[:, Placed.START], held[:, Placed.SEQ]))]
+        lengths = np.array(plan.lengths, dtype=np.int64)
+        return Pieces(held, held[:, Placed.START] == 0, held[:, Placed.STOP] == lengths[held[:, Placed.SEQ]])
+
+
+def kept_bytes(plan: MicrobatchPlan, own: RecurrentLayers) -> Ints:
+    """Bytes that each rank keeps of a recurrent layer for the backward: states before its pieces,
+    and the maps that it composed.
+    """
+    held, begins, ends = Pieces.of(plan)
+    of_states = STATE_BYTES * own.state_heads * own.key_dim * own.value_dim
+    kept = sums(held[~begins, Placed.RANK], np.full(int((~begins).sum()), of_states), plan.num_ranks)
+    table = composers(held, own.state_heads)
+    middle = np.bincount(held[~begins & ~ends, Placed.SEQ], minlength=len(plan.lengths))
+    maps = (table[:, 3] - table[:, 2]) * middle[table[:, 1]] * STATE_BYTES * own.map_size
+    return kept + sums(table[:, 0], maps, plan.num_ranks)

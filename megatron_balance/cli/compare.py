@@ -5,12 +5,15 @@ balance, memory.
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
+from math import gcd
 from typing import Any
 
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.states import by_heads_s, states_cost
 from megatron_balance.cli import inputs, simulation
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.files import json_text
-from megatron_balance.lab.bench import Bench, best_of, named, saving, standing
+from megatron_balance.lab.bench import Bench, PlayedCase, best_of, named, saving, standing
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice
 
@@ -49,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         print(json_text({**found, "baseline_sizes": base["sizes"], **bench.described()}))
     else:
         _show(rows, left_out, base, bench)
+        if sentence := of_states(played, bench.machine):
+            inputs.console().print(sentence)
         if flat is not None:
             inputs.console().print(_beside(flat, rows[0]))
     return 0
@@ -89,6 +94,27 @@ def of_sizes(rows: Sequence[dict[str, Any]], base: dict[str, Any]) -> str:
         f"{base['planner']} is held against the others with CP {base['context_parallel']}, {fastest}; with CP "
         f"{least['context_parallel']}, the fewest ranks that hold the longest sequence, a step takes "
         f"{least['step_s']:.3f} s{memory}{beside}"
+    )
+
+
+def of_states(played: Sequence[PlayedCase], machine: Machine) -> str:
+    """A sentence on recurrent layers: what their states take by each planner, and what sending all
+    tokens by heads would, over as many ranks as heads go to; empty: there are none.
+    """
+    if (own := machine.model.recurrent) is None:
+        return ""
+    each: list[str] = []
+    for case in played:
+        states = states_cost(case.first_plan, machine)
+        assert states is not None
+        each.append(f"{case.row['planner']} {1e3 * float(states.seconds[0].max()):.2f}")
+    # Mamba-2's groups are repeated where they are fewer than ranks; a convolution has channels.
+    heads = gcd(own.heads, own.key_heads) if own.kind in ("gated_delta", "kda") else own.state_heads or own.channels
+    most = max(size for size in range(1, machine.num_ranks + 1) if heads % size == 0)
+    by_heads = by_heads_s(own, machine, played[0].first_plan.num_tokens / machine.num_ranks, most)
+    return (
+        f"states in each of {own.layers} recurrent layers, forward, ms: {', '.join(each)}; sending all tokens by heads "
+        f"instead takes {1e3 * by_heads:.2f} in groups of {most} ranks, the most that {heads} heads go to"
     )
 
 

@@ -77,8 +77,8 @@ def carries_map(rows: Ints) -> Bools:
     return (rows[:, Transfer.KIND] == RecurrentKind.SUMMARY) & (rows[:, Transfer.START] > 0)
 
 
-def _composers(held: Ints, num_heads: int) -> Ints:
-    # Heads of each cut sequence, shared among its ranks: rows (rank, seq, head_start, head_stop).
+def composers(held: Ints, num_heads: int) -> Ints:
+    """Heads of each cut sequence, shared among its ranks: rows (rank, seq, head_start, head_stop)."""
     ends = run_bounds(held[1:, Placed.SEQ] != held[:-1, Placed.SEQ], len(held))
     cut = np.repeat(np.diff(ends) > 1, np.diff(ends))
     seq, rank = np.unique(held[cut][:, [Placed.SEQ, Placed.RANK]], axis=0).T
@@ -94,11 +94,11 @@ def _forward(held: Ints, num_heads: int, halo: int) -> Iterator[RecurrentOp]:
     rows = halos(held, halo)
     if len(rows):
         yield Exchange(0, as_rows(rows))
-    composers = _composers(held, num_heads)
-    first = np.searchsorted(held[:, Placed.SEQ], composers[:, 1], side="left")
-    end = np.searchsorted(held[:, Placed.SEQ], composers[:, 1], side="right")
+    table = composers(held, num_heads)
+    first = np.searchsorted(held[:, Placed.SEQ], table[:, 1], side="left")
+    end = np.searchsorted(held[:, Placed.SEQ], table[:, 1], side="right")
     composer, at = ranges(first, end)  # every piece of a sequence, for each of its composers
-    by, (rank, seq, start, stop), heads = composers[composer, 0], held[at].T, composers[composer, 2:]
+    by, (rank, seq, start, stop), heads = table[composer, 0], held[at].T, table[composer, 2:]
     begins, ends, remote = at == first[composer], at + 1 == end[composer], rank != by
     begin = held[first[composer], Placed.START]
     kind = np.full(len(at), RecurrentKind.SUMMARY)

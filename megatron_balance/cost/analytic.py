@@ -88,7 +88,7 @@ class AnalyticCost(MachineCost):
         return num_launches * LAUNCH_S
 
     def linear_s(self, num_tokens: float) -> float:
-        return num_tokens * self._token_s
+        return num_tokens * self._token_s / self.model.attending
 
     def kv_bytes(self, num_tokens: float) -> float:
         return num_tokens * self.model.kv_bytes_per_token
@@ -171,6 +171,10 @@ class AnalyticCost(MachineCost):
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
         return self._module_s(head_module(self.model), num_tokens, 0.0, backward=backward)
 
+    def scan_s(self, flops: float, elements: float) -> float:
+        cluster, num_bytes = self.cluster, elements * self.model.bytes_per_element
+        return flops / (cluster.flops_per_s * cluster.linear_efficiency) + num_bytes / cluster.memory_bytes_per_s
+
     def _module_s(self, module: Module, num_tokens: float, weights: float, *, backward: bool) -> float:
         cluster, model = self.cluster, self.model
         products = BACKWARD_PRODUCTS if backward else 1.0
@@ -182,14 +186,15 @@ class AnalyticCost(MachineCost):
     def tensor_parallel_s(self, num_tokens: float) -> float:
         """Seconds of a layer's tensor-parallel communication in one direction: with sequence
         parallelism, two all-gathers and two reduce-scatters of the hidden states (Megatron-LM,
-        arXiv 2205.05198, section 4.2.2).
+        arXiv 2205.05198, section 4.2.2), half of them for an MLP.
         """
         ranks = self.tensor_parallel
         if ranks == 1:
             return 0.0
         num_bytes = num_tokens * self.model.hidden_size * self.model.bytes_per_element / ranks
         link = Link(self.cluster.intra_alpha_s, self.cluster.intra_bytes_per_s / ranks)
-        return 4 * (CALL_S + all_gather_s(num_bytes, CollectiveGroup(ranks, ranks, link, link)))
+        each_s = CALL_S + all_gather_s(num_bytes, CollectiveGroup(ranks, ranks, link, link))
+        return 2 * sum(self.model.layer_shares) * each_s
 
     def experts_s(self, num_tokens: float) -> float:
         if not self.exchanges:

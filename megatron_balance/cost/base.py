@@ -91,11 +91,13 @@ class CostModel(Protocol):
         ...
 
     def linear_s(self, num_tokens: float) -> float:
-        """Seconds of tokens in modules outside attention: projections, MLP, norms; linear."""
+        """Seconds of tokens in modules outside attention: projections, MLP, norms; linear. Layers
+        without attention count with those that attend (`Model.attending`).
+        """
         ...
 
     def experts_s(self, num_tokens: float) -> float:
-        """Seconds of a layer's exchange of tokens between experts in one direction, which `linear_s`
+        """Seconds of a layer's exchange of tokens between experts in one direction, which `layer_s`
         has in it; 0: it has none. All ranks wait for the one with the most tokens.
         """
         ...
@@ -148,6 +150,10 @@ class MachineCost(CostModel, Protocol):
 
     def layer_s(self, num_tokens: float, *, backward: bool = False) -> float:
         """Seconds of one layer's modules outside attention, tensor-parallel communication included."""
+        ...
+
+    def scan_s(self, flops: float, elements: float) -> float:
+        """Seconds of kernels of recurrent layers: FLOPs, and elements read and written."""
         ...
 
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:

@@ -194,7 +194,7 @@ class MeasuredCost(MachineCost):
         analytic = self._analytic
         shared_s = analytic.tensor_parallel_s(1.0) - analytic.tensor_parallel_s(0.0)
         shared_s += analytic.experts_s(2.0) - analytic.experts_s(1.0)
-        return num_tokens * (self._lines["forward"].b * self._flops_ratio + shared_s)
+        return num_tokens * (self._lines["forward"].b * self._flops_ratio + shared_s) / self.model.attending
 
     def experts_s(self, num_tokens: float) -> float:
         return self._analytic.experts_s(num_tokens)
@@ -237,6 +237,10 @@ class MeasuredCost(MachineCost):
         """At the rate of the layer's modules."""
         line = self._lines["backward" if backward else "forward"]
         return line.b * num_tokens * self._flops_ratio * head_module(self.model).flops / layer_flops(self.model)
+
+    def scan_s(self, flops: float, elements: float) -> float:
+        """By data sheets: no table has recurrent layers."""
+        return self._analytic.scan_s(flops, elements)
 
     def optimizer_s(self, num_parameters: float) -> float:
         """At the rate of packing: two bytes touched for each packed."""

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.model import Model
+from megatron_balance.ir.model import Model, RecurrentLayers
 
 # A product's backward is two of the same size: the gradient of the input and that of the weights.
 BACKWARD_PRODUCTS = 2.0
@@ -42,6 +42,11 @@ class Module:
     backward_elements: float
     elsewhere: float = 0.0
 
+    def times(self, share: float) -> Module:
+        """The module in a share of the layers, as of all."""
+        numbers = self.flops, self.weights, self.elements, self.backward_elements, self.elsewhere
+        return Module(self.name, *(share * number for number in numbers))
+
     @property
     def read(self) -> float:
         """Elements of the weights that a rank has."""
@@ -49,7 +54,59 @@ class Module:
 
 
 def layer_modules(model: Model) -> tuple[Module, ...]:
-    """The modules of one layer, without attention, in order."""
+    """The modules of one layer, without attention, in order; of a hybrid model, the mean layer's."""
+    modules = _layer_modules(model)
+    if (own := model.recurrent) is None:
+        return modules
+    attention, recurrent, mlp = model.layer_shares
+    shares = {"norms": (attention + recurrent + mlp) / 2, "qkv": attention, "out": attention}
+    mean = tuple(module.times(shares.get(module.name, mlp)) for module in modules)
+    return (*mean, _recurrent_module(own, model.hidden_size).times(recurrent))
+
+
+def _recurrent_module(own: RecurrentLayers, hidden: int) -> Module:
+    # Projections, the convolution (its channels are read and written), the recurrence, the gated norm
+    # behind it (two values in, one out).
+    weights, inner, scan = own.weights(hidden), own.heads * own.value_dim, scan_module(own)
+    return Module(
+        "recurrent",
+        2.0 * weights + scan.flops,
+        weights,
+        2 * own.channels + 3 * inner + scan.elements,
+        3 * own.channels + 5 * inner + scan.backward_elements,
+    )
+
+
+def scan_module(own: RecurrentLayers) -> Module:
+    """The recurrence of a layer alone, as its kernels are cut.
+
+    Gated delta rule: w and u of chunks (k, v in), the states before chunks (k, w, u in, changes of v
+    out), outputs (q, k, changes, states in). Mamba-2: states of chunks (x, B in), those before chunks
+    (in, out), outputs (x, B, C, states in). The backward touches everything twice.
+    """
+    keys, values = own.key_dim, own.value_dim
+    state = keys * values / own.chunk
+    if own.kind == "mamba2":
+        touched = own.heads * (3 * values + 4 * state) + 3 * own.key_heads * keys
+    else:
+        touched = own.state_heads * ((9 if own.kind == "kda" else 6) * keys + 6 * values + 2 * state)
+    return Module("scan", own.scan_flops, 0.0, touched, 2 * touched)
+
+
+def summary_module(own: RecurrentLayers) -> Module:
+    """M and U of a piece that has both, a token of it: beside the recurrence, in the forward; V in the
+    backward, alike.
+    """
+    keys, values, chunk = own.key_dim, own.value_dim, own.chunk
+    if own.kind == "mamba2":
+        flops, touched = own.heads * 2.0 * keys * values, own.heads * values + own.key_heads * keys
+    else:
+        flops = own.state_heads * (2.0 * chunk * (2 * keys + values) + 4.0 * keys * (keys + values))
+        touched = own.state_heads * (4 * keys + 3 * values)
+    return Module("summary", flops, 0.0, touched, touched)
+
+
+def _layer_modules(model: Model) -> tuple[Module, ...]:
     hidden, width, kv_width = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     out_width = model.num_heads * model.value_width
     visits = max(1, model.experts_per_token)
@@ -122,7 +179,8 @@ def expert_parameters(model: Model) -> float:
     """Parameters of all experts; 0: there are none."""
     if not model.num_experts:
         return 0.0
-    return _expert(model) * float(model.num_experts) * (model.num_layers - model.dense_layers)
+    of_experts = round(model.layer_shares[2] * model.num_layers) - model.dense_layers
+    return _expert(model) * float(model.num_experts) * of_experts
 
 
 def _expert(model: Model) -> int:
@@ -139,7 +197,7 @@ def model_flops(model: Model, batches: Iterable[Batch]) -> float:
     tokens = sum(batch.num_tokens for batch in batches)
     pairs = sum(share * sum(batch.num_pairs(mask) for batch in batches) for mask, share in model.mask_shares)
     # Launches make keys and values of latents that travel: products of the model all the same.
-    of_layer = layer_flops(model) + (model.latent_flops if model.latent_travels else 0.0)
+    of_layer = layer_flops(model) + (model.attending * model.latent_flops if model.latent_travels else 0.0)
     products = model.num_layers * of_layer + head_module(model).flops
     attention = model.num_layers * model.attention_flops_per_pair
     return (1 + BACKWARD_PRODUCTS) * (tokens * products + pairs * attention)

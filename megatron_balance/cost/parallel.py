@@ -101,7 +101,7 @@ def experts_s(model: Model, num_tokens: float, cluster: Cluster, ranks: int) -> 
         return 0.0
     here = gcd(ranks, cluster.node_size)
     num_bytes = num_tokens * model.experts_per_token * model.hidden_size * model.bytes_per_element
-    return 2 * all_to_all_s(num_bytes, group_of(cluster, ranks, here, busy_nics=True))
+    return model.layer_shares[2] * 2 * all_to_all_s(num_bytes, group_of(cluster, ranks, here, busy_nics=True))
 
 
 def stage_transfer_s(model: Model, num_tokens: float, link: Link) -> float:

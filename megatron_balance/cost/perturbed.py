@@ -72,6 +72,9 @@ class PerturbedCost(MachineCost):
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
         return self.factors.linear * self.base.head_s(num_tokens, backward=backward)
 
+    def scan_s(self, flops: float, elements: float) -> float:
+        return self.factors.linear * self.base.scan_s(flops, elements)
+
     def optimizer_s(self, num_parameters: float) -> float:
         return self.factors.linear * self.base.optimizer_s(num_parameters)
 

@@ -159,12 +159,17 @@ class Forest(Mask):
         raise TypeError(f"a tree of {length} tokens: its pairs are those of its segments")
 
 
+def unless_plain(trees: Sequence[Tree]) -> tuple[Tree, ...]:
+    """The trees; none where all are plain documents."""
+    return () if all(tree == document(tree[0].length) for tree in trees) else tuple(trees)
+
+
 def over(mask: Mask, trees: Sequence[Tree]) -> Mask:
     """The mask of a batch's `trees`, none where there are none, in layers that have `mask`.
 
     Trees that are all plain documents leave `mask` as it is. ConfigError: a full mask and trees.
     """
-    if all(tree == document(tree[0].length) for tree in trees):
+    if not unless_plain(trees):
         return mask
     if mask == FULL:
         raise ConfigError("a full mask shows siblings to one another; give trees a causal mask, and full segments")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.files import parse_json
 from megatron_balance.ir import plan as plans
-from megatron_balance.ir.forest import Tree
+from megatron_balance.ir.forest import Tree, checked, document, num_tokens
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.strategy import Strategy
 
@@ -48,13 +48,14 @@ class Carry:
 
     `planner`: whose `state` it is; empty: nobody's. `state`: canonical JSON text. `waiting`: every
     sequence that is held back, numbered as the next step sees it, so below 0; another planner goes
-    on from it alone. Nothing may depend on the number of ranks, since a run may go on with another
-    number.
+    on from it alone. `trees`: of each of these its tree; none: all are plain documents. Nothing may
+    depend on the number of ranks, since a run may go on with another number.
     """
 
     planner: str = ""
     state: str = "null"
     waiting: Waiting = ()
+    trees: tuple[Tree, ...] = ()
 
     @classmethod
     def of(cls, planner: str, state: Any, waiting: Waiting = ()) -> Carry:
@@ -76,12 +77,13 @@ class Carry:
 
     def unowned(self) -> Carry:
         """The carry without the planner's state: the sequences that wait, for any planner."""
-        return Carry(waiting=self.waiting)
+        return Carry(waiting=self.waiting, trees=self.trees)
 
     def to_json(self) -> str:
         """One line of JSON."""
         waiting = json.dumps(self.waiting, separators=(",", ":"))
-        return f'{{"planner":{json.dumps(self.planner)},"state":{self.state},"waiting":{waiting}}}'
+        trees = f',"trees":{json.dumps(self.trees, separators=(",", ":"))}' if self.trees else ""
+        return f'{{"planner":{json.dumps(self.planner)},"state":{self.state},"waiting":{waiting}{trees}}}'
 
     @classmethod
     def from_json(cls, text: str) -> Carry:
@@ -95,13 +97,18 @@ class Carry:
     def from_body(cls, body: Any) -> Carry:
         try:
             waiting = tuple((int(number), int(length)) for number, length in body["waiting"])
-            made = cls.of(str(body["planner"]), body["state"], waiting)
+            made = replace(cls.of(str(body["planner"]), body["state"], waiting), trees=checked(body.get("trees", ())))
         except MALFORMED as error:
             raise ConfigError(f"not a planner's carry: {type(error).__name__}: {error}; got {body!r:.80}") from None
         numbers = [number for number, _ in waiting]
         if any(number >= 0 for number in numbers) or numbers != sorted(set(numbers)):
             raise ConfigError(
                 f"not a planner's carry: expected waiting sequences by number, ascending and below 0; got {numbers}"
+            )
+        if made.trees and [*map(num_tokens, made.trees)] != [length for _, length in waiting]:
+            raise ConfigError(
+                f"not a planner's carry: expected a tree for each of {len(waiting)} waiting sequences, of its length; "
+                f"got trees of {[*map(num_tokens, made.trees)][:8]} tokens (the first 8)"
             )
         return made if made.planner else made.unowned()
 
@@ -164,6 +171,9 @@ class StepPlan:
     num_microbatches: tuple[int, ...] = ()
     """By pipeline of the strategy, how many microbatches are its own, one at least: they stand
     pipeline by pipeline. Each plan is over the context-parallel ranks of its pipeline."""
+    forward: StepPlan | None = None
+    """Of passes of the same samples without a backward, where their microbatches are others. None:
+    such passes run these."""
 
     def __post_init__(self) -> None:
         sizes = [len(seqs) for microbatch in self.members for seqs in microbatch]
@@ -261,6 +271,7 @@ class StepPlan:
         parts += [_digest(f"{each.tick} {each.plan.fingerprint()}" for each in ticks) for ticks in self.ticks]
         parts += [] if self.is_dealt() else [repr(self.members)]
         parts += [] if self.strategy is None else [f"{self.strategy} {self.num_microbatches} {self.members}"]
+        parts += [] if self.forward is None else [f"forward {self.forward.fingerprint()}"]
         return parts[0] if len(parts) == 1 else _digest(parts)
 
 
@@ -284,6 +295,17 @@ def held_back(step: StepPlan, lengths: Lengths, waiting: Waiting) -> Waiting:
                 "already in this step, or neither dealt in it nor waiting, or has another length"
             )
     return tuple(sorted((seq - len(given), length) for seq, length in ready.items()))
+
+
+def by_number(lengths: Lengths, trees: Sequence[Tree], carry: Carry) -> dict[int, Tree]:
+    """By number, the tree of each sequence of a step, as dealt, and of those that wait; empty: all
+    are plain documents. `trees`: of those dealt, or none.
+    """
+    if not (trees or carry.trees):
+        return {}
+    waiting = carry.trees or tuple(document(length) for _, length in carry.waiting)
+    new = trees or tuple(map(document, chain.from_iterable(lengths)))
+    return dict(zip((number for number, _ in carry.waiting), waiting, strict=True)) | dict(enumerate(new))
 
 
 def dealt(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -339,9 +361,10 @@ def to_json(step: StepPlan) -> str:
     of = ",".join(map(plans.to_json, step.plans))
     strategy = json.dumps(None if step.strategy is None else str(step.strategy))
     numbers = json.dumps(step.num_microbatches, separators=(",", ":"))
+    forward = "" if step.forward is None else f',"forward":{to_json(step.forward)}'
     return (
         f'{{"format":{json.dumps(FORMAT)},"strategy":{strategy},"num_microbatches":{numbers},"members":{members},'
-        f'"plans":[{of}],"ticks":[{",".join(ticks)}]}}'
+        f'"plans":[{of}],"ticks":[{",".join(ticks)}]{forward}}}'
     )
 
 
@@ -368,6 +391,7 @@ def from_body(loaded: Any) -> StepPlan:
             tuple(map(_ticks_from_body, body["ticks"])),
             None if body["strategy"] is None else Strategy.parse(str(body["strategy"])),
             tuple(map(int, body["num_microbatches"])),
+            None if body.get("forward") is None else from_body(body["forward"]),
         )
     except MALFORMED as error:
         raise ConfigError(f"damaged plan of a step: {type(error).__name__}: {error}") from None

@@ -165,7 +165,10 @@ class Bench:
         """The mode in which a planner's steps run."""
         from megatron_balance.planning.choice import step_mode
 
-        found = step_mode(choice, self.setup.pipeline, self.ping_pong, self.stages)
+        ping_pong, stages = self.ping_pong, self.stages
+        if self.given.model.recurrent is not None:  # neither is simulated, so only who asks for it is refused
+            ping_pong, stages = False if ping_pong == "auto" else ping_pong, stages or "stages"
+        found = step_mode(choice, self.setup.pipeline, ping_pong, stages)
         if found.joint and self.given.model.other_layers:
             raise ConfigError(
                 f"{self.given.model.name} has layers of two masks, and pipeline stages that attend together have one; "

@@ -28,7 +28,8 @@ from megatron_balance.ir.mask import Mask
 from megatron_balance.megatron import planning
 from megatron_balance.runtime.attention import BackwardSlot, balanced_attention, latent_attention
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.training.binding import MaskBounds
+from megatron_balance.runtime.recurrent import RecurrentBound
+from megatron_balance.training.binding import MaskBounds, RecurrentBounds
 
 
 class CountedMask(torch.Tensor):
@@ -120,6 +121,13 @@ class BalancedSeqParams(PackedSeqParams):
         bound = self.bound if self.backward is None or self.backward.bound is None else self.backward.bound
         assert bound is not None, "a planned microbatch is bound before the model sees it"
         return bound
+
+    def recurrent_now(self, num_heads: int, halo: int) -> RecurrentBound:
+        """The plan bound for a recurrent layer of so many heads on this rank and of so wide a halo."""
+        if self.alone:
+            return RecurrentBounds.alone(self.alone).of(num_heads, halo)
+        assert self.layers is not None, "recurrent layers run neither as two nano-batches nor in joint ticks"
+        return self.layers.recurrent.of(num_heads, halo)
 
 
 class BalancedCoreAttention(MegatronModule):

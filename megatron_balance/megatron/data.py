@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -31,13 +31,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError
+from megatron_balance.ir.forest import Tree, document, tree_of
 from megatron_balance.megatron import flags
 from megatron_balance.training.ledger import HeldDocument
-from megatron_balance.training.plans import Draw
+from megatron_balance.training.plans import Draw, PlannedStep
 from megatron_balance.training.pool import Pool, TensorParallel
 from megatron_balance.training.tokens import NOTHING, Recalled, Sequences, to_bits
 from megatron_balance.workloads import documents
 from megatron_balance.workloads.idx import CorpusIndex, prefix_of
+from megatron_balance.workloads.rollouts import as_trees
 
 PADDING = -1
 
@@ -54,6 +56,10 @@ def column(depth: int, which: int) -> int:
     """The column TOKEN, LABEL, LOSS_MASK or (from depth 1) POSITION of the token `depth` ahead."""
     return which if depth == 0 else NUM_COLUMNS + (depth - 1) * PER_DEPTH + which
 
+
+# What a step's loss is where sequences are trees (`--balance-trees`): the mean over what their weights
+# count, or the weighted sum itself.
+TreeLoss: TypeAlias = Literal["mean", "sum"]
 
 # Samples of a validation set. Megatron asks for fewer than it reads with --start-eval-at-iter, and
 # where a resume evaluates more often; its own data sets end later, with an epoch.
@@ -168,13 +174,38 @@ class DocumentBlend(Dataset[dict[str, Tensor]]):
 Documents: TypeAlias = DocumentDataset | DocumentBlend
 
 
-def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int | None = None) -> Sequences:
+class NumberedSamples(Protocol):
+    """A training set that says what a sample holds by its number, the same whenever it is asked:
+    steps are planned ahead, and sequences may wait. `sample_trees(index)` likewise, where there are
+    trees.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+
+    def sample_lengths(self, index: int) -> tuple[int, ...]: ...
+
+
+def is_numbered(dataset: Any, args: Any) -> bool:
+    """Whether a script's training set is `NumberedSamples`, read in order."""
+    named = ("sample_lengths", "sample_trees") if args.balance_trees else ("sample_lengths",)
+    return args.dataloader_type == "single" and all(callable(getattr(dataset, name, None)) for name in named)
+
+
+def unpack(
+    microbatch: Mapping[str, Tensor],
+    depths: int = 0,
+    first_sample: int | None = None,
+    trees: TreeLoss | None = None,
+) -> Sequences:
     """The sequences of a collated microbatch (tokens, labels, loss_mask and position_ids, each [B,
     S]), with columns TOKEN, LABEL and LOSS_MASK.
 
     `depths`: how many tokens ahead rows also say (`column`). `first_sample`: number of the first
-    sample, where rows say theirs in a last column. DataError: the batch does not come from this
-    data set, or has trees.
+    sample, where rows say theirs in a last column. `trees`: positions are along the paths of trees,
+    depth first, and loss masks are weights. DataError: the batch does not come from this data set, or
+    is of trees that nobody announced or that are none.
     """
     position_ids = microbatch["position_ids"]
     held = position_ids != PADDING
@@ -183,15 +214,23 @@ def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int 
     opens = positions == 0
     if (held[:, 0] & (position_ids[:, 0] != 0)).any():
         raise DataError("a sample does not open with position 0: its batch was not made by the document data set")
-    if not (opens[1:] | (positions.diff() == 1)).all():
+    if trees is None and not (opens[1:] | (positions.diff() == 1)).all():
         # Taken for one sequence, the branches of a tree would see one another.
         raise DataError(
-            "positions of a sequence do not count up by one: trees of rollouts (positions along paths) are planned in "
-            "plain PyTorch only (docs/trees.md), and other positions are not kept"
+            "positions of a sequence do not count up by one: give --balance-trees for trees of rollouts, whose "
+            "positions run along paths (docs/trees.md); other positions are not kept"
         )
     starts = torch.nonzero(opens).flatten().tolist()
     ends = [*starts[1:], len(positions)][: len(starts)]  # a sample may be padding alone
     lengths = tuple(stop - start for start, stop in zip(starts, ends, strict=True))
+    found: list[Tree] = []
+    if trees is not None:
+        _check_weights(microbatch["loss_mask"][held], trees)
+        for number, (start, stop) in enumerate(zip(starts, ends, strict=True)):
+            try:
+                found.append(tree_of(positions[start:stop].tolist()))
+            except ConfigError as error:
+                raise DataError(f"position_ids of sequence {number} of a microbatch: {error}") from None
     # rows [T, C]: token, label, the bits of the loss mask, then what lies ahead.
     columns = [microbatch["tokens"][held], microbatch["labels"][held], to_bits(microbatch["loss_mask"][held])]
     rows = torch.stack(columns, dim=1)
@@ -199,7 +238,37 @@ def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int 
     if first_sample is not None:
         # The sample's number in the microbatch of the pool, of each token [T, 1].
         wide.append(torch.nonzero(held)[:, :1] + first_sample)
-    return Sequences(torch.cat(wide, dim=1), lengths)
+    return Sequences(torch.cat(wide, dim=1), lengths, tuple(found))
+
+
+def _check_weights(weights: Tensor, loss: TreeLoss) -> None:
+    # The number that Megatron divides by is a whole one, on every rank.
+    wrong = ~weights.isfinite() if loss == "sum" else (weights < 0) | (weights != weights.round())
+    if wrong.any():
+        expected = "finite numbers" if loss == "sum" else "whole numbers from 0, of which the loss is a mean"
+        raise DataError(
+            f"loss_mask of trees: expected {expected}, got {float(weights[wrong][0]):g}; give --balance-trees sum for "
+            "weights such as advantages, whose loss is the weighted sum"
+        )
+
+
+def rollout_sample(rollouts: Sequence[Any], weights: Sequence[Any], seq_length: int) -> dict[str, Tensor]:
+    """A sample [S] of rollouts that share what they begin with, for `--balance-trees`.
+
+    Arguments as of `workloads.rollouts.as_trees` and `Rollouts.weights`. DataError also: they have
+    more than `seq_length` rows.
+    """
+    made = as_trees(rollouts)
+    room = seq_length - len(made.tokens)
+    if room < 0:
+        raise DataError(
+            f"rollouts of {len(made.tokens)} rows, and a sample has {seq_length} (--seq-length); give it fewer, or "
+            "longer samples"
+        )
+    columns = {"tokens": made.tokens, "labels": made.labels.clip(min=0), "loss_mask": made.weights(weights)}
+    sample = {name: torch.from_numpy(np.pad(column, (0, room))) for name, column in columns.items()}
+    positions = np.pad(made.position_ids, (0, room), constant_values=PADDING)
+    return {**sample, "loss_mask": sample["loss_mask"].float(), "position_ids": torch.from_numpy(positions)}
 
 
 def _ahead(rows: Tensor, positions: Tensor, depths: int) -> Iterator[Tensor]:
@@ -411,7 +480,9 @@ def names_corpus(args: Any) -> bool:
     return any(getattr(args, name, None) for name in CORPUS_OPTIONS)
 
 
-def numbered(data: Documents, draw: Draw, micro_batch_size: int, pool: Pool) -> Iterator[Mapping[str, torch.Tensor]]:
+def numbered(
+    data: NumberedSamples, draw: Draw, micro_batch_size: int, pool: Pool
+) -> Iterator[Mapping[str, torch.Tensor]]:
     """The microbatches of this rank's replica by the numbers of their samples."""
     # In place of Megatron's iterator, which counts on where a step drew less.
     assert draw.first is not None
@@ -420,56 +491,6 @@ def numbered(data: Documents, draw: Draw, micro_batch_size: int, pool: Pool) -> 
         start = draw.first + (microbatch * pool.num_replicas + pool.replica) * micro_batch_size
         samples = [data[index] for index in range(start, start + micro_batch_size)]
         yield {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-
-
-def recall(
-    wanted: Sequence[HeldDocument],
-    data: Documents | None,
-    pool: Pool,
-    parallel: TensorParallel,
-    device: torch.device,
-    depths: int,
-) -> Recalled:
-    """Read documents of earlier steps again, each on one of the ranks that read. Collective over
-    the joint pool where there are some. DataError on every rank: one could not read.
-    """
-    if not wanted:
-        return NOTHING
-    assert data is not None, "documents wait only where they can be read again"
-    # Each on another rank that reads, in turn.
-    owners = tuple(pool.readers[at % len(pool.readers)] for at in range(len(wanted)))
-    rows: list[tuple[int, torch.Tensor]] = []
-    failure: Exception | None = None
-    if pool.reads and pool.has_tokens and parallel.is_source:
-        try:
-            for held, owner in zip(wanted, owners, strict=True):
-                if owner == pool.rank:
-                    rows.append((held.number, _read_again(data, held, depths)))
-        except Exception as error:  # raised below, on all ranks
-            failure = error
-    # All ranks raise, so none waits for another.
-    failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
-    if pool.joint.size > 1:
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=pool.joint.pool)
-    if parallel.size > 1:
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=parallel.group)
-    if int(failed):
-        if isinstance(failure, BalanceError):
-            raise failure
-        raise DataError("a rank could not read a document that waited; the reason is in its log") from failure
-    return Recalled(tuple((held.number, held.length) for held in wanted), owners, tuple(rows))
-
-
-def _read_again(data: Documents, held: HeldDocument, depths: int) -> torch.Tensor:
-    sample = unpack({name: tensor[None] for name, tensor in data[held.sample].items()}, depths)
-    lengths = sample.lengths
-    if held.place >= len(lengths) or lengths[held.place] != held.length:
-        raise DataError(
-            f"document {held.place} of sample {held.sample}: expected {held.length} tokens that waited, got a sample "
-            f"of {list(lengths)}; the corpus has changed since it was drawn"
-        )
-    first = sum(lengths[: held.place])
-    return sample.rows[first : first + held.length]
 
 
 # Where a batch may say them, the first that is there taking precedence.
@@ -489,13 +510,14 @@ class Reader:
     # As for `unpack`.
     depths: int = 0
     first_sample: int | None = None
+    trees: TreeLoss | None = None
 
     def read(self, batches: Iterator[Any], num_microbatches: int) -> tuple[list[Sequences], Exception | None]:
         """The sequences of this rank's microbatches, on the host, or the error that prevented it."""
         found: list[Sequences] = []
         try:
             for _ in range(num_microbatches):
-                found.append(unpack(self.columns(next(batches)), self.depths, self.first_sample))
+                found.append(unpack(self.columns(next(batches)), self.depths, self.first_sample, self.trees))
         except Exception as error:  # raised again by share_lengths, on all ranks
             return [], error
         return found, None
@@ -503,12 +525,14 @@ class Reader:
     def columns(self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The columns of a batch; position_ids say where sequences open. DataError: by cu_seqlens."""
         if not isinstance(batch, Mapping):
+            self._refuse_trees("samples of unequal lengths, each one sequence")
             return self._without_tails(_side_by_side(batch))
         found = {name: batch[name] for name in COLUMNS}
         # With cu_seqlens_padded beside it, Megatron attends by that one, and so do we.
         name = next((name for name in BOUNDARIES if batch.get(name) is not None), None)
         if name is None:
             return found
+        self._refuse_trees(name)
         positions = _positions_of(batch[name], found["tokens"].shape, batch.get(f"{name}_argmin"))
         if self.learned and not positions.equal(found["position_ids"]):
             raise DataError(
@@ -516,6 +540,13 @@ class Reader:
                 "others than Megatron's; let position_ids begin with 0 at each entry of cu_seqlens"
             )
         return self._without_tails({**found, "position_ids": positions})
+
+    def _refuse_trees(self, found: str) -> None:
+        if self.trees is not None:
+            raise DataError(
+                f"--balance-trees: trees are read from position_ids, and this batch has {found}; expected "
+                f"{', '.join(COLUMNS)} alone, in which position 0 opens a tree"
+            )
 
     def _without_tails(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self.leave_out_tails:
@@ -525,6 +556,65 @@ class Reader:
         # depends on them: padding up to --seq-length costs nothing.
         kept = _counts_or_precedes(positions == 0, columns["loss_mask"] != 0)
         return {**columns, "position_ids": positions.masked_fill(~kept, PADDING)}
+
+
+def recall(
+    planned: PlannedStep,
+    data: NumberedSamples | None,
+    pool: Pool,
+    parallel: TensorParallel,
+    device: torch.device,
+    reader: Reader,
+) -> Recalled:
+    """Read a step's documents of earlier ones again, each on one of the ranks that read. Collective
+    over the joint pool where there are some. DataError on every rank: one could not read.
+    """
+    wanted = planned.recalled
+    if not wanted:
+        return NOTHING
+    assert data is not None, "documents wait only where they can be read again"
+    # Each on another rank that reads, in turn.
+    owners = tuple(pool.readers[at % len(pool.readers)] for at in range(len(wanted)))
+    rows: list[tuple[int, torch.Tensor]] = []
+    failure: Exception | None = None
+    if pool.reads and pool.has_tokens and parallel.is_source:
+        try:
+            trees = planned.recalled_trees or [document(held.length) for held in wanted]
+            for held, tree, owner in zip(wanted, trees, owners, strict=True):
+                if owner == pool.rank:
+                    rows.append((held.number, _read_again(data, held, tree, reader)))
+        except Exception as error:  # raised below, on all ranks
+            failure = error
+    # All ranks raise, so none waits for another.
+    failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
+    if pool.joint.size > 1:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=pool.joint.pool)
+    if parallel.size > 1:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=parallel.group)
+    if int(failed):
+        if isinstance(failure, BalanceError):
+            raise failure
+        raise DataError("a rank could not read a document that waited; the reason is in its log") from failure
+    return Recalled(tuple((held.number, held.length) for held in wanted), owners, tuple(rows), planned.recalled_trees)
+
+
+def _read_again(data: NumberedSamples, held: HeldDocument, tree: Tree, reader: Reader) -> torch.Tensor:
+    sample = unpack(
+        {name: tensor[None] for name, tensor in data[held.sample].items()}, reader.depths, trees=reader.trees
+    )
+    lengths = sample.lengths
+    if held.place >= len(lengths) or lengths[held.place] != held.length:
+        raise DataError(
+            f"document {held.place} of sample {held.sample}: expected {held.length} tokens that waited, got a sample "
+            f"of {list(lengths)}; the corpus has changed since it was drawn"
+        )
+    if sample.trees and sample.trees[held.place] != tree:
+        raise DataError(
+            f"document {held.place} of sample {held.sample}: expected the tree of {len(tree)} segments that waited, "
+            "got another one; the data set has changed since it was drawn"
+        )
+    first = sum(lengths[: held.place])
+    return sample.rows[first : first + held.length]
 
 
 def _side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

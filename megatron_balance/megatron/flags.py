@@ -22,7 +22,7 @@ PATH = Path(__file__).with_suffix(".yaml")
 
 Way: TypeAlias = (
     Literal["joint", "pipelines", "strategies", "microbatches", "ping_pong", "latent_kv"]
-    | Literal["documents", "command_line", "own_loop", "no_te"]
+    | Literal["documents", "command_line", "own_loop", "no_te", "trees"]
 )
 
 
@@ -109,7 +109,35 @@ def averages_evaluation(args: Any) -> bool:
     return bool(getattr(args, "sft", False)) and args.eval_iters != 0
 
 
-MADE = {"router_losses": _router_losses, "averages_evaluation": averages_evaluation}
+def layers_by_pattern(args: Any) -> str:
+    """Symbols of a hybrid model's layers by its pattern, those that predict further tokens last."""
+    given = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
+    return re.sub("[|/]", "", given)
+
+
+def has_gated_delta_net(args: Any) -> bool:
+    """Whether attention is a gated delta net in some layers of a GPT."""
+    given = (getattr(args, name, None) for name in ("experimental_attention_variant", "linear_attention_type"))
+    return "gated_delta_net" in given
+
+
+def is_hybrid(args: Any) -> bool:
+    """Whether a model has layers whose state runs along the sequence."""
+    return bool(layers_by_pattern(args)) or has_gated_delta_net(args)
+
+
+def sums_trees(args: Any) -> bool:
+    """Whether the loss of trees is the weighted sum, divided by no number of tokens."""
+    return args.balance_trees == "sum"
+
+
+MADE = {
+    "router_losses": _router_losses,
+    "averages_evaluation": averages_evaluation,
+    "layers_by_pattern": layers_by_pattern,
+    "is_hybrid": is_hybrid,
+    "sums_trees": sums_trees,
+}
 
 
 def reasons(args: object, way: Way | None = None) -> list[str]:
@@ -256,6 +284,11 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         ("log", "DIR", "Write steps.jsonl and the resolved configuration here."),
     ):
         group.add_argument(f"--balance-{name}", metavar=value, help=text)
+    trees = (
+        "Read trees of rollouts from position_ids along paths, loss_mask as weights: of a mean over what they count "
+        "(default), or of a sum."
+    )
+    group.add_argument("--balance-trees", nargs="?", const="mean", choices=("mean", "sum"), help=trees)
     told = "cpu runs without a GPU, for tests and demonstrations (slow, and says so)."
     group.add_argument(DEVICE_OPTION, choices=("cpu", "cuda"), default="cuda", help=told)
     from megatron_balance.megatron import cpu

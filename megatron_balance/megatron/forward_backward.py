@@ -125,8 +125,8 @@ def _planned_step(
     shared = tokens.share_lengths(
         mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint
     )
-    planned = planner.plan(shared.lengths, announced=shared.announced)
-    recalled = recall(planned.recalled, job.train_data, pool, parallel, device, job.depths)
+    planned = planner.plan(shared.lengths, shared.trees, announced=shared.announced)
+    recalled = recall(planned, job.train_data, pool, parallel, device, job.reader)
     mine, apart = tokens.by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
     return planned, shared, mine, apart
 
@@ -271,6 +271,7 @@ def _check_self(
     by every rank. Collective over the world. SelfCheckError: they differ by more than rounding.
     """
     job.unchecked = False
+    sums_loss, job.sums_loss = job.sums_loss, False
     args, pool, chunks = job.args, job.pool, model if isinstance(model, list) else [model]
     batch, number = args.micro_batch_size, pool.num_stages
     length = min(args.seq_length, args.max_position_embeddings)
@@ -288,6 +289,7 @@ def _check_self(
         transfers = _planned_transfers(pool, shapes, chunks, kwargs)
         stored = _run(inner, [iter(whole) for _ in chunks], **given, **(kwargs | transfers))
         without = _loss(stored, summed=False)
+    job.sums_loss = sums_loss
     _compare_losses(with_plan, without, getattr(args, "curr_iteration", 0) + 1, job)
 
 

@@ -21,7 +21,7 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
 from megatron_balance.megatron.core_attention import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, POSITION, TOKEN, column
-from megatron_balance.megatron.flags import averages_evaluation
+from megatron_balance.megatron.flags import averages_evaluation, layers_by_pattern
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters
 from megatron_balance.training.binding import Binder, MaskBounds, bind_layers, policies_of
@@ -147,7 +147,9 @@ def forward_step(
 def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -> torch.Tensor:
     # With sequence parallelism the chunk that embeds tokens splits the padding over the
     # tensor-parallel ranks; the others (0.19.2) take it for that of their own rows.
-    if not args.sequence_parallel or get_attr_wrapped_model(model, "pre_process"):
+    # A hybrid model never does.
+    splits = get_attr_wrapped_model(model, "pre_process") and not layers_by_pattern(args)
+    if not args.sequence_parallel or splits:
         return batch.padding_mask
     return batch.padding_mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)[
         mpu.get_tensor_model_parallel_rank()
@@ -158,9 +160,8 @@ def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     """Sum of the token losses, number of tokens that count, and both for the report."""
     # With `--calculate-per-token-loss` Megatron divides the gradient by the tokens of the whole
     # step, so the sum over ranks and microbatches is exact however the tokens are placed.
-    mask = loss_mask.view(-1).float()
-    loss = torch.sum(losses.view(-1).float() * mask)
-    num_tokens = mask.sum().detach().to(torch.int)
+    loss = torch.sum(losses.view(-1).float() * loss_mask.view(-1).float())
+    num_tokens = loss_mask.sum().detach().to(torch.int)
     return loss, num_tokens, {LOSS: torch.cat([loss.detach().view(1), num_tokens.view(1).float()])}
 
 
@@ -285,4 +286,9 @@ class Microbatches:
         ]
         self.counters += [bound.counters for layers in bounds for bound in layers.bounds]
         counts = None if self._counts is None else self._counts[index]
-        return planned_microbatch(self._local(index), bounds, counts, self._num_samples)
+        made = planned_microbatch(self._local(index), bounds, counts, self._num_samples)
+        if not self._job.sums_loss:
+            return made
+        # Megatron divides by the tokens of all microbatches and ranks: one of all counts as one.
+        one = torch.tensor(float(index == 0 and self._job.pool.rank == 0), device=made.loss_mask.device)
+        return dataclasses.replace(made, loss_mask=CountedMask.of(made.loss_mask, one))

@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_balance.analysis.backward import Recomputed, held_layers
 from megatron_balance.errors import ConfigError
+from megatron_balance.megatron import flags
 from megatron_balance.megatron.core_attention import BalancedCoreAttention, BalancedSeqParams
+from megatron_balance.megatron.recurrent import MIXERS
 from megatron_balance.megatron.router import check_router, give_router
 
 PROVIDER = "model_provider"
@@ -32,7 +36,8 @@ def start(pretrain: Callable[..., Any], args: argparse.Namespace) -> tuple[Any, 
     given = inspect.signature(pretrain).parameters.get(PROVIDER)
     if given is not None and given.default is inspect.Parameter.empty:
         return argument_utils.pretrain_cfg_container_from_args(args), (functools.partial(_build, args),)
-    model = argument_utils.gpt_config_from_args(args)
+    hybrid = bool(flags.layers_by_pattern(args))
+    model = argument_utils.hybrid_config_from_args(args) if hybrid else argument_utils.gpt_config_from_args(args)
     return argument_utils.pretrain_cfg_container_from_args(args, model), ()
 
 
@@ -76,14 +81,23 @@ def _build(
 
 
 def give_layer_spec(cfg_container: Any) -> None:
-    """Put our core attention into a Megatron's model config, if it has one. ConfigError: no GPT."""
+    """Put our core attention and mixers into a Megatron's model config, if it has one. ConfigError: it
+    is neither a GPT nor a hybrid model.
+    """
     from megatron.training import models
 
     config, gpt = getattr(cfg_container, "model", None), getattr(models, "GPTModelConfig", None)
     if config is None:
         return
+    hybrid = getattr(models, "HybridModelConfig", None)
+    if hybrid is not None and isinstance(config, hybrid):
+        config.hybrid_stack_spec = _stack_spec_of(config)
+        return
     if gpt is None or not isinstance(config, gpt):
-        raise ConfigError(f"the model is a {type(config).__name__}; plans are made for GPT models (GPTModelConfig)")
+        raise ConfigError(
+            f"the model is a {type(config).__name__}; plans are made for GPT and hybrid models (GPTModelConfig, "
+            "HybridModelConfig)"
+        )
     config.transformer_layer_spec = _layer_spec_of(config)
 
 
@@ -116,20 +130,51 @@ def balanced_spec(spec: Any) -> Any:
     replaced = sum(_replace(layer) for layer in getattr(result, "layer_specs", None) or [result])
     if not replaced:
         raise ConfigError(
-            "the model's layer spec has no self-attention with a core_attention submodule; nothing to balance"
+            "the model's layer spec has no self-attention with a core_attention submodule, and no gated delta net; "
+            "nothing to balance"
         )
     return result
+
+
+def _stack_spec_of(model_config: Any) -> ModuleSpec:
+    """The spec of a hybrid model's layers, with ours in it. ConfigError: one that cannot have ours."""
+    from megatron.training.models import hybrid
+
+    given = model_config.hybrid_stack_spec or hybrid.default_hybrid_stack_spec
+    if model_config.restore_modelopt_state or model_config.transformer.transformer_impl == "inference_optimized":
+        raise ConfigError(
+            "a hybrid model whose layers are those of inference or of ModelOpt does not run plans; use "
+            "--transformer-impl transformer_engine"
+        )
+    spec = copy.deepcopy(given)
+    for layer in vars(spec.submodules).values():
+        if isinstance(getattr(layer, "submodules", None), MambaLayerSubmodules):
+            _give_mixer(layer.submodules.mixer)
+        elif isinstance(getattr(layer, "submodules", None), TransformerLayerSubmodules):
+            _replace(layer)
+    return spec
+
+
+def _give_mixer(spec: Any) -> bool:
+    """Put ours in the place of Megatron's mixer of a layer, if it is one."""
+    module: Any = getattr(spec, "module", None)
+    ours = MIXERS.get(module)
+    if ours is not None:
+        spec.module = ours
+    return ours is not None
 
 
 def _replace(layer: ModuleSpec) -> int:
     submodules = layer.submodules
     if _core_of(getattr(submodules, "cross_attention", None)) is not None:
         raise ConfigError("the layer spec has cross-attention; encoder-decoder models are not supported")
-    attention = getattr(submodules, "self_attention", None)
+    give_router(getattr(submodules, "mlp", None))
+    attention: Any = getattr(submodules, "self_attention", None)
+    if _give_mixer(attention):
+        return 1
     if _core_of(attention) is None:
         return 0
-    attention.submodules.core_attention = BalancedCoreAttention  # pyright: ignore[reportOptionalMemberAccess]
-    give_router(getattr(submodules, "mlp", None))
+    attention.submodules.core_attention = BalancedCoreAttention
     return 1
 
 
@@ -144,7 +189,8 @@ def planned_mtp_block(spec: Any) -> Any:
     for layer in result.layer_specs:
         if not _replace(layer.submodules.mtp_model_layer):
             raise ConfigError(
-                "--mtp-num-layers: a layer's spec has no self-attention with a core_attention submodule; leave it out"
+                "--mtp-num-layers: a layer's spec has no self-attention with a core_attention submodule, and no gated "
+                "delta net; leave it out"
             )
     return result
 
@@ -163,6 +209,8 @@ def _layer_spec_of(model_config: Any) -> Callable[..., Any]:
             spec = default_layer_spec(config, vp_stage)  # pyright: ignore[reportArgumentType]
         elif isinstance(given, ModuleSpec) or not callable(given):
             spec = given
+        elif "vp_stage" in inspect.signature(given).parameters:
+            spec = given(config, vp_stage=vp_stage)
         else:
             spec = given(config)
         return balanced_spec(spec)
@@ -194,6 +242,11 @@ def check_model(model: torch.nn.Module, te_patched: bool) -> None:
     """Reject a model in which an attention does not run plans."""
     for name, module in model.named_modules():
         check_router(module, name)
+        if isinstance(module, tuple(MIXERS)) and not isinstance(module, tuple(MIXERS.values())):
+            raise ConfigError(
+                f"{name} is Megatron's own {type(module).__name__}, which knows nothing of plans. Build the model from "
+                "its model config (pretrain's first argument) instead of a model_provider of the script's own"
+            )
     for name, core in _core_attentions(model):
         if isinstance(core, BalancedCoreAttention):
             continue

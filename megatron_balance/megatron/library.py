@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.megatron import entry, flags, session
-from megatron_balance.megatron.data import BOUNDARIES, COLUMNS
+from megatron_balance.megatron.data import BOUNDARIES, COLUMNS, TreeLoss
 from megatron_balance.megatron.forward_backward import balanced_schedule, first_iterator
 from megatron_balance.megatron.forward_step import LOSS
 from megatron_balance.megatron.gpt import give_core_attention
@@ -158,6 +158,7 @@ def balance(
     batch_of: Callable[[Any], Batch] | None = None,
     loss_name: str = LOSS,
     timeout_minutes: int = 10,
+    trees: TreeLoss | None = None,
 ) -> BalancedLoop:
     """Plan the microbatches of a loop that calls Megatron's schedules itself.
 
@@ -180,6 +181,8 @@ def balance(
         batch_of: the batch of what the iterator gives, if that is none.
         loss_name: the key under which the loop looks for sum and tokens.
         timeout_minutes: of exchanges between ranks.
+        trees: position ids are along the paths of trees, and `loss_mask` their weights: of a mean
+            over what they count, or of a sum (docs/trees.md).
 
     Raises:
         ConfigError: a model or a planner that cannot run so; all reasons at once.
@@ -196,6 +199,7 @@ def balance(
     args = _arguments_of(model_config, chunks, seq_length, micro_batch_size, vocab_size)
     args.check_for_nan_in_loss_and_grad, args.check_for_spiky_loss = check_for_nan_in_loss, check_for_spiky_loss
     args.curr_iteration, args.distributed_timeout_minutes = steps_done, timeout_minutes
+    args.balance_trees = trees
     args.balance_log = None if log_folder is None else str(log_folder)
     kinds = dict.fromkeys(type(each).__name__ for each in unwrap_model(list(chunks)) if not isinstance(each, GPTModel))
     reasons = [f"the model is of class {kind}, and the forward step is that of Megatron's GPTModel" for kind in kinds]

@@ -27,10 +27,11 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
-from megatron_balance.ir.model import Model
+from megatron_balance.ir.model import Model, RecurrentLayers
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths
 from megatron_balance.ir.strategy import Strategy
+from megatron_balance.megatron.flags import is_hybrid, layers_by_pattern
 from megatron_balance.megatron.groups import job_device, tensor_parallel
 from megatron_balance.planners import megatron
 from megatron_balance.planners.base import JointStages, Scheduler
@@ -74,7 +75,40 @@ def planned_model(args: argparse.Namespace, config: Run, shape: AttentionShape, 
         other_attention=others[0].name if others else "",
         other_layers=_with_other_mask(args, first) if others else 0,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
+        recurrent=_recurrent(args, tensor),
     )
+
+
+def _recurrent(args: Any, tensor: int) -> RecurrentLayers | None:
+    """The recurrent layers of a hybrid model; of two kinds, all as of the kind that has more."""
+    if not is_hybrid(args):
+        return None
+    every = layers_by_pattern(args)
+    if not every:  # a GPT, whose layers all have an MLP
+        freq = args.linear_attention_freq
+        which = [(at + 1) % freq != 0 for at in range(args.num_layers)] if isinstance(freq, int) else freq
+        every = "".join("G" if each else "*" for each in which)
+    # What a layer that predicts further tokens has inside is counted, and is one layer of the model.
+    counts = {symbol: min(every.count(symbol), args.num_layers) for symbol in "MG*+-E"}
+    attend = min(max(1, counts["*"] + counts["+"]), args.num_layers)
+    mlps = min(counts["-"] + counts["E"], args.num_layers) if layers_by_pattern(args) else args.num_layers
+    layers = min(counts["M"] + counts["G"], args.num_layers)
+    if counts["G"] > counts["M"]:
+        whole = RecurrentLayers(
+            *("gated_delta", layers, attend, mlps, args.linear_num_value_heads, args.linear_value_head_dim),
+            key_heads=args.linear_num_key_heads,
+            key_dim=args.linear_key_head_dim,
+            conv_width=args.linear_conv_kernel_dim,
+        )
+    elif counts["M"]:
+        heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim  # Megatron's mixer expands by 2
+        groups, numbers = args.mamba_num_groups, args.mamba_state_dim
+        whole = RecurrentLayers(
+            *("mamba2", layers, attend, mlps, heads, args.mamba_head_dim), key_heads=groups, key_dim=numbers, chunk=128
+        )
+    else:  # attention and MLPs in layers of their own
+        return None
+    return whole.share(tensor)
 
 
 def _experts(args: argparse.Namespace, tensor: int) -> dict[str, Any]:
@@ -88,7 +122,7 @@ def _experts(args: argparse.Namespace, tensor: int) -> dict[str, Any]:
         "experts_per_token": args.moe_router_topk,
         "expert_split": args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor) / tensor,
         "shared_ffn_size": (args.moe_shared_expert_intermediate_size or 0) // tensor,
-        "dense_layers": sum(dense),
+        "dense_layers": layers_by_pattern(args).count("-") if layers_by_pattern(args) else sum(dense),
     }
 
 
@@ -339,6 +373,7 @@ def _samples(job: Session) -> Samples:
         # Iterations count from 0 while one runs.
         remaining=lambda: job.args.train_iters - job.args.curr_iteration,
         identity=job.data_identity,
+        trees=getattr(data, "sample_trees", None) if job.args.balance_trees else None,
     )
 
 

@@ -263,6 +263,25 @@ def _tell(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  #
         router.to_recompute.append(router.of_microbatch)
 
 
+def hand_padding_on(model: torch.nn.Module) -> None:
+    """Let the layers of a hybrid model that predict further tokens know the padding of their rows."""
+    # Megatron through 0.20 gives it to the others alone, and its experts would count padding.
+    for module in model.modules():
+        further = vars(module)["_modules"].get("mtp")
+        if further is not None and hasattr(module, "mtp_pattern"):
+            held = _HeldPadding()
+            module.register_forward_pre_hook(held.hold, with_kwargs=True)
+            further.register_forward_pre_hook(held.give, with_kwargs=True)
+
+
+class _HeldPadding:
+    def hold(self, _module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.padding_mask: Tensor | None = kwargs.get("padding_mask")
+
+    def give(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {"padding_mask": self.padding_mask, **kwargs}
+
+
 def router_of(layer: Any) -> Any:
     """The router of a layer's experts, ours or not; None: it has none."""
     return layer.mlp.router if isinstance(layer.mlp, MoELayer) else None

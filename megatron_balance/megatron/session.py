@@ -84,8 +84,8 @@ class Session:
         self.bind_ahead = BindAhead()
         # Lengths of what this rank's replica read in the last training step, by microbatch.
         self.sequences: tuple[Ints, ...] = ()
-        # The training samples if they are ours: planning ahead reads their lengths.
-        self.train_data: data.Documents | None = None
+        # The training samples if they are ours, or say their lengths: planning ahead reads those.
+        self.train_data: data.NumberedSamples | None = None
         self.script_data = script_data.ScriptData()
         self._pool: Pool | None = None
         self._roll: RollCall | None = None
@@ -94,6 +94,7 @@ class Session:
         _save_ledger(self._ledger.to_json(), args)
         self._prepared: set[int] = set()
         self.unchecked = config.self_check
+        self.sums_loss = flags.sums_trees(args)
         self._model: Any = None
         self._keeping: Keeping | None = None
 
@@ -189,7 +190,8 @@ class Session:
         dense = args.num_experts is None and args.fp8 is None
         # The number of the first sample that this replica reads of a microbatch, if anybody asks.
         first = self.pool.replica * args.micro_batch_size if self.num_samples else None
-        return data.Reader(dense, args.position_embedding_type == "learned_absolute", self.depths, first)
+        learned = args.position_embedding_type == "learned_absolute"
+        return data.Reader(dense, learned, self.depths, first, args.balance_trees)
 
     @property
     def num_columns(self) -> int:
@@ -269,8 +271,9 @@ class Session:
 
     def data_identity(self) -> DataIdentity:
         """Identity of the training samples. Collective over the world at the first call."""
-        ours = self.train_data
-        return self.script_data.identity(self.args) if ours is None else DataIdentity(ours.fingerprint)
+        if isinstance(self.train_data, data.Documents):
+            return DataIdentity(self.train_data.fingerprint)
+        return self.script_data.identity(self.args)
 
     def planner(self, forward_only: bool) -> StepPlans:
         """The plans of training steps, or of evaluation; they share nothing."""
@@ -286,6 +289,11 @@ class Session:
         self._ledger, self._data = _saved_ledger(checkpoint_args)
         assert self.config.planner is not None
         self.config.planner.check_carry(self._ledger.carry)
+        if self._ledger.carry.trees and self.args.balance_trees is None:
+            raise ConfigError(
+                f"the checkpoint's {len(self._ledger.held)} waiting sequences are trees; give --balance-trees, or "
+                "start anew from the weights alone (--finetune)"
+            )
         if False in self._planners:
             self._planners[False].restore(self._ledger, self._data, self.config.accepted_data)
         _save_ledger(self._ledger.to_json(self._data), self.args)
@@ -298,6 +306,9 @@ class Session:
     def prepare(self, model: Any) -> None:
         """Check and adapt a model at its first step. ConfigError: it attends past our attention."""
         chunks: list[Any] = model if isinstance(model, list) else [model]
+        # A script may give some ranks alone a data set.
+        if not self._prepared and self.script_data.kept and not _agreed(self.train_data is not None):
+            self.train_data = None
         if self.config.latent_kv == "pays" and not self._prepared:
             self._choose_latents(chunks)
         for chunk in chunks:
@@ -341,6 +352,7 @@ class Session:
         gpt.check_model(chunk, self.te_patched)
         if self.latents:
             core_attention.hand_latents_on(chunk)
+        router.hand_padding_on(chunk)
         gpt.number_layers(chunk, planning.recompute_of(get_model_config(chunk)))
         gpt.rotate_by_position(chunk, self.args.max_position_embeddings)
 

@@ -26,6 +26,7 @@ def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
         lambda: runs_pipelines(args, config),
         lambda: candidates_of(args, config, layout) and layouts_of(args, config, layout),
         lambda: ping_pong.wanted(args, config),
+        lambda: _check_trees(args, config, layout),
     )
     for check in checks:
         try:
@@ -104,6 +105,19 @@ def _check_samples(args: argparse.Namespace, config: Run) -> None:
             f"planner {config.planner.name} makes microbatches of its own, and {'; '.join(reasons)}, or use another "
             "planner"
         )
+
+
+def _check_trees(args: argparse.Namespace, config: Run, layout: Strategy) -> None:
+    """Reject trees where something goes by rows that are no tokens of one sequence."""
+    if args.balance_trees is None:
+        return
+    reasons = flags.reasons(args, "trees")
+    if attends_jointly(args, config):
+        reasons.append("stages that attend together are not planned for trees; set 'pipeline: stages'")
+    if candidates_of(args, config, layout):
+        reasons.append("training does not change between strategies with trees; name one strategy, the layout's")
+    if reasons:
+        raise ConfigError(f"--balance-trees: {'; '.join(reasons)}")
 
 
 def attends_jointly(args: argparse.Namespace, config: Run) -> bool:

@@ -43,8 +43,9 @@ class AnyZone(Protocol):
 
 Z = TypeVar("Z", bound=AnyZone)
 
-# Patterns that bring every rank all keys of its sequences, so that it attends whatever it sees.
-_GATHERS = ("all_gather", "gather_documents", "gather_sequence")
+# Patterns that have programs of trees: that bring every rank all keys of its sequences, so that it
+# attends whatever it sees; or those that its group sees.
+_OF_TREES = ("all_gather", "gather_documents", "gather_sequence", "waves")
 
 # A zone after its index in the plan.
 ZoneAt: TypeAlias = tuple[int, Z]
@@ -73,9 +74,9 @@ class Context:
     def of(cls, plan: MicrobatchPlan) -> Context:
         """The context of a plan's zones; InvalidProgramError: a pattern has none for its mask."""
         if plan.mask.window_size or isinstance(plan.mask, Forest):
-            gathers = () if plan.mask.window_size else _GATHERS
+            able = () if plan.mask.window_size else _OF_TREES
             for zone in plan.zones:
-                if not isinstance(zone, TaskTable) and zone.pattern not in gathers:
+                if not isinstance(zone, TaskTable) and zone.pattern not in able:
                     raise InvalidProgramError(
                         f"zone {zone.name}: comm pattern {zone.pattern} has no program under mask {plan.mask.name}; "
                         "expected task tables, which compile.halo makes of the zones of any plan"

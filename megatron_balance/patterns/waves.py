@@ -7,15 +7,17 @@ from functools import lru_cache, partial
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir import arrays
 from megatron_balance.ir.arrays import Ints, Rectangles, as_array, as_rows, num_pairs, ranges, sums, union
 from megatron_balance.ir.arrays import key as key_of
 from megatron_balance.ir.columns import Message, Pair, Placed, Value
-from megatron_balance.ir.mask import CAUSAL, MASKS, Mask
+from megatron_balance.ir.forest import Forest
+from megatron_balance.ir.mask import CAUSAL, FOREST, MASKS, Mask
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import base, head_exchange
 from megatron_balance.patterns.dispatch import ListedPattern
-from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
+from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, intersections, table_of
 
 # Keys are divided between waves at multiples of a kernel's tile.
 ALIGN = 128
@@ -53,9 +55,10 @@ class Need:
 #
 # Nothing but keys, values and their gradients crosses between groups, each once for every group
 # that needs it; queries and outputs stay in their group. Keys leave for other groups behind both
-# all-to-alls. Masks are causal or full. A lead takes a causal one: then the first tokens that a
-# group has of a sequence need none of its later ones, and no launch is cut into two that must be
-# merged.
+# all-to-alls. Masks are causal or full, or of trees: then a group is sent the keys that it sees, and
+# a wave is the same part of all that one group needs of another. A lead takes a causal one: then the
+# first tokens that a group has of a sequence need none of its later ones, and no launch is cut into
+# two that must be merged.
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A zone's groups and waves.
@@ -157,6 +160,8 @@ def schedule(zone: SharedZone, mask: Mask = CAUSAL) -> Schedule:
     placed = placed[np.argsort(placed[:, Placed.RANK], kind="stable")]
     of_group = np.searchsorted(groups, placed[:, Placed.RANK] // size)
     needs, num_waves = _needs(held, len(groups), zone.waves, mask)
+    if isinstance(mask, Forest):
+        needs = _seen_needs(held, len(groups), num_waves, mask)
     first = groups[:, None] * size + np.arange(size)
     runs = _by_rank(placed, first)
     if zone.lead and size > 1:
@@ -232,9 +237,7 @@ def _needs(held: Ints, num_groups: int, num_waves: int, mask: Mask) -> tuple[Int
     # The nearest next group first, so that messages leave in another order in each group.
     order = np.lexsort((start[key], seq[key], (group[key] - to) % num_groups, to))
     to, key, last = to[order], key[order], last[order]
-    length = (stop - start)[key]
-    edges = length[:, None] * np.arange(num_waves + 1) // num_waves
-    edges[:, 1:-1] = np.where(length[:, None] >= 2 * ALIGN * num_waves, edges[:, 1:-1] // ALIGN * ALIGN, edges[:, 1:-1])
+    edges = _wave_edges((stop - start)[key], num_waves)
     rows = np.empty((num_waves, len(key), Need.WIDTH), dtype=np.int64)
     # Every second run begins with its end, so that neighbours meet and are one piece of keys.
     turned = (key - first[key]) % 2 == 0
@@ -245,6 +248,38 @@ def _needs(held: Ints, num_groups: int, num_waves: int, mask: Mask) -> tuple[Int
     waves = int(rows[:, :, Need.WAVE].max(initial=-1, where=filled)) + 1
     rows = rows[filled & (key < last)] if mask == CAUSAL else rows[filled]
     return rows[np.argsort(rows[:, Need.WAVE], kind="stable")], waves
+
+
+def _wave_edges(tokens: Ints, num_waves: int) -> Ints:
+    # Where so many `tokens` [n] are cut into waves [n, waves + 1].
+    edges = tokens[:, None] * np.arange(num_waves + 1) // num_waves
+    edges[:, 1:-1] = np.where(tokens[:, None] >= 2 * ALIGN * num_waves, edges[:, 1:-1] // ALIGN * ALIGN, edges[:, 1:-1])
+    return edges
+
+
+def _seen_needs(held: Ints, num_groups: int, num_waves: int, mask: Forest) -> Ints:
+    # As `_needs`: of trees the keys that a group's queries see. All that goes from one group to
+    # another is one line of tokens, which is cut into the waves.
+    first, stop = arrays.keys_of(held[:, Placed.SEQ], held[:, Placed.START], held[:, Placed.STOP], mask)
+    cells = arrays.split_rows(np.column_stack([held, first, stop]), Placed.SEQ, range(2, 6), mask)
+    seen = union(cells[:, [Placed.RANK, Placed.SEQ, 4, 5]])
+    need, source, both = intersections(seen[:, Placed.FRAGMENT], held[:, Placed.FRAGMENT])
+    ends = np.column_stack([seen[need, Placed.RANK], held[source, Placed.RANK]])
+    away = ends[:, 0] != ends[:, 1]
+    (to, source), both = ends[away].T, both[away]
+    order = np.lexsort((both[:, 1], both[:, 0], (source - to) % num_groups, to))
+    to, source, both = to[order], source[order], both[order]
+    length, flow = both[:, 2] - both[:, 1], to * num_groups + source
+    _, begins, which = np.unique(flow, return_index=True, return_inverse=True)
+    so_far = np.cumsum(length) - length
+    so_far -= so_far[begins][which]
+    edges = _wave_edges(sums(which, length, len(begins)), num_waves)[which]
+    tables = [np.empty((0, Need.WIDTH), dtype=np.int64)]
+    for wave in range(num_waves):
+        begin, end = (np.clip(edges[:, wave + side] - so_far, 0, length) for side in (0, 1))
+        columns = np.full(len(to), wave), to, both[:, 0], both[:, 1] + begin, both[:, 1] + end, source
+        tables.append(np.column_stack(columns)[begin < end])
+    return np.concatenate(tables)
 
 
 def _tasks(
@@ -264,14 +299,15 @@ def _tasks(
     for at, own in enumerate(held_in):
         keys = np.concatenate(held_in[: at + 1])
         of_query, of_key = (number(rows[:, Placed.RANK], rows[:, Placed.SEQ]) for rows in (own, keys))
-        launches.append(_split(own, *_seen(own, of_query, keys, of_key, mask), np.arange(num_groups)))
+        launches.append(_split(own, *_seen(own, of_query, keys, of_key, mask), np.arange(num_groups), mask))
     come = union(needs[:, [Need.WAVE, Need.TO, Need.SEQ, Need.START, Need.STOP]])
     of_query = number(queries[:, Placed.RANK], queries[:, Placed.SEQ])
     of_query = (np.arange(num_waves)[:, None] * len(known) + of_query).ravel()
     of_key = come[:, 0] * len(known) + number(come[:, 1], come[:, 2])
     every = np.tile(queries, (num_waves, 1))
     every[:, Placed.RANK] += np.repeat(np.arange(num_waves) * num_groups, len(queries))
-    split = _split(every, *_seen(every, of_query, come[:, 1:], of_key, mask), np.arange(num_waves * num_groups))
+    of_waves = np.arange(num_waves * num_groups)
+    split = _split(every, *_seen(every, of_query, come[:, 1:], of_key, mask), of_waves, mask)
     launches += [split[wave * num_groups : (wave + 1) * num_groups] for wave in range(num_waves)]
     return tuple(zip(*launches, strict=True))
 
@@ -289,11 +325,13 @@ def _seen(queries: Ints, of_query: Ints, keys: Ints, of_key: Ints, mask: Mask) -
     return query, spans[key]
 
 
-def _split(queries: Ints, query: Ints, spans: Ints, groups: Ints) -> list[Ints]:
-    # Rows (seq, q_start, q_stop, k_start, k_stop) of each of `groups`, by which `queries` ascend.
-    rows = np.concatenate([queries[query, Placed.SEQ :], spans], axis=1)
-    bounds = np.searchsorted(queries[query, Placed.RANK], [groups, groups + 1]).tolist()
-    return [rows[a:b] for a, b in zip(*bounds, strict=True)]
+def _split(queries: Ints, query: Ints, spans: Ints, groups: Ints, mask: Mask) -> list[Ints]:
+    # Rows (seq, q_start, q_stop, k_start, k_stop) of each of `groups`, by which `queries` ascend; of
+    # trees cells.
+    rows = np.concatenate([queries[query], spans], axis=1)
+    rows = arrays.split_rows(rows, Placed.SEQ, range(2, 6), mask) if isinstance(mask, Forest) else rows
+    bounds = np.searchsorted(rows[:, Placed.RANK], [groups, groups + 1]).tolist()
+    return [rows[a:b, Placed.SEQ :] for a, b in zip(*bounds, strict=True)]
 
 
 class WavesPattern(ListedPattern[SharedZone]):
@@ -360,9 +398,9 @@ class WavesPattern(ListedPattern[SharedZone]):
 
     def work(self, zone: SharedZone, context: base.Context, rank: int) -> Iterable[base.ZoneWork]:
         # Own work, then a launch and a merge behind each wave.
-        if context.mask.name not in MASKS:
+        if context.mask.name not in (*MASKS, FOREST):
             raise InvalidProgramError(
-                f"zone {zone.name}: waves attend causally or fully, the plan's mask is {context.mask.name}"
+                f"zone {zone.name}: waves attend causally, fully or along paths, the plan's mask is {context.mask.name}"
             )
         made = schedule(zone, context.mask)
         index, place = made.place_of(rank)

@@ -53,7 +53,7 @@ PLANNERS: dict[str, Planner] = {
         tries=(Try(least=Bounds.pool_heads),),
     ),
     "usp": Planner(baselines.usp, baselines.UspOptions, parts_heads=_always, sized_by="group_size", left_out=_A_PEER),
-    "magi": Planner(baselines.magi, baselines.MagiOptions, _ONCE_PER_NODE, left_out=_A_PEER),
+    "magi": Planner(baselines.magi, baselines.MagiOptions, _ONCE_PER_NODE, masks=(*KINDS, FOREST), left_out=_A_PEER),
     "packing": Planner(
         baselines.packing, baselines.PackingOptions, _ONCE_PER_NODE, tries=(Try(least=Bounds.even_tokens),)
     ),
@@ -135,6 +135,7 @@ PLANNERS: dict[str, Planner] = {
         _WHERE_THEY_PAY,
         zeppelin.plan_in,
         parts_heads=zeppelin.parts_heads,
+        masks=(*KINDS, FOREST),
         tries=(Try(), Try({"rule": "groups"})),
     ),
     "auto": Planner(

@@ -64,8 +64,13 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     for bound_s, at in ordered:
         candidate = candidates[at]
         fitting = [each.estimate.layer_s for each in priced if each.estimate.backward.fits]
-        # Bounds are of lengths, and trees have fewer pairs.
-        if not batch.trees and fitting and bound_s > min(fitting) * (1 - options.margin):
+        # Bounds are of lengths, and trees have fewer pairs; and of layers that all attend.
+        if (
+            not batch.trees
+            and context.model.recurrent is None
+            and fitting
+            and bound_s > min(fitting) * (1 - options.margin)
+        ):
             passed_over.append(candidate.label)
             continue
         try:

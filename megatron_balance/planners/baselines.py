@@ -25,7 +25,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from math import inf
@@ -38,6 +38,7 @@ from megatron_balance.ir.arrays import Ints, Rectangles, as_rows, num_pairs
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Rows, Task
+from megatron_balance.ir.forest import over
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
@@ -125,18 +126,20 @@ def magi(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
         raise ConfigError(f"magi: chunk_tokens {options.chunk_tokens}: must be at least 1")
     samples, fragments = _samples(batch, cluster, options), np.empty((0, Placed.WIDTH), dtype=np.int64)
     size, lengths = cluster.num_ranks // len(samples), np.array(batch.lengths, dtype=np.int64)
+    mask = over(model.mask, batch.trees)
     for at, seqs in enumerate(map(list, samples)):
         if seqs:
-            own = _dealt(lengths[seqs], size, model.mask, options)
+            shown = over(model.mask, [batch.trees[seq] for seq in seqs]) if batch.trees else mask
+            own = _dealt(lengths[seqs], size, shown, options)
             own[:, Placed.RANK] += at * size
             own[:, Placed.SEQ] = np.array(seqs)[own[:, Placed.SEQ]]
             fragments = np.concatenate([fragments, own])
     tasks = np.zeros((len(fragments), Task.WIDTH), dtype=np.int64)
     tasks[:, Task.RANK], tasks[:, Task.QUERY] = fragments[:, Placed.RANK], fragments[:, Placed.FRAGMENT]
-    last = model.mask.keys(0, fragments[:, Placed.STOP] - 1)[1]
+    last = mask.keys(fragments[:, Placed.SEQ], fragments[:, Placed.STOP] - 1)[1]
     tasks[:, Task.K_STOP] = np.minimum(last, lengths[fragments[:, Placed.SEQ]])
     zones = (TaskTable("pool", as_rows(fragments), as_rows(tasks)),) if len(fragments) else ()
-    return groups.plan_of("magi", batch.lengths, (cluster, model), zones)
+    return replace(groups.plan_of("magi", batch.lengths, (cluster, model), zones), mask=mask)
 
 
 def _dealt(lengths: Ints, num_ranks: int, mask: Mask, options: MagiOptions) -> Ints:
@@ -151,7 +154,8 @@ def _dealt(lengths: Ints, num_ranks: int, mask: Mask, options: MagiOptions) -> I
     # Pairs of all queries before each edge.
     seq = np.searchsorted(stops, edges)
     begun = Rectangles(0 * seq, edges - (stops - lengths)[seq], 0 * seq, lengths[seq])
-    before = np.append(0, np.cumsum(mask.num_pairs(lengths)))[seq] + num_pairs(seq, begun, mask)
+    whole = num_pairs(np.arange(len(lengths)), Rectangles(0 * lengths, lengths, 0 * lengths, lengths), mask)
+    before = np.append(0, np.cumsum(whole))[seq] + num_pairs(seq, begun, mask)
     rank = np.array(_by_pairs(np.diff(before).tolist(), num_ranks))
     # Neighbouring chunks of a rank are one; cut where a sequence ends.
     turns = np.diff(rank, prepend=-1) != 0

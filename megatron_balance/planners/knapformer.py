@@ -224,7 +224,7 @@ class TopologyPrices:
         self.tokens = np.array(lengths, dtype=np.float64)
         known = {n: cost.attention_s(model.mask.num_pairs(n), n) for n in set(lengths)}
         self.attention_s = np.array([known[n] for n in lengths], dtype=np.float64)
-        self.expert_s = cost.experts_s(2.0) - cost.experts_s(1.0)
+        self.expert_s = (cost.experts_s(2.0) - cost.experts_s(1.0)) / model.attending
         self.token_s = cost.linear_s(1.0) - self.expert_s
         self.token_bytes = cost.kv_bytes(1.0) + 2 * cost.query_bytes(1.0)
         self._exchanges: dict[tuple[int, int], float] = {}

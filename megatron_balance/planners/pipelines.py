@@ -396,7 +396,7 @@ def sequence_s(scheme: Scheme, model: Model, wide: Cluster, cost: MachineCost, l
     for backward in (False, True):
         ring_s = rounds * round_s * (_RING_BACKWARD if backward else 1)
         attention_s = _attention_s(scheme, model, cost, length, backward=backward)
-        layer_s += max(attention_s, ring_s) + cost.layer_s(tokens, backward=backward)
+        layer_s += model.attending * max(attention_s, ring_s) + cost.layer_s(tokens, backward=backward)
     handed_on_s = 2 * stage_transfer_s(model, tokens, link) if scheme.pipeline > 1 else 0.0
     head_s = cost.head_s(tokens) + cost.head_s(tokens, backward=True)
     return model.num_layers / scheme.pipeline * layer_s + head_s + handed_on_s

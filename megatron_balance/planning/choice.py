@@ -33,11 +33,12 @@ from megatron_balance.cost.table import load_table
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import unless_plain
 from megatron_balance.ir.mask import KINDS, kind_of
 from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Backward
-from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, held_back
+from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, by_number, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
 from megatron_balance.planning.layers import of_trees, place_step
@@ -98,8 +99,9 @@ class PlannerChoice:
                 f"planner {self.name} cannot plan several pipeline stages together; these can: {_joint_planners()}"
             )
         self.check_carry(carry)
-        if context.trees:
-            self.check_trees(lengths, context, carry)
+        trees = by_number(lengths, context.trees, carry)
+        if trees:
+            self.check_trees(lengths, context)
         if carry.planner != self.name:
             carry = carry.unowned()
         if self.planner.plan_step is None:
@@ -119,19 +121,19 @@ class PlannerChoice:
                 f"planner {self.name} neither trains nor carries on {sorted(set(waiting) ^ set(after.waiting))[:4]} "
                 "(number, tokens); expected every sequence in one of both"
             )
-        if not context.trees:
+        if not trees:
             return step, after
-        self.check_trees(lengths, context, after)
-        return of_trees(step, context.trees, context.model.mask), after
+        num_dealt = sum(map(len, lengths))
+        left = unless_plain([trees[number + num_dealt] for number, _ in after.waiting])
+        return of_trees(step, trees, context.model.mask), dataclasses.replace(after, trees=left)
 
-    def check_trees(self, lengths: Lengths, context: StepContext, carry: Carry) -> None:
+    def check_trees(self, lengths: Lengths, context: StepContext) -> None:
         """Reject (ConfigError) trees of other lengths than the step has, and what no trees go with."""
         Batch(tuple(chain.from_iterable(lengths)), context.trees)
-        if context.joint is not None or carry.waiting:
-            what = "the attention of several pipeline stages"
-            if carry.waiting:
-                what = f"{len(carry.waiting)} sequences that wait for a later step (none do with thresholds: [])"
-            raise ConfigError(f"planner {self.name}: {what} cannot be planned together with trees")
+        if context.joint is not None:
+            raise ConfigError(
+                f"planner {self.name}: the attention of several pipeline stages cannot be planned together with trees"
+            )
 
     def check_carry(self, carry: Carry) -> None:
         """Reject sequences that another planner held back, if this one cannot train them."""
@@ -491,8 +493,8 @@ def resolved(config: Run) -> dict[str, Any]:
     if cluster is not None:
         sections["cluster"] = dict(cluster.given)
     if model is not None:
-        # The run's.
-        sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k not in ("gradient_wire", "forest")}
+        own = {"gradient_wire", "forest"} | ({"recurrent"} if model.recurrent is None else set[str]())
+        sections["model"] = {key: each for key, each in dataclasses.asdict(model).items() if key not in own}
     return {**sections, **body}
 
 

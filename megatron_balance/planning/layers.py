@@ -3,7 +3,7 @@
 planner held back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -14,6 +14,8 @@ import numpy as np
 
 from megatron_balance.analysis.estimate import best_first, estimate
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.recurrent import Pieces
+from megatron_balance.analysis.states import by_heads_s, states_cost
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.wire import NicOf
 from megatron_balance.compile.halo import under
@@ -30,7 +32,7 @@ from megatron_balance.ir.mask import CAUSAL, FOREST, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, dealt, held_back
+from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, by_number, dealt, held_back
 from megatron_balance.patterns import ONCE_PER_NODE, pattern_of
 from megatron_balance.patterns.base import Context
 from megatron_balance.patterns.head_ring import HeadRing
@@ -65,8 +67,11 @@ def place_step(
             "tokens_per_rank, or use more ranks"
         )
     joined, _ = join_late(lengths, sorted(carry.waiting, key=lambda each: (-each[1], each[0])), most_tokens)
+    numbers = [number for number, _ in chain.from_iterable(joined)]
+    trees = by_number(lengths, context.trees, carry)
+    context = replace(context, trees=tuple(map(trees.__getitem__, numbers)) if trees else ())
     inner = _place(planner, tuple(tuple(length for _, length in microbatch) for microbatch in joined), context)
-    step = renumbered(inner, [number for number, _ in chain.from_iterable(joined)])
+    step = renumbered(inner, numbers)
     waiting = held_back(step, lengths, carry.waiting)
     if waiting and not context.may_carry:
         raise InfeasibleError(
@@ -146,11 +151,33 @@ def _layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
     cluster, cost, layers = context.cluster, context.cost, context.layers
     plan = _under(plan, context.model)
     made = with_layers(plan, cluster, cost, layers)
-    if not made.moves or layers.remap_when != "pays" or _num_rounds(plan) > _MOST_ROUNDS:
-        return made
-    stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
     machine = Machine(cluster, context.model, cost, memory=context.memory)
-    return (made, stays)[best_first([estimate(each, machine) for each in (made, stays)])[0]]
+    if made.moves and layers.remap_when == "pays" and _num_rounds(plan) <= _MOST_ROUNDS:
+        stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
+        made = (made, stays)[best_first([estimate(each, machine) for each in (made, stays)])[0]]
+    _check_states(made, machine)
+    return made
+
+
+# Seconds of a recurrent layer's states below which nobody minds them.
+_STATES_S = 1e-3
+
+
+def _check_states(plan: MicrobatchPlan, machine: Machine) -> None:
+    """Refuse a plan whose pieces are so many that handing states on takes longer than sending all
+    tokens by heads, as others do. Raises InfeasibleError: says both.
+    """
+    own = machine.model.recurrent
+    if own is None or isinstance(plan.mask, Forest) or (states := states_cost(plan, machine)) is None:
+        return
+    states_s, ranks = float(states.seconds[0].max()), machine.num_ranks
+    by_heads = by_heads_s(own, machine, plan.num_tokens / ranks, ranks)
+    if states_s > by_heads + _STATES_S:
+        raise InfeasibleError(
+            f"planner {plan.planner} cuts documents into {len(Pieces.of(plan).held):,} pieces, whose states take "
+            f"{1e3 * states_s:.1f} ms in each of {own.layers} recurrent layers, forward; all tokens by heads would "
+            f"take {1e3 * by_heads:.1f} ms. Use a planner that cuts few documents, such as distca, zeppelin or auto"
+        )
 
 
 # Rounds of a plan's rings, one after the other, up to which it is estimated with a remap and without,
@@ -162,7 +189,7 @@ def _num_rounds(plan: MicrobatchPlan) -> int:
     return sum(pattern_of(each).num_exchanges(each) for each in plan.zones if isinstance(pattern_of(each), HeadRing))
 
 
-def of_trees(step: StepPlan, trees: Sequence[Tree], mask: Mask) -> StepPlan:
+def of_trees(step: StepPlan, trees: Mapping[int, Tree], mask: Mask) -> StepPlan:
     """The step with the plans of sequences that are trees, by number, in layers that have `mask`;
     those of planners that know no trees are as `compile.halo` makes them.
     """

@@ -23,6 +23,7 @@ from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.compile.proof.structure import verify_plans
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import checked
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, Layers, StepPlan, Trees, from_body, to_json
 from megatron_balance.ir.strategy import Strategy
@@ -235,14 +236,17 @@ class PlanAhead:
         self._longest_s: float | None = None
         self._proofs, self._earlier_proofs = Proofs(), Proofs()
 
-    def submit(self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None) -> None:
+    def submit(
+        self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None, trees: Trees = ()
+    ) -> None:
         """Ask for the plan of a step of these microbatches, to be taken by `key`. Never waits.
         `carry`: what the step before left; None: what the step that was asked for last leaves.
         """
         if self._process is None or (carry is None and not self._chained):
             return
         given = "null" if carry is None else carry.to_json()
-        slot = self._process.ask(f'{{"lengths":{json.dumps(_frozen(lengths))},"carry":{given}}}')
+        told = f',"trees":{json.dumps(trees)}' if trees else ""
+        slot = self._process.ask(f'{{"lengths":{json.dumps(_frozen(lengths))},"carry":{given}{told}}}')
         self._chained = slot is not None
         if slot is not None:
             self._slots[key] = slot
@@ -350,7 +354,9 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
             if before is not None:
                 # An error is met again by the training process itself, with its traceback.
                 with suppress(BalanceError):
-                    step, carry = planner.plan(body["lengths"], before)
+                    step, carry = planner.plan(
+                        body["lengths"], before, trees=tuple(map(checked, body.get("trees", ())))
+                    )
             text = "null" if step is None else to_json(step)
             seconds = time.perf_counter() - start
             pair = ",".join(

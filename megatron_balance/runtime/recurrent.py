@@ -10,29 +10,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
 from megatron_balance.compile.recurrent import carries_map, pieces
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Placed, Rows, Transfer
 from megatron_balance.ir.program import Exchange
 from megatron_balance.ir.recurrent import STATE_KINDS, RecurrentKind, RecurrentOp, RecurrentProgram
 from megatron_balance.runtime.attention import differentiable_once
+from megatron_balance.runtime.cuda import Streams
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels.recurrence import AffineRecurrence
-from megatron_balance.runtime.lower.memory import wide_dtype
+from megatron_balance.runtime.lower.memory import as_bytes, wide_dtype
 from megatron_balance.runtime.transport import receive, send
 
 _Span: TypeAlias = tuple[int, int, int]  # seq, start, stop
 _OfHeads: TypeAlias = tuple[_Span, int, int]  # head_start, head_stop
 # Beyond those of attention's exchanges, which may be under way.
 _TAG = 1 << 30
+STREAM = "recurrent"
 _NO_ROWS = Exchange(0, Rows(Transfer.WIDTH))
 
 
@@ -71,8 +74,8 @@ _StateOp: TypeAlias = _StateExchange | list[_Join]
 class RecurrentBound:
     """One rank's part of a recurrent program.
 
-    `pieces`: its own; `order`: its rows, in the order of these. `received`: bytes of the last call, by
-    exchange.
+    `pieces`: its own; `order`: its rows, in the order of these. `wire`: the type in which states
+    travel; None: that in which they are kept. `received`: bytes of the last call, by exchange.
     """
 
     groups: Groups
@@ -82,6 +85,7 @@ class RecurrentBound:
     halo: _HaloTable
     forward: tuple[_StateOp, ...]
     backward: tuple[_StateOp, ...]
+    wire: torch.dtype | None = None
     received: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
@@ -98,36 +102,75 @@ class RecurrentBound:
                 raise ConfigError(f"an input has {len(x)} rows, the plan gives this rank {len(self.order)}")
 
     def exchange(self, number: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send and receive flat tensors by rank, and wait for them."""
+        """Send and receive contiguous tensors by rank, and wait for them."""
         groups, tag = self.groups, _TAG + number
+        self.received[number] = sum(x.nbytes for x in receives.values())
+        if groups.streams is not None:
+            self._on_stream(groups.streams, sends, receives)
+            return
         under_way = [receive(x, peer, tag, groups) for peer, x in receives.items()]
         under_way += [send(x, peer, tag, groups) for peer, x in sends.items()]
         for each in under_way:
             each.wait(groups.timeout)
-        self.received[number] = sum(x.nbytes for x in receives.values())
+
+    def _on_stream(self, streams: Streams, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        # One all-to-all of all ranks, also of those with nothing to send, behind what attention has in
+        # its queue: so communicators are called in one order on all ranks. The host does not wait.
+        groups, stream = self.groups, streams.of(STREAM)
+        sizes = [
+            [each[rank].nbytes if rank in each else 0 for rank in range(groups.size)] for each in (sends, receives)
+        ]
+        parts = [as_bytes(sends[rank]) for rank in sorted(sends)]
+        packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.order.device), *parts])
+        raw = packed.new_empty(sum(sizes[1]))
+        ready = streams.now()
+        arrived: list[Any] = []
+
+        def call() -> list[dist.Work]:
+            work = dist.all_to_all_single(raw, packed, sizes[1], sizes[0], group=groups.pool, async_op=True)
+            return [cast("dist.Work", work)]
+
+        def issue() -> None:
+            stream.wait(ready)
+            for x in (packed, raw):
+                stream.uses(x)
+            stream.call(call)
+            arrived.append(stream.record())
+
+        groups.issues.put(arrived, issue)
+        groups.issues.through(arrived)
+        streams.wait(arrived[0])
+        for rank, part in zip(sorted(receives), raw.split([size for size in sizes[1] if size]), strict=True):
+            receives[rank].copy_(part.view(receives[rank].dtype).view_as(receives[rank]))
 
 
 @dataclass(frozen=True)
 class _HaloTable:
-    """`index` [pieces * (W - 1)]: where halo rows are in (a row of zeros, own rows, received ones). By
-    peer: own rows that are sent; number of rows that come, in this order. `ids`: of the exchanges.
+    """`index` [pieces * (W - 1)]: where halo rows are in (a row of zeros, own rows, received ones).
+    `kept` [rows]: which outputs of a convolution of all pieces, each behind its halo, are of one piece
+    alone. By peer: own rows that are sent; number of rows that come, in this order. `ids`: of the
+    exchanges; None: no rank has any.
     """
 
     index: Tensor
+    kept: Tensor
     sends: dict[int, Tensor]
     receives: dict[int, int]
-    ids: tuple[int, int]
+    ids: tuple[int, int] | None
 
 
-def bind_recurrent(program: RecurrentProgram, groups: Groups) -> RecurrentBound:
-    """Look up once what this rank of the pool does in every call of a program.
+def bind_recurrent(
+    program: RecurrentProgram,
+    groups: Groups,
+    device: torch.device | str = "cpu",
+    wire: torch.dtype | None = None,
+) -> RecurrentBound:
+    """Look up once what this rank of the pool does in every call of a program, on tensors of `device`.
 
-    ConfigError: the pool has another number of ranks, or is not on gloo.
+    `wire`: as of `RecurrentBound`. ConfigError: the pool has another number of ranks.
     """
     if program.num_ranks != groups.size:
         raise ConfigError(f"the program is for {program.num_ranks} ranks, the pool has {groups.size}")
-    if groups.streams is not None:
-        raise ConfigError("recurrent layers run on gloo only; NCCL is not implemented")
     every = pieces(program.owned)
     mine = every[every[:, Placed.RANK] == groups.rank][:, Placed.FRAGMENT]
     at: dict[tuple[int, int], int] = {}  # row by sequence and token
@@ -135,10 +178,10 @@ def bind_recurrent(program: RecurrentProgram, groups: Groups) -> RecurrentBound:
         at |= {(seq, token): len(at) + token - start for token in range(start, stop)}
     spans = [(seq, start, stop) for seq, start, stop in mine.tolist()]
     order = [at[seq, token] for seq, start, stop in spans for token in range(start, stop)]
-    table = _halo_table(program, spans, at, groups.rank)
+    table = _halo_table(program, spans, at, groups.rank, device)
     forward, backward = (tuple(_of_rank(ops, groups.rank)) for ops in (program.forward, program.backward))
-    rows = torch.tensor(order, dtype=torch.long)
-    return RecurrentBound(groups, program, tuple(spans), rows, table, forward, backward)
+    rows = torch.tensor(order, dtype=torch.long, device=device)
+    return RecurrentBound(groups, program, tuple(spans), rows, table, forward, backward, wire)
 
 
 def _of_rank(ops: Sequence[RecurrentOp], rank: int) -> Iterator[_StateOp]:
@@ -160,7 +203,11 @@ def _of_rank(ops: Sequence[RecurrentOp], rank: int) -> Iterator[_StateOp]:
 
 
 def _halo_table(
-    program: RecurrentProgram, spans: Sequence[_Span], own: Mapping[tuple[int, int], int], rank: int
+    program: RecurrentProgram,
+    spans: Sequence[_Span],
+    own: Mapping[tuple[int, int], int],
+    rank: int,
+    device: torch.device | str,
 ) -> _HaloTable:
     sends: dict[int, list[int]] = {}
     place = {key: 1 + row for key, row in own.items()}
@@ -183,11 +230,19 @@ def _halo_table(
         for seq, start, _ in spans
         for token in range(start - program.halo, start)
     ]
+    # Behind the halos of pieces before its own come outputs that are of two pieces.
+    number = np.repeat(np.arange(len(spans)), [stop - start for _, start, stop in spans])
+    kept = np.arange(len(number)) + program.halo * number
+
+    def on_device(rows: Sequence[int] | Ints) -> Tensor:
+        return torch.tensor(rows, dtype=torch.long, device=device)
+
     return _HaloTable(
-        torch.tensor(index, dtype=torch.long),
-        {peer: torch.tensor(rows, dtype=torch.long) for peer, rows in sends.items()},
+        on_device(index),
+        on_device(kept),
+        {peer: on_device(rows) for peer, rows in sends.items()},
         receives,
-        (there.id, back.id),
+        (there.id, back.id) if there.transfers else None,
     )
 
 
@@ -209,10 +264,7 @@ def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, bound: Re
     rows = x.index_select(0, bound.order).split(bound.sizes)
     padded = torch.cat([part for piece, before in zip(rows, halo, strict=True) for part in (before, piece)])
     out = functional.conv1d(padded.T[None], weight[:, None], bias, groups=len(weight))[0].T
-    # Outputs between two pieces are of both.
-    begins = torch.tensor([0, *bound.sizes]).cumsum(0)[:-1] + bound.program.halo * torch.arange(len(bound.pieces))
-    kept = [torch.arange(begin, begin + size) for begin, size in zip(begins.tolist(), bound.sizes, strict=True)]
-    return out.new_zeros(x.shape).index_copy(0, bound.order, out.index_select(0, torch.cat(kept)))
+    return out.new_zeros(x.shape).index_copy(0, bound.order, out.index_select(0, bound.halo.kept))
 
 
 class _Halo(torch.autograd.Function):
@@ -223,7 +275,8 @@ class _Halo(torch.autograd.Function):
         table, halo = bound.halo, bound.program.halo
         got = {peer: x.new_empty(rows, x.shape[1]) for peer, rows in table.receives.items()}
         sent = {peer: x.index_select(0, rows) for peer, rows in table.sends.items()}
-        bound.exchange(table.ids[0], sent, got)
+        if table.ids is not None:
+            bound.exchange(table.ids[0], sent, got)
         ctx.bound = bound
         every = torch.cat([x.new_zeros(1, x.shape[1]), x, *got.values()])
         return every.index_select(0, table.index).view(len(bound.pieces), halo, x.shape[1])
@@ -237,7 +290,8 @@ class _Halo(torch.autograd.Function):
         every = grad.new_zeros(sum(sizes), width).index_add_(0, table.index, grad.reshape(-1, width))
         _, dx, *theirs = every.split(sizes)
         got = {peer: grad.new_empty(len(rows), width) for peer, rows in table.sends.items()}
-        bound.exchange(table.ids[1], dict(zip(table.receives, theirs, strict=True)), got)
+        if table.ids is not None:
+            bound.exchange(table.ids[1], dict(zip(table.receives, theirs, strict=True)), got)
         for peer, rows in table.sends.items():
             dx = dx.index_add(0, rows, got[peer])
         return dx, None
@@ -246,7 +300,8 @@ class _Halo(torch.autograd.Function):
 def recurrent_layer(recurrence: AffineRecurrence, bound: RecurrentBound, *inputs: Tensor) -> Tensor:
     """Outputs [T, H, V] of a recurrence over `inputs` [T, H, ...], each sequence by itself.
 
-    States are kept and travel in fp32, or fp64 where the inputs are fp64.
+    States are kept, and travel unless the program was bound with a `wire`, in fp32, or fp64 where the
+    inputs are fp64.
 
     ConfigError: the inputs have not the program's rows and heads.
     """
@@ -407,12 +462,15 @@ class _Summaries:
         self.put((seq, start, stop), head_start, None, state)
 
     def exchange(self, op: _StateExchange) -> None:
-        sends = {peer: torch.cat([x for part in parts for x in self.sent(part)]) for peer, parts in op.sends.items()}
+        wire = self.bound.wire or self.like.dtype
+        sends = {
+            peer: torch.cat([x for of in parts for x in self.sent(of)]).to(wire) for peer, parts in op.sends.items()
+        }
         sizes = {peer: [size for part in parts for size in self.numbers(part)] for peer, parts in op.receives.items()}
-        receives = {peer: self.like.new_empty(sum(each)) for peer, each in sizes.items()}
+        receives = {peer: self.like.new_empty(sum(each), dtype=wire) for peer, each in sizes.items()}
         self.bound.exchange(op.id, sends, receives)
         for peer, parts in op.receives.items():
-            tensors = iter(receives[peer].split(sizes[peer]))
+            tensors = iter(receives[peer].to(self.like.dtype).split(sizes[peer]))
             for span, head_start, head_stop, with_map in parts:
                 heads = head_stop - head_start
                 m = next(tensors).view(heads, *self.shapes[0]) if with_map else None

@@ -9,6 +9,7 @@ from megatron_balance.analysis import rounds
 from megatron_balance.analysis.clocks import Outcome, hosts_behind
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
+from megatron_balance.analysis.states import states_cost
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import compile_ranks
@@ -62,7 +63,7 @@ def attention_call(
 
 def mean_call(calls: Sequence[tuple[BothPhases, float]]) -> BothPhases:
     """The mean of layers' calls, each with its share of the layers."""
-    if len(calls) == 1:
+    if len(calls) == 1 and calls[0][1] == 1:
         return calls[0][0]
 
     def mean(name: str, backward: bool) -> Floats:
@@ -70,6 +71,26 @@ def mean_call(calls: Sequence[tuple[BothPhases, float]]) -> BothPhases:
 
     return BothPhases(
         *(Outcome(mean("end_s", each), mean("compute_s", each), mean("bytes_moved", each)) for each in (False, True))
+    )
+
+
+def beside(call: BothPhases, plan: MicrobatchPlan, machine: Machine, linear: tuple[Floats, Floats]) -> BothPhases:
+    """The call of a mean layer, of the calls of those that attend by their share of all, with what the
+    others do; `linear`: seconds outside attention, after which calls begin.
+    """
+    if (states := states_cost(plan, machine)) is None:
+        return call
+    attention, recurrent, _ = machine.model.layer_shares
+    of_states = zip(states.seconds, states.compute_s, states.moved, strict=True)
+    return BothPhases(
+        *(
+            Outcome(
+                each.end_s + (1 - attention) * own + recurrent * seconds,
+                each.compute_s + recurrent * compute_s,
+                each.bytes_moved + recurrent * moved,
+            )
+            for each, own, (seconds, compute_s, moved) in zip(call, linear, of_states, strict=True)
+        )
     )
 
 

@@ -18,6 +18,7 @@ from megatron_balance.analysis.backward import Decision, decide
 from megatron_balance.analysis.clocks import Outcome
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.rounds import coupled, in_step
+from megatron_balance.analysis.states import mean_layer_s, states_cost
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
@@ -31,7 +32,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.simulator import ping_pong, pipeline
-from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call
+from megatron_balance.simulator.attention import BothPhases, attention_call, beside, by_mask, linear_s, mean_call
 from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 
@@ -77,7 +78,8 @@ class Step:
 @dataclass(slots=True)
 class _LayerSeconds:
     """One layer of one microbatch, [num_ranks] each; forward and backward seconds of the modules
-    outside attention, of attention without waiting behind it, of the layer in all, and of the head.
+    outside attention, of attention without waiting behind it, of the layer in all, and of the head;
+    of handing on states, in the mean layer.
     """
 
     tokens: Ints
@@ -87,6 +89,7 @@ class _LayerSeconds:
     head_s: tuple[Floats, Floats]
     group: Ints
     call: BothPhases
+    states_s: tuple[Floats, Floats] | None
 
 
 def simulate_step(
@@ -175,7 +178,7 @@ class _StepRun:
         for alike in zip(*(by_mask(plan, machine) for plan in plans), strict=True):
             (_, on, part), own = alike[0], [plan for plan, _, _ in alike]
             calls.append((mean_call([(run(own, on, policy), share) for policy, share in self.shares]), part))
-        call = mean_call(calls)
+        call = beside(mean_call(calls), plans[0], machine, (linear[0], linear[1]))
         groups = np.array([coupled(plan) for plan in plans])
         group = np.zeros_like(groups[0]) if (groups != groups[0]).any() else groups[0]
         times = num_layers if in_turns else 1
@@ -184,6 +187,12 @@ class _StepRun:
             for backward in (False, True)
         )
         attention_s, attention_back_s = (each.end_s / times - own for each, own in zip(call, linear, strict=True))
+        states, (_, recurrent, _) = states_cost(plans[0], machine), machine.model.layer_shares
+        states_s = None if states is None else (recurrent * states.seconds[0], recurrent * states.seconds[1])
+        forward_s, backward_s = (
+            mean_layer_s(each, linear[at], states, group, machine.model, backward=bool(at))
+            for at, each in enumerate((forward_s, backward_s))
+        )
         if setup.recompute == "full":
             backward_s = backward_s + forward_s
             attention_back_s = attention_back_s + attention_s
@@ -195,7 +204,7 @@ class _StepRun:
             for b in (False, True)
         )
         own = (linear[0], linear[1]), (attention_s, attention_back_s)
-        return _LayerSeconds(tokens, *own, (forward_s, backward_s), (head, head_back), group, call)
+        return _LayerSeconds(tokens, *own, (forward_s, backward_s), (head, head_back), group, call, states_s)
 
     def step(self) -> Step:
         clocks = self.clocks()
@@ -257,6 +266,11 @@ class _StepRun:
             phases["forward_attention"] += times * (forward_s - linear)
             phases["backward_linear"] += times * (backward_linear + again * linear)
             phases["backward_attention"] += times * (backward_s - backward_linear - again * linear)
+            if layer.states_s is not None:
+                own, own_back = (times * float(each[rank]) for each in layer.states_s)
+                for name, states_s in (("forward", own), ("backward", own_back + again * own)):
+                    phases[f"{name}_attention"] -= states_s
+                    phases[f"{name}_states"] = phases.get(f"{name}_states", 0.0) + states_s
             if stage == self.setup.pipeline - 1:
                 phases["head"] += float(layer.head_s[0][rank] + layer.head_s[1][rank])
         return phases

@@ -104,6 +104,8 @@ class _TicksRun:
         self.machine, self.setup, self.num_stages = machine, setup, num_stages
         self.size, spare = divmod(machine.num_ranks, num_stages)
         chunks = num_stages * setup.interleave
+        if machine.model.recurrent is not None:
+            raise ConfigError(f"{machine.model.name} has recurrent layers, and ticks of those are not simulated")
         self.layers, rest = divmod(machine.model.num_layers, chunks)
         if setup.pipeline not in (1, num_stages):
             raise ConfigError(f"the ticks are of {num_stages} pipeline stages, the setup has {setup.pipeline}")

@@ -12,9 +12,19 @@ In the model's layers `balanced_attention(q, k, v, batch)` takes the place of ca
 """
 
 from megatron_balance.torch.balancer import SequenceBalancer
-from megatron_balance.torch.batch import BalancedBatch, balanced_attention
+from megatron_balance.torch.batch import BalancedBatch, balanced_attention, balanced_convolution, balanced_recurrence
 from megatron_balance.torch.documents import Document
 from megatron_balance.torch.settings import Settings, model_of
 from megatron_balance.workloads.rollouts import IGNORED
 
-__all__ = ["IGNORED", "BalancedBatch", "Document", "SequenceBalancer", "Settings", "balanced_attention", "model_of"]
+__all__ = [
+    "IGNORED",
+    "BalancedBatch",
+    "Document",
+    "SequenceBalancer",
+    "Settings",
+    "balanced_attention",
+    "balanced_convolution",
+    "balanced_recurrence",
+    "model_of",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import accumulate, chain, islice, pairwise
@@ -32,7 +33,7 @@ from megatron_balance.torch import documents
 from megatron_balance.torch.batch import BalancedBatch, Dealt, LossScale
 from megatron_balance.torch.documents import LABEL, TOKEN, Document
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
-from megatron_balance.torch.settings import Settings, layers_of, model_of
+from megatron_balance.torch.settings import Settings, calls_of, model_of
 from megatron_balance.training import tokens
 from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.training.log import StepTracer
@@ -157,7 +158,7 @@ class SequenceBalancer:
         accepted. ConfigError: no heads and sizes are said, or the attention is not known; as there.
         """
         made = cls(planner, model_of(config, accept), mesh, accept=accept, **keywords)
-        made._layers = layers_of(config)
+        made._layers = calls_of(config, made.model)
         return made
 
     def __call__(self, documents: Sequence[Document]) -> BalancedBatch:
@@ -243,7 +244,8 @@ class SequenceBalancer:
         segments, others [n, ...]), tokens depth first, labels those of the outputs already.
 
         `segments`: (length, parent, full) of each, as `ir.forest.Segment`: `parent` is a number in
-        the tree, -1 for the first; `full`: its tokens see one another both ways.
+        the tree, -1 for the first; `full`: its tokens see one another both ways, also in words,
+        "causal" or "full".
 
         Errors as for `rollouts`.
         """
@@ -266,6 +268,15 @@ class SequenceBalancer:
         planned = self._evaluation.plan(dealing.shared.lengths, dealing.shared.trees)
         (batch,) = self._deal(dealing, planned, training=False)
         return batch
+
+    @contextmanager
+    def of_another_form(self) -> Iterator[None]:
+        """Evaluate documents with other tensors than those of the run, or with none."""
+        form, self._form = self._form, None
+        try:
+            yield
+        finally:
+            self._form = form
 
     def gather(self, values: Tensor, *, attended: int | None = None) -> list[Tensor]:
         """`BalancedBatch.gather` of the batch that was made last. ConfigError: there is none yet."""
@@ -352,11 +363,15 @@ class SequenceBalancer:
     @_collective
     def _most(self, number: int) -> int:
         """The largest number that any rank has, of those that make the same number of steps."""
-        most = torch.tensor([number], device=self.device)
+        return int(self.largest(torch.tensor([number])))
+
+    def largest(self, numbers: Tensor) -> Tensor:
+        """The largest of each number, of the pool and of the ranks whose gradients are averaged."""
+        numbers = numbers.to(self.device)
         for group in dict.fromkeys((self.pool.groups.pool, self._group)):  # in this order on all ranks
             if group is not None:
-                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        return int(most)
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        return numbers
 
     def _make_plans(self, ahead: PlanAhead | None, *, evaluation: bool = False) -> StepPlans:
         samples = _Known(
@@ -486,6 +501,7 @@ class SequenceBalancer:
                 self.pool,
                 self.model,
                 self._layers,
+                torch.bfloat16 if self.settings.state_wire == "bf16" else None,
             )
             batches.append(
                 BalancedBatch(

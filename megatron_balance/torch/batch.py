@@ -31,6 +31,9 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.bind import AttentionShape, Bound
+from megatron_balance.runtime.kernels.recurrence import AffineRecurrence
+from megatron_balance.runtime.recurrent import RecurrentBound, causal_convolution, recurrent_layer
+from megatron_balance.training.binding import RecurrentBounds
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths, TokenExchange
@@ -51,7 +54,9 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dealt:
-    """A microbatch as planned and dealt; `documents`: numbers and lengths of this rank's."""
+    """A microbatch as planned and dealt; `documents`: numbers and lengths of this rank's;
+    `state_wire`: the type in which states of recurrent layers travel; None: that of states.
+    """
 
     plan: MicrobatchPlan
     lengths: PoolLengths
@@ -59,6 +64,7 @@ class Dealt:
     pool: Pool
     model: Model
     layers: int | None = None
+    state_wire: torch.dtype | None = None
 
 
 class _Forward:
@@ -86,12 +92,13 @@ class BalancedBatch:
     Its rows are pieces of documents, of whatever rank gave them, one behind the other. A rank that
     gets none has a row of padding, since it takes part in every collective of a layer.
 
-    A batch counts the attention calls under its plan. `mean_loss`, `global_loss`, `gather`,
-    `gather_rows` and `router_loss` refuse values of a forward whose layers did not all attend under
-    it, on all ranks alike and before anything is communicated. A forward lets values through once;
-    further ones pass if they share memory with these, or their autograd graphs meet. The argument
-    `attended` is the number of attention calls of a forward, where the configuration does not say
-    it; 0 lets values through that no attention made, or that nothing links to their forward.
+    A batch counts the calls of attention, and of recurrent layers, under its plan. `mean_loss`,
+    `global_loss`, `gather`, `gather_rows` and `router_loss` refuse values of a forward of which
+    some layer did not call under it, on all ranks alike and before anything is communicated. A
+    forward lets values through once; further ones pass if they share memory with these, or their
+    autograd graphs meet. The argument `attended` is the number of calls of a forward,
+    where the configuration does not say it; 0 lets values through that none made, or that
+    nothing links to their forward.
 
     Attributes:
         tokens: int64 [T].
@@ -133,6 +140,7 @@ class BalancedBatch:
         self._bind = bind
         self.accept = accept
         self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape | None], Bound] = {}
+        self._recurrent = RecurrentBounds.of_plan(dealt.plan, dealt.pool.groups, tokens.device, dealt.state_wire)
         # since values were taken last: attention calls by layers of their model (0: not known), and
         # forwards begun
         self._calls: Counter[int] = Counter()
@@ -174,6 +182,12 @@ class BalancedBatch:
             full[: self.num_tokens] = of.full[of.at(rows[row, Fragment.SEQ], places)]
         return torch.from_numpy(full).to(self.tokens.device)
 
+    @cached_property
+    def has_several_blocks(self) -> bool:
+        """Whether a tree has several full segments."""
+        trees = self.plan.mask.trees if isinstance(self.plan.mask, Forest) else ()
+        return any(sum(segment.full for segment in tree) > 1 for tree in trees)
+
     @property
     def num_targets(self) -> Tensor:
         """Labels of the whole step, of all ranks, that count; a scalar."""
@@ -196,8 +210,8 @@ class BalancedBatch:
             cast("Any", out.grad_fn).metadata[self._mark] = self._forward
 
     @_outside_compiled
-    def _check_attended(self, attended: int | None, *values: Tensor) -> None:
-        """Refuse values of a forward whose attention did not reach the plan."""
+    def check_attended(self, *values: Tensor, attended: int | None = None) -> None:
+        """Refuse values of a forward whose attention did not reach the plan; `attended`: as above."""
         each = None if attended is None else at_least(0, "attended", attended)
         if each == 0:
             return
@@ -273,7 +287,7 @@ class BalancedBatch:
         """
         _check_scalar(loss)
         self._check_documents()
-        self._check_attended(attended, loss)
+        self.check_attended(loss, attended=attended)
         targets = self._scale.num_targets.clamp(min=1)
         mean = loss * (self._scale.num_ranks / targets).to(loss.dtype)
         _refuse_division(mean)
@@ -287,7 +301,7 @@ class BalancedBatch:
         """
         _check_scalar(loss)
         self._check_documents()
-        self._check_attended(attended, loss)
+        self.check_attended(loss, attended=attended)
         total = loss.detach().double()
         if self._scale.num_ranks > 1:
             dist.all_reduce(total, group=self._scale.group)
@@ -314,7 +328,7 @@ class BalancedBatch:
         rows = self._rows_of(logits)
         if self.rollouts is None or not (self.others or not self.plan.lengths):
             raise ConfigError("expected a step of balancer.rollouts(rollouts, weights), got one without weights")
-        self._check_attended(attended, logits)
+        self.check_attended(logits, attended=attended)
         # fp64 where the logits are; sums of half precision would be rounded.
         rows = rows if rows.dtype.itemsize >= torch.float32.itemsize else rows.float()
         nll = F.cross_entropy(rows, self.labels, reduction="none", ignore_index=IGNORED)
@@ -385,7 +399,7 @@ class BalancedBatch:
                 raise ConfigError(f"expected router logits [{self.num_rows}, experts] of each layer, got {got}")
         if not logits:
             raise ConfigError("expected the router logits of at least 1 layer, got none; set output_router_logits=True")
-        self._check_attended(attended, *logits)
+        self.check_attended(*logits, attended=attended)
         num_experts = logits[0].shape[1]
         own = torch.stack([x[: self.num_tokens].float().softmax(-1) for x in logits]).flatten(0, 1)
         weights = own.sum(0)
@@ -419,7 +433,7 @@ class BalancedBatch:
         of its empty tensor.
         """
         rows = self._rows_of(values)
-        self._check_attended(attended, values)
+        self.check_attended(values, attended=attended)
         return back(rows[: self.num_tokens], self._exchange)
 
     def _rows_of(self, values: Tensor) -> Tensor:
@@ -432,6 +446,10 @@ class BalancedBatch:
         if not rows.ndim or len(rows) != self.num_rows:
             raise ConfigError(f"expected one entry for each of {self.num_rows} rows, got {list(values.shape)}")
         return rows
+
+    def own_rows(self, values: Tensor) -> Tensor:
+        """The rows of tokens of values [T, ...]; ConfigError: they have other rows."""
+        return self._rows_of(values)[: self.num_tokens]
 
     def cumulative(self, values: Tensor) -> Tensor:
         """Sums [T] of integers [T] over the rows of each document up to each, wherever they lie.
@@ -501,6 +519,22 @@ class BalancedBatch:
                 verify_plan(plan)
             self._bounds[key] = self._bind(plan, dtype, device, shape)
         return self._bounds[key]
+
+    def recurrent(self, num_heads: int, halo: int) -> RecurrentBound:
+        """The program of recurrent layers with so many heads of states, and of convolutions that read
+        `halo` rows before a token, looked up for this rank; made at the first call. ConfigError: the
+        batch is of trees, or planned for full attention.
+        """
+        mask = self.plan.mask
+        if isinstance(mask, Forest) or mask == FULL:
+            what = (
+                "trees, whose branches would begin with the state at their parent's end," if mask != FULL else mask.name
+            )
+            raise ConfigError(
+                f"expected documents under causal attention, got a batch of {what} for a recurrent layer: it is not "
+                "built; give documents to balancer.step"
+            )
+        return self._recurrent.of(num_heads, halo)
 
 
 def _check_scalar(loss: Tensor) -> None:
@@ -643,3 +677,45 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     out = F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens))
     batch.count_call(layers, out)
     return out.view(*q.shape[:-1], v.shape[-1])
+
+
+@_outside_compiled
+def balanced_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    batch: BalancedBatch,
+    *,
+    alone: bool = False,
+    layers: int | None = None,
+) -> Tensor:
+    """The causal convolution of every channel within its document, wherever the tokens before lie.
+
+    x [T, D]; weight [D, W], the token's own tap last; bias [D]. Differentiable and collective, as
+    `balanced_attention`. Rows of padding give zeros. `alone`: no recurrence follows in its layer, so
+    the batch counts this call; `layers`: as there. ConfigError: other rows; as
+    `BalancedBatch.recurrent`.
+    """
+    rows = batch.own_rows(x)
+    out = causal_convolution(rows, weight, bias, batch.recurrent(0, weight.shape[1] - 1))
+    out = F.pad(out, (0, 0, 0, batch.num_rows - len(rows)))
+    if alone:
+        batch.count_call(layers, out)
+    return out
+
+
+@_outside_compiled
+def balanced_recurrence(
+    recurrence: AffineRecurrence, batch: BalancedBatch, *inputs: Tensor, layers: int | None = None
+) -> Tensor:
+    """Outputs [T, H, V] of a recurrence over `inputs` [T, H, ...] within each document, whose state
+    goes on from piece to piece wherever these lie (`runtime.kernels.recurrence`).
+
+    Differentiable and collective, as `balanced_attention`; the batch counts it as a call of that.
+    Rows of padding give zeros. `layers`: as there. ConfigError: as for `balanced_convolution`.
+    """
+    rows = [batch.own_rows(x) for x in inputs]
+    out = recurrent_layer(recurrence, batch.recurrent(rows[0].shape[1], 0), *rows)
+    out = F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - len(out)))
+    batch.count_call(layers, out)
+    return out

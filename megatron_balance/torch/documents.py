@@ -134,6 +134,12 @@ def read(microbatches: Sequence[Sequence[Document]], *, shift_labels: bool) -> l
     return made
 
 
+def _is_full(kind: Any) -> bool:
+    if isinstance(kind, str) and kind not in ("causal", "full"):
+        raise DataError(f'expected "causal", "full" or whether a segment is full, got {kind!r}')
+    return kind == "full" if isinstance(kind, str) else bool(kind)
+
+
 def read_trees(trees: Sequence[Document]) -> list[Parts]:
     """Trees (tokens, labels, segments, others ...). DataError with the number of what is none."""
     made: list[Parts] = []
@@ -143,7 +149,7 @@ def read_trees(trees: Sequence[Document]) -> list[Parts]:
                 raise DataError("expected a tuple (tokens, labels, segments, others ...)")
             tokens, labels, segments, *others = given
             parts = _parts_of((tokens, labels, *others), shift_labels=False)
-            (tree,) = checked([[(int(length), int(parent), bool(full)) for length, parent, full in segments]])
+            (tree,) = checked([[(int(length), int(parent), _is_full(kind)) for length, parent, kind in segments]])
             if num_tokens(tree) != len(parts.tokens):
                 raise DataError(f"segments of {num_tokens(tree)} tokens, and {len(parts.tokens)} tokens")
         except (BalanceError, TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ logits = model(**hf.inputs(batch)).logits[0]
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any
 
@@ -18,8 +19,10 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.forest import Segment
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.model_config import OWN_HEADS
-from megatron_balance.torch import positions
+from megatron_balance.torch import mixers, positions
+from megatron_balance.torch.balancer import SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch, balanced_attention
+from megatron_balance.torch.leaks import LeakCheck, Leaks
 from megatron_balance.torch.settings import check_layer
 
 NAME = "balanced"  # of the attention, as `attn_implementation` takes it
@@ -58,7 +61,7 @@ def register(model: torch.nn.Module | None = None) -> str:
     except ImportError as error:
         raise ConfigError(
             f"expected transformers 5.0 or later, with its AttentionInterface: {error}; pip install "
-            "megatron-balance[torch]"
+            "megatron-balance[hf]"
         ) from None
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, _asked_mask)
@@ -72,8 +75,12 @@ def _prepare(model: torch.nn.Module) -> None:
     """Make a model that has balanced attention ready for it. Safe to call twice."""
     _check_tables(type(model))
     positions.treat(model)
+    mixers.treat(model)
     if _begin_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
+    for inside in model.modules():
+        if hasattr(inside, "post_init") and _ask_again not in inside._forward_pre_hooks.values():
+            inside.register_forward_pre_hook(_ask_again, with_kwargs=True)
 
 
 def _check_tables(model: type) -> None:
@@ -89,12 +96,26 @@ def _check_tables(model: type) -> None:
 
 def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
     if NAME in given:
-        if given.get("labels") is not None:
+        if given.get("labels") is not None and given.get("shift_labels") is None:
             raise ConfigError(_OwnLoss.why)
         if any(map(_are_masks, (*args, given.get("attention_mask")))):
             raise ConfigError(f"expected no attention masks beside a batch, got a dict of them. {_NO_MASK}")
         _check_positions(model, args, given)  # pyright: ignore[reportCallIssue]
     positions.begin_forward(model, given.get(NAME))
+
+
+_AROUND = "asked_around"  # of a layer: what the model around its own asked for
+
+
+def _ask_again(
+    model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let a model ask for its mask though the one around it (PaliGemma) handed it one: for masks it
+    takes tensors alone.
+    """
+    del model
+    asked = given.get("attention_mask")
+    return (args, {**given, "attention_mask": None, _AROUND: asked}) if isinstance(asked, _MaskRequest) else None
 
 
 def _are_masks(given: object) -> bool:
@@ -167,6 +188,14 @@ class _MaskRequest(_Refusing):
     def __init__(self, mask: Mask, limits: dict[str, int], *, hides: bool, blocks: Tensor | None) -> None:
         self.mask, self.limits, self.hides, self.blocks = mask, limits, hides, blocks
 
+    def with_that_of(self, around: "_MaskRequest | None") -> "_MaskRequest":
+        """This one and what the model around asked for, which has no other mask but its blocks."""
+        if around is None:
+            return self
+        limits = around.limits if self.blocks is None else around.limits | {"blocks of its own": 0}
+        hides = self.hides or around.hides
+        return _MaskRequest(self.mask, self.limits | limits, hides=hides, blocks=around.blocks)
+
 
 def inputs(batch: BalancedBatch) -> dict[str, Any]:
     """Arguments of a model's forward: a batch of one row, without a cache of keys and values.
@@ -187,6 +216,43 @@ def inputs(batch: BalancedBatch) -> dict[str, Any]:
     )
 
 
+def check(model: torch.nn.Module, balancer: SequenceBalancer) -> Leaks:
+    """Check that documents stay apart in a model, whatever its layers are called, and that each is as
+    alone: once at a job's start where a model has layers that nobody reviewed.
+
+    Collective over the ranks that share the model's gradients. It runs small documents of its own,
+    of which some change, before and behind the one looked at. The model is as before behind it.
+
+    Raises:
+        ConfigError: a document's logits change with another one's, and the module in which they first
+            do (on CPUs not by one bit, elsewhere beyond rounding); they are not those of it alone.
+    """
+    whole: Any = getattr(model, "module", model)  # of DDP
+    config = whole.config.get_text_config()
+    # Low ids are of padding, high ones of images.
+    tokens = range(4, max(12, min(config.vocab_size, 1000)))
+
+    def alone(document: Tensor) -> Tensor:
+        with _attention_of(whole, "eager"):
+            return model(document[None], use_cache=False).logits[0]
+
+    return LeakCheck(model, balancer, lambda batch: model(**inputs(batch)).logits[0], alone, tokens).run()
+
+
+@contextmanager
+def _attention_of(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Give the parts of a model that have balanced attention another one."""
+    configs = [getattr(part, "config", None) for part in model.modules()]
+    held: dict[int, Any] = {id(of): of for of in configs if getattr(of, "_attn_implementation", None) == NAME}
+    try:
+        for of in held.values():
+            of._attn_implementation = name
+        yield
+    finally:
+        for of in held.values():
+            of._attn_implementation = NAME
+
+
 def image_segments(token_type_ids: Iterable[int]) -> list[Segment]:
     """Segments of a document for `SequenceBalancer.trees`: text, and blocks of tokens of type 1, which
     see themselves both ways (Gemma 3's images). Give the model the types of the rows: they are a
@@ -194,6 +260,22 @@ def image_segments(token_type_ids: Iterable[int]) -> list[Segment]:
     """
     runs = [(len(list(run)), bool(image)) for image, run in groupby(kind == 1 for kind in token_type_ids)]
     return [Segment(length, at - 1, image) for at, (length, image) in enumerate(runs)]
+
+
+def prefix_segments(token_type_ids: Iterable[int]) -> list[Segment]:
+    """As `image_segments`, where tokens of type 0 at a document's beginning see themselves both ways
+    (PaliGemma's image and prompt). ConfigError: one stands behind others; the model would show it
+    to the beginning, too, which no tree does.
+    """
+    types = list(token_type_ids)
+    prefix = next((at for at, kind in enumerate(types) if kind), len(types))
+    if 0 in types[prefix:]:
+        raise ConfigError(
+            f"expected tokens of type 0 at the beginning alone, got one at {types.index(0, prefix)} behind another "
+            f"type at {prefix}: the model shows all of type 0 to one another, wherever they are"
+        )
+    lengths = ((prefix, True), (len(types) - prefix, False))
+    return [Segment(length, at - 1, full) for at, (length, full) in enumerate(each for each in lengths if each[0])]
 
 
 @disable
@@ -282,13 +364,14 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} was called without a batch; call model(**hf.inputs(batch)), and under checkpointing use a model "
             "that hands keywords through to its attention"
         )
-    check_layer(module, balanced.accept)
+    calls: int | None = getattr(module, mixers.CALLS, None)
+    check_layer(module, balanced.accept, hybrid=calls is not None)
     window: int | None = given.get("sliding_window")
     causal = given["is_causal"] if given.get("is_causal") is not None else getattr(module, "is_causal", None)
     wrong: dict[str, str] = {}
     longest = balanced.longest
     if isinstance(attention_mask, _MaskRequest):
-        asked = attention_mask
+        asked = attention_mask.with_that_of(given.get(_AROUND))
         causal = asked.mask != FULL
         of_mask = asked.mask.size if isinstance(asked.mask, SlidingWindow) else None
         if window is not None and window != of_mask and min(window, of_mask or window) < longest:
@@ -297,8 +380,8 @@ def attend(  # noqa: PLR0913  Transformers' signature
         for words, size in asked.limits.items():
             if size < longest:
                 wrong[words] = f"Give it documents of at most {size} tokens" if size else _NO_OTHER
-        if asked.blocks is not None and not torch.equal(asked.blocks, balanced.in_full_segments):
-            wrong["blocks that see themselves both ways, other than the full segments of its trees"] = _AS_SEGMENTS
+        if asked.blocks is not None:
+            wrong |= _unlike_blocks(asked.blocks, balanced, _model_type(module))
         if asked.hides:  # maybe on this rank alone: the others hear of it by the roll call
             wrong["an attention mask that hides tokens"] = _NO_MASK
     elif attention_mask is not None:
@@ -309,22 +392,38 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} asks for {', '.join(wrong)}; balanced attention is {balanced.plan.mask.name} attention within "
             f"each document. {'; '.join(dict.fromkeys(wrong.values()))}"
         )
-    layers = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    layers = calls or getattr(getattr(module, "config", None), "num_hidden_layers", None)
     if window is not None and window >= longest:
         window = None  # it shows whole documents
     query = positions.treated(module, query, balanced)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sink = given.get("s_aux")
     # Of other families a layer with other heads is of another model than the plan's: refused.
-    own = str(getattr(getattr(module, "config", None), "model_type", "")).startswith(OWN_HEADS)
+    own = _model_type(module).startswith(OWN_HEADS)
     out = balanced_attention(*(q, k, v, balanced, scaling), window=window, sink=sink, layers=layers, own_heads=own)
     return out, None
 
 
+def _unlike_blocks(blocks: Tensor, balanced: BalancedBatch, model_type: str) -> dict[str, str]:
+    tokens = slice(balanced.num_tokens)  # types of padding are 0
+    if not torch.equal(blocks[tokens], balanced.in_full_segments[tokens]):
+        return {"blocks that see themselves both ways, other than the full segments of its trees": _AS_SEGMENTS}
+    if balanced.has_several_blocks and not model_type.startswith(_A_BLOCK_EACH):
+        return {"one block of all tokens of a type, which are several full segments of a tree": _NOT_APART}
+    return {}
+
+
+def _model_type(module: torch.nn.Module) -> str:
+    return str(getattr(getattr(module, "config", None), "model_type", ""))
+
+
+# Families in which every image is a block by itself; in others those of one type are a block.
+_A_BLOCK_EACH = ("gemma3", "gemma4")
+_NOT_APART = "Give it documents with one such run of tokens each (hf.prefix_segments)"
 _NO_MASK = "Leave out attention_mask: documents have no padding, and the plan keeps them apart"
 _OWN_DOCUMENTS = "Leave out what says where documents lie: a batch's rows are pieces of documents of all ranks"
 _NO_OTHER = "Leave out what asks for it, such as token types, images, a cache, or a mask function of your own"
-_AS_SEGMENTS = "Give balancer.trees the segments of the same token types (hf.image_segments)"
+_AS_SEGMENTS = "Give balancer.trees the segments of the same token types (hf.image_segments, hf.prefix_segments)"
 _SAY_ONE = "Set one sliding_window, and layer_types to match"
 _OF_MODEL = "Leave out Settings.mask, so that plans are made for the model's own mask"
 

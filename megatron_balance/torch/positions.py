@@ -99,7 +99,7 @@ def treat(model: nn.Module) -> None:
             continue
         if hasattr(module, "original_max_seq_len") and any(_by_length(rope) for _, rope in _ropes(module.config)):
             module.forward = partial(_rotate, module)
-        elif _counts_from_padding(_kind(module)):
+        elif _counts_from_padding(kind_of(module)):
             module.forward = partial(_embed, module)
 
 
@@ -107,7 +107,7 @@ def treated(module: nn.Module, query: Tensor, batch: BalancedBatch) -> Tensor:
     """Queries [1, H, T, D] of an attention module, with the temperature of their positions.
     ConfigError, on all ranks alike: positions of this model are those of the row.
     """
-    name, config, file = type(module).__name__, getattr(module, "config", None), _file(_kind(module))
+    name, config, file = type(module).__name__, getattr(module, "config", None), _file(kind_of(module))
     if getattr(module, MARK, None) not in _models.get(batch, ()):
         _check_untreated(name, config, file, batch)
     if _takes_no_positions(file):
@@ -267,7 +267,7 @@ def _embed(embeddings: Any, *args: Any, **named: Any) -> Tensor:
 # What a model is made of, by the file of its attention
 
 
-def _kind(module: nn.Module) -> type:
+def kind_of(module: nn.Module) -> type:
     """The class of a module, under those that FSDP makes of it."""
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch."))
 

@@ -42,6 +42,7 @@ class Settings:
             them again.
         kernel: of attention, by name, or "auto".
         gradient_wire: type that gradients of queries, keys and values travel in.
+        state_wire: type that states of recurrent layers, and their gradients, travel in.
         device: of the batches; None: of the mesh.
         prove_every: the process that plans ahead (`SequenceBalancer.steps`) proves the plans of the
             first steps and then of every so many, while nobody waits for it; 0: of none.
@@ -60,6 +61,7 @@ class Settings:
     backward: Policy = "keep"
     kernel: str = "auto"
     gradient_wire: GradientWire = "fp32"
+    state_wire: GradientWire = "fp32"
     device: torch.device | str | None = None
     prove_every: int = 100
     trace_steps: tuple[int, ...] = ()
@@ -80,7 +82,11 @@ class Settings:
             raise ConfigError(f"cluster: expected a name, a YAML file or a Cluster, got {self.cluster!r}")
         if not isinstance(self.plan_costs, (str, Path, NoneType)):
             raise ConfigError(f"plan_costs: expected a file, got {self.plan_costs!r}")
-        known = {"backward": POLICIES, "gradient_wire": get_args(GradientWire), "kernel": ("auto", *KERNELS)}
+        known = {
+            "backward": POLICIES,
+            **dict.fromkeys(("gradient_wire", "state_wire"), get_args(GradientWire)),
+            "kernel": ("auto", *KERNELS),
+        }
         for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: expected one of {', '.join(choices)}; got {getattr(self, name)!r}")
@@ -122,7 +128,7 @@ class Settings:
 
 
 # Configurations of layers that passed, by their `id` and what was accepted.
-_checked: WeakValueDictionary[tuple[int, frozenset[str]], object] = WeakValueDictionary()
+_checked: WeakValueDictionary[tuple[int, frozenset[str], bool], object] = WeakValueDictionary()
 
 
 def model_of(config: object, accept: Collection[str] = ()) -> Model:
@@ -136,18 +142,27 @@ def model_of(config: object, accept: Collection[str] = ()) -> Model:
     if isinstance(config, Model):
         return config
     dtype = value(config, "dtype")
-    return Model(**facts(config, accept), bytes_per_element=dtype.itemsize if isinstance(dtype, torch.dtype) else 2)
+    return Model(
+        **facts(config, accept, hybrid=True), bytes_per_element=dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+    )
 
 
-def layers_of(config: object) -> int | None:
-    """Layers of its text model that a configuration says; None: it does not say, or is a `Model`."""
-    return None if isinstance(config, Model) else num_layers(config)
+def calls_of(config: object, model: Model) -> int | None:
+    """Calls under a plan that a forward makes, of the text model that a configuration says; None: it
+    does not say, or is a `Model`.
+    """
+    if isinstance(config, Model):
+        return None
+    own = model.recurrent
+    return num_layers(config) if own is None else own.attention_layers + own.layers
 
 
-def check_layer(layer: torch.nn.Module, accept: Collection[str]) -> None:
-    """Refuse a layer that is not proved to attend as planned, of a configuration not seen before."""
+def check_layer(layer: torch.nn.Module, accept: Collection[str], *, hybrid: bool) -> None:
+    """Refuse a layer that is not proved to attend as planned, of a configuration not seen before.
+    `hybrid`: whether the recurrent layers beside it run under plans.
+    """
     config = getattr(layer, "config", None)
-    key = (id(config), frozenset(accept))
+    key = (id(config), frozenset(accept), hybrid)
     if config is not None and _checked.get(key) is not config:
-        check(config, accept)
+        check(config, accept, hybrid=hybrid)
         _checked[key] = config

@@ -1,5 +1,7 @@
 """Plans bound for this rank with what is the same for all of a job's plans."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,14 +15,18 @@ import torch
 from megatron_balance.analysis.backward import Decision
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import BOTH_PHASES, PhaseName
+from megatron_balance.compile.recurrent import compile_recurrent, program_of
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Fragment, Rows
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.recurrent import RecurrentProgram
 from megatron_balance.ir.step import TickPlan
 from megatron_balance.runtime.bind import BindOptions, Bound, Counters, Prepared, prepare
-from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.groups import Groups, single
 from megatron_balance.runtime.recorder import Recorder
+from megatron_balance.runtime.recurrent import RecurrentBound, bind_recurrent
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +147,44 @@ class Binder:
         return prepare(plan, options.groups.rank, options, policies)
 
 
+class RecurrentBounds:
+    """A plan bound for recurrent layers; a program when the first layer asks for it, and once."""
+
+    def __init__(
+        self,
+        program: Callable[[int, int], RecurrentProgram],
+        groups: Groups,
+        device: torch.device | str = "cpu",
+        wire: torch.dtype | None = None,
+    ) -> None:
+        """`program`: of heads and halo; `groups`: of its ranks; others: of `bind_recurrent`."""
+        self._program, self._bind = program, partial(bind_recurrent, groups=groups, device=device, wire=wire)
+        self._bound: dict[tuple[int, int], RecurrentBound] = {}
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: MicrobatchPlan,
+        groups: Groups,
+        device: torch.device | str = "cpu",
+        wire: torch.dtype | None = None,
+    ) -> RecurrentBounds:
+        return cls(partial(compile_recurrent, plan), groups, device, wire)
+
+    @classmethod
+    def alone(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> RecurrentBounds:
+        """Of one rank that has whole sequences, one behind the other."""
+        owned = [Rows.of(Fragment.WIDTH, [(seq, 0, length) for seq, length in enumerate(lengths)])]
+        return cls(partial(program_of, lengths, owned), single(), device)
+
+    def of(self, num_heads: int, halo: int) -> RecurrentBound:
+        """The program for layers of so many heads on this rank, and of so many rows before a token."""
+        key = num_heads, halo
+        if key not in self._bound:
+            self._bound[key] = self._bind(self._program(num_heads, halo))
+        return self._bound[key]
+
+
 @dataclass(frozen=True, slots=True)
 class MaskBounds:
     """A plan bound for the layers of each mask, by its name and by what keeping costs."""
@@ -150,6 +194,7 @@ class MaskBounds:
     # their backward programs differ.
     by_mask: Mapping[str, Mapping[Policy, Bound]]
     keeping: int
+    recurrent: RecurrentBounds
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
@@ -195,7 +240,8 @@ def bind_layers(
             bounds = binder.bind(own, policies, nano_batch, phases, number=number)
             bound[key] = dict(zip(policies, bounds, strict=True))
         by_mask[mask] = bound[key]
-    return MaskBounds(by_mask, 0 if decision is None else decision.keeping)
+    recurrent = RecurrentBounds.of_plan(plan, binder.options.groups, binder.options.device)
+    return MaskBounds(by_mask, 0 if decision is None else decision.keeping, recurrent)
 
 
 class BoundTicks:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.measured import MeasuredCost
+from megatron_balance.ir.forest import num_pairs
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import TickPlan
@@ -81,6 +82,8 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Js
         "num_microbatches": len(planned.step.members),
         # Of the sequences that were drawn, by microbatch as dealt.
         "lengths": [list(map(int, each)) for each in shared.lengths],
+        # Where some are trees, of how many segments each is.
+        **({"segments": [list(map(len, each)) for each in shared.trees]} if shared.trees else {}),
         # By pipeline, where a step has several.
         "pipelines": list(planned.step.num_microbatches),
         **_account(planned, shared),
@@ -160,11 +163,12 @@ def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
     # Replicas without a plan meet only when gradients are reduced, so a replica's load is its sum
     # over the step's microbatches.
     tokens, pairs = np.zeros(pool.size), np.zeros(pool.size)
-    for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
+    for m, (lengths, owners) in enumerate(zip(shared.lengths, shared.owners, strict=True)):
         sizes = np.array(lengths, dtype=np.float64)
         np.add.at(tokens, owners, sizes)
-        # Pairs of a causal sequence.
-        np.add.at(pairs, owners, sizes * (sizes + 1) / 2)
+        # Pairs of a causal sequence, or of a tree.
+        of = np.array([*map(num_pairs, shared.trees[m])]) if shared.trees else sizes * (sizes + 1) / 2
+        np.add.at(pairs, owners, of)
     readers = list(pool.readers)
     return {"tokens": _max_over_mean(tokens[readers]), "attention": _max_over_mean(pairs[readers])}
 

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError, InvalidProgramError, PlanMismatchError
+from megatron_balance.ir.forest import Tree, unless_plain
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, Trees
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, Trees, by_number
 from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import PlanAhead, StepPlanner
 from megatron_balance.runtime.groups import Groups
@@ -39,6 +40,7 @@ class PlannedStep:
     wait_s: float
     carry: Carry = EMPTY
     recalled: tuple[HeldDocument, ...] = ()  # documents of earlier steps that this one trains, by their number in it
+    recalled_trees: tuple[Tree, ...] = ()  # of each of those; empty: all that waited are plain documents
     ledger: Ledger = BEGINNING
     planner: str = ""  # name of the planner that was asked; it may have asked others
     announced: bool = False  # whether ranks compared it with the lengths that they shared, in no collective of its own
@@ -76,6 +78,8 @@ class Samples:
     # Steps of the run, this one included.
     remaining: Callable[[], int] | None = None
     identity: Callable[[], DataIdentity] | None = None
+    # As `lengths`, of their trees; None: all are plain documents, or nobody knows them before.
+    trees: Callable[[int], tuple[Tree, ...]] | None = None
 
     def step(self, first: int, num_microbatches: int) -> Lengths | None:
         """Lengths of the step that begins at sample `first`; None: the samples end before it does."""
@@ -84,6 +88,15 @@ class Samples:
             return None
         starts = range(first, first + num_microbatches * size, size)
         return tuple(tuple(n for index in range(start, start + size) for n in self.lengths(index)) for start in starts)
+
+    def step_trees(self, first: int, num_microbatches: int) -> Trees:
+        """The trees of that step; empty: all are plain documents, or not known."""
+        if self.trees is None:
+            return ()
+        size = self.per_microbatch
+        starts = range(first, first + num_microbatches * size, size)
+        found = tuple(tuple(chain.from_iterable(map(self.trees, range(start, start + size)))) for start in starts)
+        return found if any(map(unless_plain, found)) else ()
 
     def of_sequences(self, first: int, num_microbatches: int) -> tuple[int, ...]:
         """Of each sequence of a step that begins at sample `first`, its sample; empty: not known."""
@@ -124,8 +137,8 @@ class StepPlans:
         self._agree = agree
         self._ahead = ahead
         self._evaluation = evaluation
-        self._expected: dict[tuple[int, int], Lengths] = {}
-        self._drawn: tuple[int, int, Draw, Lengths, PlannedStep] | None = None
+        self._expected: dict[tuple[int, int], tuple[Lengths, Trees]] = {}
+        self._drawn: tuple[int, int, Draw, tuple[Lengths, Trees], PlannedStep] | None = None
         self._last: tuple[int, Lengths, Trees, PlannedStep] | None = None
         self._ledger = Ledger()
         self._warned = False
@@ -152,13 +165,15 @@ class StepPlans:
             lengths = self._samples.step(first, number)
             if lengths is None:
                 return Draw(num_microbatches)
-            lengths += ((),) * (num_microbatches - number)
-            planned = self._planned(consumed, lengths, may_delay=may_delay)
+            trees = self._samples.step_trees(first, number)
+            empty = ((),) * (num_microbatches - number)
+            lengths, trees = lengths + empty, trees + empty if trees else ()
+            planned = self._planned(consumed, lengths, trees, may_delay=may_delay)
             if self._leaves_enough(planned.carry, lengths):
                 behind = (num_microbatches - number) * self._samples.per_microbatch
                 planned = self._accounted(planned, lengths, first, number, behind)
                 draw = Draw(number, first if self._ledger.behind else None, planned.fingerprint)
-                self._drawn = (consumed, num_microbatches, draw, lengths, planned)
+                self._drawn = (consumed, num_microbatches, draw, (lengths, trees), planned)
                 return draw
         raise ConfigError(
             f"{len(self._ledger.held)} documents wait, more than the steps that are left can train with "
@@ -170,9 +185,10 @@ class StepPlans:
         if lengths is None:
             return Draw(num_microbatches)
         with suppress(BalanceError):  # `plan` meets it again, when all ranks have come so far
-            planned = self._accounted(self._planned(consumed, lengths), lengths, consumed, num_microbatches, 0)
+            trees = self._samples.step_trees(consumed, num_microbatches)
+            planned = self._accounted(self._planned(consumed, lengths, trees), lengths, consumed, num_microbatches, 0)
             draw = Draw(num_microbatches, fingerprint=planned.fingerprint)
-            self._drawn = (consumed, num_microbatches, draw, lengths, planned)
+            self._drawn = (consumed, num_microbatches, draw, (lengths, trees), planned)
             return draw
         return Draw(num_microbatches)
 
@@ -185,7 +201,6 @@ class StepPlans:
         announced: Mapping[int, str] = MappingProxyType({}),
     ) -> PlannedStep:
         """The plan of a step of microbatches of these lengths and trees, as read, equal on all ranks.
-        Steps with trees are planned on the spot.
         `may_delay`: whether documents may be held back that would fit, where nothing was drawn,
         which says so itself. `announced`: by global rank, the `Draw.fingerprint` of each.
 
@@ -196,11 +211,12 @@ class StepPlans:
         consumed = self._samples.consumed()
         if self._drawn is not None and self._drawn[0] == consumed:
             # What was drawn less comes as empty microbatches, so that every rank runs their number.
-            lengths += ((),) * (self._drawn[1] - len(lengths))
+            empty = ((),) * (self._drawn[1] - len(lengths))
+            lengths, trees = lengths + empty, trees + empty if trees else ()
         if self._last is not None and self._last[:3] == (consumed, lengths, trees):
             return self._last[3]
         # Whether the iterator brought what was drawn: then the plan is made already, and announced.
-        if self._drawn is not None and self._drawn[0] == consumed and (self._drawn[3], ()) == (lengths, trees):
+        if self._drawn is not None and self._drawn[0] == consumed and self._drawn[3] == (lengths, trees):
             planned = self._drawn[4]
         else:
             self.end_step()
@@ -323,25 +339,39 @@ class StepPlans:
         known = {each.number: each for each in self._ledger.held}
         trained = chain.from_iterable(chain.from_iterable(planned.step.members))
         recalled = tuple(known[number] for number in sorted(number for number in trained if number < 0))
-        return dataclasses.replace(planned, recalled=recalled, ledger=ledger)
+        trees = by_number((), (), self._ledger.carry)
+        of_recalled = tuple(trees[each.number] for each in recalled) if trees else ()
+        return dataclasses.replace(planned, recalled=recalled, recalled_trees=of_recalled, ledger=ledger)
 
     def _planned(self, consumed: int, lengths: Lengths, trees: Trees = (), *, may_delay: bool = True) -> PlannedStep:
         # Steps that draw less are the last ones, and not asked for ahead.
-        if self._ahead is None or not may_delay or self._ledger.behind or trees:
+        # Nor are trees that nobody knows before they are read.
+        unknown = bool(trees) and self._samples.trees is None
+        if self._ahead is None or not may_delay or self._ledger.behind or unknown:
             return self._now(lengths, trees, may_delay=may_delay)
-        return self._from_ahead(self._ahead, consumed, lengths)
+        return self._from_ahead(self._ahead, consumed, lengths, trees)
 
     def _now(self, lengths: Lengths, trees: Trees = (), *, may_delay: bool = True) -> PlannedStep:
         start = time.perf_counter()
         if self._evaluation:
             step, carry = self._planner.plan_evaluation(lengths, trees), EMPTY
         else:
-            step, carry = self._planner.plan(lengths, self._ledger.carry, trees=trees, may_delay=may_delay)
+            before = self._ledger.carry
+            step, carry = self._planner.plan(lengths, before, trees=trees, may_delay=may_delay)
+            if trees and self._samples.trees is None and (before.waiting or carry.waiting):
+                raise ConfigError(
+                    f"planner {self._planner.choice.name}: {len(before.waiting or carry.waiting)} sequences that wait "
+                    "for a later step cannot be planned together with trees that nobody can read again (none wait with "
+                    "thresholds: [])"
+                )
         seconds = time.perf_counter() - start
         return PlannedStep(step, seconds, seconds, carry, planner=self._planner.choice.name)
 
-    def _from_ahead(self, ahead: PlanAhead, consumed: int, lengths: Lengths) -> PlannedStep:
-        """The plan made ahead for these lengths and this carry, else one made now. Asks for more."""
+    def _from_ahead(self, ahead: PlanAhead, consumed: int, lengths: Lengths, trees: Trees) -> PlannedStep:
+        """The plan made ahead for these lengths, trees and this carry, else one made now. Asks for
+        more.
+        """
+        given = lengths, trees
         key = (consumed, len(lengths))
         expected, ready = self._expected.pop(key, None), ahead.take(key)
         if ahead.proofs.wrong:
@@ -350,15 +380,15 @@ class StepPlans:
                 f"{ahead.proofs.wrong}. Go back to a checkpoint before it (steps.jsonl has its fingerprint), with "
                 "another planner, and report it"
             )
-        if ready is not None and ready.step is not None and expected == lengths and ready.before == self._ledger.carry:
+        if ready is not None and ready.step is not None and expected == given and ready.before == self._ledger.carry:
             planned, intact = (
                 PlannedStep(ready.step, ready.plan_s, ready.waited_s, ready.after, planner=self._planner.choice.name),
                 True,
             )
         else:
-            if ready is not None and ready.step is not None and expected != lengths:
+            if ready is not None and ready.step is not None and expected != given:
                 self._warn_of_other_lengths(consumed)
-            planned = self._now(lengths)
+            planned = self._now(lengths, trees)
             intact = ready is not None and ready.step is not None and ready.after == planned.carry
         if not intact:  # what was asked for follows another carry, or nothing
             ahead.forget()
@@ -370,8 +400,9 @@ class StepPlans:
         for first in range(consumed + size, consumed + (HORIZON + 1) * size, size):
             coming = None if (first, len(lengths)) in self._expected else self._samples.step(first, len(lengths))
             if coming is not None:
-                ahead.submit((first, len(lengths)), coming, carry)
-                self._expected[first, len(lengths)] = coming
+                its_trees = self._samples.step_trees(first, len(lengths))
+                ahead.submit((first, len(lengths)), coming, carry, its_trees)
+                self._expected[first, len(lengths)] = coming, its_trees
                 carry = None
         return planned
 

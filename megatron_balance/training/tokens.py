@@ -246,6 +246,8 @@ class Recalled:
     owners: tuple[int, ...] = ()
     # By number, rows [n, C] of those that this rank read.
     rows: tuple[tuple[int, Tensor], ...] = ()
+    # Of each its tree; empty: all are plain documents.
+    trees: tuple[Tree, ...] = ()
 
 
 NOTHING = Recalled()
@@ -268,8 +270,10 @@ def by_nano_batch(
     place = {number: num_read + at for at, (number, _) in enumerate(recalled.waiting)}
     lengths = np.array([*chain.from_iterable(shared.lengths), *(n for _, n in recalled.waiting)], dtype=np.int64)
     owners = np.concatenate([np.empty(0, dtype=np.int64), *shared.owners, np.array(recalled.owners, dtype=np.int64)])
-    trees = list(chain.from_iterable(shared.trees))
-    assert not (trees and recalled.waiting), "trees and sequences of earlier steps"
+    trees: list[Tree] = []
+    if shared.trees or recalled.trees:
+        trees += chain.from_iterable(shared.trees or (map(document, of) for of in shared.lengths))
+        trees += recalled.trees or (document(length) for _, length in recalled.waiting)
     again = dict(recalled.rows)
     reads = bool(mine) or bool(again)
     width = next((each.shape[1] for each in (*(each.rows for each in mine), *again.values())), 1)

@@ -16,7 +16,16 @@ from megatron_balance.recurrent_reference import Recurrence
 from megatron_balance.reference import owned_rows
 from tests.support import recurrent, strategies
 from tests.support.pool import Pool
-from tests.support.recurrent_jobs import FAULTS, RecurrentRun, beside_attention, faulty_run, kept_bytes, recurrent_run
+from tests.support.recurrent_jobs import (
+    FAULTS,
+    RecurrentRun,
+    beside_attention,
+    faulty_run,
+    kept_bytes,
+    narrow,
+    on_streams,
+    recurrent_run,
+)
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6}
 HEADS, HALO = 3, 3
@@ -106,3 +115,33 @@ def test_attention_and_a_recurrence_side_by_side_are_each_as_alone(pool: Pool, p
         case = strategies.Case(Batch(lengths), Cluster(4, 2), Model(4, 2, 8), None, 1, remapped=True)
         planned = strategies.plan(planner, case)
         assert max(pool.run(beside_attention, 4, planned, compile_recurrent(planned, HEADS, 0))) < 1e-12
+
+
+def test_on_streams_every_rank_calls_one_all_to_all_a_round_also_beside_attention(pool: Pool) -> None:
+    # Of eight ranks some have no rows, and some nothing to send.
+    drawn = [random_program(seed, 8) for seed in range(6)]
+    inputs = [recurrent.draw("kda", each.lengths, HEADS, HALO, seed) for seed, each in enumerate(drawn)]
+    cases = [(program, ("kda", "float64", False), *x) for program, x in zip(drawn, inputs, strict=True)]
+    case = strategies.Case(Batch((90, 41, 7, 33)), Cluster(8, 4), Model(4, 2, 8), None, 1, remapped=True)
+    planned = strategies.plan("zeppelin", case)
+    ranks = pool.run(on_streams, 8, cases, planned, compile_recurrent(planned, HEADS, 0))
+    assert max(beside for _, beside in ranks) < 1e-12
+    for at, each in enumerate(cases):
+        plain: list[RecurrentRun] = pool.run(recurrent_run, 8, *each)
+        for (ran, _), on_gloo in zip(ranks, plain, strict=True):
+            assert np.abs(ran[at].out - on_gloo.out).max(initial=0.0) == 0
+            assert all(np.abs(ran[at].grads[name] - x).max(initial=0.0) == 0 for name, x in on_gloo.grads.items())
+            assert ran[at].received == on_gloo.received
+
+
+def random_program(seed: int, num_ranks: int) -> RecurrentProgram:
+    lengths, owned = recurrent.random_layout(random.Random(seed), num_ranks, 60)
+    return program_of(lengths, owned, HEADS, HALO)
+
+
+def test_states_in_bf16_are_half_the_bytes_and_off_by_under_a_hundredth(pool: Pool) -> None:
+    # Eight pieces in turns.
+    owned = [Rows.of(3, [(0, at, at + 32) for at in range(32 * rank, 256, 128)]) for rank in range(4)]
+    for out, grad, times in pool.run(narrow, 4, program_of((256,), owned, HEADS, HALO)):
+        assert 1e-4 < max(out, grad) < 1e-2
+        assert times == 2

@@ -268,7 +268,8 @@ ZOO = {
     Case("bert", "encoder"): "equal",
     Case("gemma2"): "refused",  # soft-capped scores
     Case("llama4_text"): "refused",  # chunks
-    Case("qwen3_next"): "refused",  # layers without attention
+    Case("kimi_linear"): "equal",  # layers without attention
+    Case("jamba"): "refused",  # and no plan reaches them
     Case("bloom"): "refused",  # attends by itself
 }
 

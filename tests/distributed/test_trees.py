@@ -30,7 +30,11 @@ CASES = [
     Case("wlb_llm", options=(("thresholds", ()),)),
     Case("auto", loss="linear"),
 ]
-MODELS = [Case(model="Llama"), Case("distca", "Qwen3", loss="linear", dtype=FP32, options=(("block", 8),))]
+MODELS = [
+    Case(model="Llama", fsdp=True),
+    Case("distca", "Qwen3", loss="linear", dtype=FP32, options=(("block", 8),)),
+    Case(model="GptOss"),
+]
 MORE_MODELS = [
     Case("distca", "Qwen3", loss="linear", options=(("block", 8),)),
     Case("zeppelin", "Qwen3", dtype=FP32, backward="replay"),
@@ -67,6 +71,37 @@ def test_gradients_are_those_of_rollouts_one_by_one(world: Pool) -> None:
 def test_models_of_transformers_take_trees_as_they_are(world: Pool, cases: list[Case]) -> None:
     pytest.importorskip("transformers")
     assert wrong(world, cases) == {}
+
+
+# GRPO of a step on eight ranks, as `tree_jobs.grpo` says it.
+GRPO = [
+    Case(planner, model, loss, dtype, fsdp=True)
+    for planner, model in (("zeppelin", "Llama"), ("distca", "Qwen3"))
+    for loss, dtype in (("clipped", torch.float64), ("clipped", FP32), ("linear", torch.float64), ("linear", FP32))
+]
+
+
+@pytest.mark.product
+def test_grpo_on_eight_ranks_is_that_of_rollouts_one_by_one() -> None:
+    pytest.importorskip("transformers")
+    ranks = Pool(timeout_s=300.0, num_ranks=8)
+    try:
+        assert wrong(ranks, GRPO) == {}
+    finally:
+        ranks.close()
+
+
+def test_a_prefix_is_a_full_root_and_positions_in_three_dimensions_go_through(world: Pool) -> None:
+    pytest.importorskip("transformers")
+    ranks = world.run(tree_jobs.prefixes, world.num_ranks)
+    assert max(worst for worst, *_ in ranks) < 1e-6, "eager attention has its softmax in fp32"
+    assert max(counts for _, counts, *_ in ranks) > 0.1, "a prefix matters"
+    for *_, in_two, plain in ranks:
+        assert "one block of all tokens of a type, which are several full segments of a tree" in in_two
+        assert "blocks that see themselves both ways, other than the full segments of its trees" in plain
+    for worst, counts in world.run(tree_jobs.three_positions, world.num_ranks):
+        assert worst < 1e-5, "eager attention has its softmax in fp32"
+        assert counts > 1e-3
 
 
 @pytest.mark.parametrize("window", [8, 512])

@@ -63,9 +63,14 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--use-megatron-fsdp": ("--use-megatron-fsdp",),
     "--use-torch-fsdp2": ("--use-torch-fsdp2",),
     "--hybrid-context-parallel": ("--hybrid-context-parallel",),
-    "--hybrid-layer-pattern": ("--hybrid-layer-pattern", "M*M*"),
-    "handed from rank to rank in order": ("--hybrid-override-pattern", "M*M*"),
-    "--experimental-attention-variant": ("--experimental-attention-variant", "gated_delta_net"),
+    "--hybrid-layer-pattern": ("--hybrid-layer-pattern", "M-D"),
+    "which a plan would have to exchange first": ("--hybrid-override-pattern", "M-D"),
+    "must be gated_delta_net": ("--experimental-attention-variant", "dsa"),
+    "--disable-mamba-mem-eff-path": ("--hybrid-layer-pattern", "M*", "--disable-mamba-mem-eff-path"),
+    "--recompute-modules gdn": (
+        *("--experimental-attention-variant", "gated_delta_net"),
+        *("--recompute-granularity", "selective", "--recompute-modules", "gdn"),
+    ),
     "--heterogeneous-layers-config": ("--heterogeneous-layers-config-path", "x.json"),
     "--decoder-seq-length": ("--decoder-seq-length", "64"),
     "--fine-grained-activation-offloading": ("--fine-grained-activation-offloading",),
@@ -97,7 +102,7 @@ def test_every_refusal_is_tested() -> None:
     without_flag = (  # tested below
         *("calculate_per_token_loss was switched off", "--fused-single-qkv", "fp8_dot_product_attention"),
         *("--varlen-sbhd-validation", "--export-kd-teacher-load", "--enable-mhc-connections"),
-        *("--rotary-base-per-layer", "--mtp-hsm"),
+        *("--gdn-pre-gated-delta-rule-fusion", "--rotary-base-per-layer", "--mtp-hsm"),
     )
     assert untested == [rule.sentence for rule in every if any(word in rule.sentence for word in without_flag)]
 
@@ -109,6 +114,9 @@ def test_what_remains_passes_and_what_plans_need_is_the_default() -> None:
         ("--position-embedding-type", "learned_absolute"),
         ("--window-size", "128,0", "--window-attn-skip-freq", "2"),
         *((), ("--softmax-type", "learnable"), ("--softmax-type", "off-by-one")),
+        ("--hybrid-layer-pattern", "M-G|*E/M*", "--recompute-granularity", "selective"),
+        ("--experimental-attention-variant", "gated_delta_net"),
+        ("--disable-mamba-mem-eff-path",),
     ):
         check_arguments(parse(*words))
     for window in ("-1,0", "-1,-1", "128,-1", "128", "128,0,0"):

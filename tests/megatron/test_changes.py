@@ -135,6 +135,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_distributed_optimizer": False}, "--use-distributed-optimizer is missing"),
     ({"overlap_param_gather": True}, "--overlap-param-gather works on the command line's layout alone"),
     ({"num_experts": 8}, "experts are not cut by strategies"),
+    ({"hybrid_layer_pattern": "M*"}, "weights that the exchange between strategies does not know"),
+    ({"experimental_attention_variant": "gated_delta_net"}, "weights that the exchange between strategies"),
     ({"multi_latent_attention": True}, "--multi-latent-attention: its down-projections"),
     ({"mtp_num_layers": 1}, "no place in a strategy's stages"),
     ({"fp8": "hybrid"}, "--fp8-format: weights of roles are not quantised"),

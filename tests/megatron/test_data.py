@@ -196,7 +196,7 @@ def test_unpacking_a_collated_batch_gives_its_sequences_in_order_and_refuses_oth
     # Two branches behind three tokens: one sequence of it would show each to the other.
     tree = {name: column[:1, :7] for name, column in batch.items()}
     tree["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 3, 4]])
-    with pytest.raises(DataError, match="trees of rollouts"):
+    with pytest.raises(DataError, match="give --balance-trees for trees of rollouts"):
         data.unpack(tree)
 
 

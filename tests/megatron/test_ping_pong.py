@@ -163,8 +163,9 @@ DISTCA: Any = SimpleNamespace(ping_pong=True, planner=SimpleNamespace(name="dist
             "only mlp, moe_act, shared_experts can",
         ),
         (("--overlap-dispatch-backward-with-experts-wgrad",), "puts a layer's weight gradients off"),
+        (("--hybrid-layer-pattern", "M*E"), "layers that exchange states"),
     ],
-    ids=["flex", "moe", "wgrad"],
+    ids=["flex", "moe", "wgrad", "hybrid"],
 )
 def test_what_is_not_exact_or_not_tried_is_refused(words: tuple[str, ...], sentence: str) -> None:
     assert ping_pong.wanted(parse(*ALLTOALL), DISTCA)

@@ -152,6 +152,7 @@ REFUSED = {
     "--pipeline-model-parallel-layout": ("--decoder-first-pipeline-num-layers", "3"),
     "--num-layers": ("--num-layers", "3"),
     "--window-attn-skip-freq": ("--window-size", "128,0", "--window-attn-skip-freq", "2"),
+    "hybrid models": ("--experimental-attention-variant", "gated_delta_net"),
     "--defer-embedding-wgrad-compute": ("--defer-embedding-wgrad-compute",),
 }
 

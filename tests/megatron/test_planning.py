@@ -20,7 +20,7 @@ from megatron_balance.compile.remap import layouts
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
+from megatron_balance.ir.model import Model, RecurrentLayers
 from megatron_balance.ir.step import Layers
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import forward_backward, forward_step, planning, session
@@ -62,7 +62,7 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
         "num_layers": 32, "mtp_num_layers": None, "context_parallel_size": 1, "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
         "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None, "recompute_granularity": None,
-        "use_distributed_optimizer": True, "grad_reduce_in_bf16": False,
+        "use_distributed_optimizer": True, "grad_reduce_in_bf16": False, "balance_trees": None,
     }  # fmt: skip
     return SimpleNamespace(
         config=config,
@@ -333,6 +333,23 @@ def test_layers_of_every_kind_are_those_of_the_arguments() -> None:
     model = seen(window_size=(63, 0), window_attn_skip_freq=4)
     assert (model.attention, model.other_attention, model.other_layers) == ("causal", "window_64", 3)
     assert seen(window_size=(63, 0)).other_layers == 0
+
+
+def test_recurrent_layers_are_those_of_the_pattern_or_of_the_frequency_of_attention() -> None:
+    mamba = {"mamba_num_heads": None, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 32}
+    delta: dict[str, Any] = {"linear_num_value_heads": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 4}
+    delta |= {"linear_key_head_dim": 12, "linear_conv_kernel_dim": 4}
+    found = seen(2, **mamba, hybrid_layer_pattern="M-|M*/M*", num_layers=4, mtp_num_layers=1)
+    assert found.recurrent == RecurrentLayers("mamba2", 3, 2, 1, 4, 16, key_heads=1, key_dim=32, chunk=128)
+    assert found.dense_layers == 1
+    variant = {**delta, "experimental_attention_variant": "gated_delta_net"}
+    of_gpt = RecurrentLayers("gated_delta", 3, 1, 4, 8, 16, key_heads=4, key_dim=12)
+    for freq in (4, [1, 1, 1, 0]):
+        assert seen(**variant, linear_attention_freq=freq).recurrent == of_gpt
+    assert seen(**mamba, **delta, hybrid_layer_pattern="GG*M").recurrent == RecurrentLayers(
+        "gated_delta", 3, 1, 0, 8, 16, key_heads=4, key_dim=12
+    )
+    assert seen(hybrid_layer_pattern="*-*-").recurrent is None
 
 
 def job_args(**more: Any) -> argparse.Namespace:

@@ -45,6 +45,10 @@ class FlatCost(MachineCost):
     def layer_s(self, num_tokens: float, *, backward: bool = False) -> float:
         return (1 + backward) * self.layer * num_tokens
 
+    def scan_s(self, flops: float, elements: float) -> float:
+        del flops, elements
+        return 0.0
+
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
         del num_tokens, backward
         return 0.0

@@ -53,12 +53,13 @@ IMPORTED_LATE = (
 
 # Our own entry; the same, with transfers between stages counted, or with samples without documents
 # and gradients written (`pipeline_runs`), or with gradients alone, or with the documents that it
-# trains (`trained_documents`), of ours or of a data set of the script (`numbered_data`); roles of
+# trains (`trained_documents`), of ours or of a data set of the script (`numbered_data`), of which that
+# of rollouts comes with gradients; roles of
 # several strategies (`role_runs`, argv[0] names them); the launcher (argv[0] is the script); the
 # script alone, on the CPU but without balance; a loop of its own (`loop_runs`); our own, with
 # samples of each rank's memory (`tools.faults.soak`).
 _Ours = Literal["pretrain_gpt", "counted", "documents", "gaps", "gradients", "roles", "watched"]
-Entry = _Ours | Literal["launch", "loop", "packed", "plain", "script"]
+Entry = _Ours | Literal["launch", "loop", "packed", "plain", "script", "trees", "apart", "scaled"]
 
 
 @dataclass(frozen=True)
@@ -339,6 +340,9 @@ def _enter(job: Job) -> int:
         trained_documents.install(Path(job.logs), int(os.environ["RANK"]))
         if job.entry != "documents":
             return entry.run(functools.partial(numbered_data.main, job.entry))
+    if job.entry in ("trees", "apart", "scaled"):
+        pipeline_runs.install(Path(job.logs), int(os.environ["RANK"]), gaps=False)
+        return entry.run(functools.partial(numbered_data.main, job.entry))
     if job.entry in ("gaps", "gradients"):
         pipeline_runs.install(Path(job.logs), int(os.environ["RANK"]), gaps=job.entry == "gaps")
     return entry.run(launch.main if job.entry == "launch" else pretrain_gpt.main)

@@ -19,6 +19,7 @@ from megatron_balance.recurrent_reference import Floats, Recurrence
 from megatron_balance.reference import owned_rows
 from megatron_balance.runtime.attention import AttentionCall, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
+from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels.recurrence import AffineRecurrence, GatedDelta, Mamba2
 from megatron_balance.runtime.recurrent import (
     RecurrentBound,
@@ -31,6 +32,7 @@ from megatron_balance.runtime.recurrent import (
 from tests.support.jobs import Run, tensors
 from tests.support.jobs import inputs as inputs_of
 from tests.support.pool import World
+from tests.support.stream_threads import with_streams
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,12 @@ def recurrent_run(
     inputs: Sequence[Recurrence],
     taps: Floats,
     dout: Sequence[Floats],
+    groups: Groups | None = None,
 ) -> RecurrentRun:
     # Convolution and recurrence of this rank's rows, forward and backward. `of`: kind, type, whether
     # all of it is computed again in the backward.
     kind, dtype, again = of
-    bound = bind_recurrent(program, world.groups)
+    bound = bind_recurrent(program, groups or world.groups)
     given: dict[str, Tensor] = {}
     for name in ("q", "k", "v", "decay", "write", "erase"):
         rows = owned_rows(program.owned[world.rank], [getattr(x, name) for x in inputs])
@@ -109,13 +112,44 @@ def recurrent_run(
     return RecurrentRun(out.detach().numpy().astype(np.float64), grads, taps_grad, dict(bound.received))
 
 
-def beside_attention(world: World, planned: MicrobatchPlan, program: RecurrentProgram) -> float:
+def on_streams(
+    world: World, cases: Sequence[Any], planned: MicrobatchPlan, program: RecurrentProgram
+) -> tuple[list[RecurrentRun], float]:
+    # Runs on threads in the place of CUDA's streams; and beside attention there.
+    groups = with_streams(world.groups, 4)
+    ran = [recurrent_run(world, *case, groups=groups) for case in cases]
+    return ran, beside_attention(world, planned, program, groups)
+
+
+def narrow(world: World, program: RecurrentProgram) -> tuple[float, float, int]:
+    # Largest differences of outputs and gradients by states in bf16 on the wire, over the largest, and
+    # bytes of states received in fp32 for one there.
+    rows = sum(stop - start for _, start, stop in program.owned[world.rank])
+    random, found = torch.Generator().manual_seed(world.rank), list[tuple[Tensor, Tensor, int]]()
+    x, c = (torch.randn(rows, program.num_heads, 8, generator=random) for _ in range(2))
+    a = torch.full((rows, program.num_heads), -0.005)
+    for wire in (None, torch.bfloat16):
+        bound = bind_recurrent(program, world.groups, wire=wire)
+        x = x.detach().requires_grad_()
+        out = recurrent_layer(Mamba2(), bound, x, torch.ones_like(a), a, c, c)
+        out.square().sum().backward()
+        assert x.grad is not None
+        found.append((out.detach(), x.grad, sum(bound.received.values())))
+    (out, grad, wide), (out2, grad2, num_bytes) = found
+    apart, apart2 = (float((b - a).abs().max() / a.abs().max()) for a, b in ((out, out2), (grad, grad2)))
+    return apart, apart2, wide // max(1, num_bytes)
+
+
+def beside_attention(
+    world: World, planned: MicrobatchPlan, program: RecurrentProgram, groups: Groups | None = None
+) -> float:
     # A layer with attention and a recurrence side by side, whose exchanges are under way between those
     # of attention, forward and backward: the largest difference to each by itself.
     owned, run = Rows.of(3, layout(planned, world.rank).tolist()), Run("keep", "float64")
     shape = AttentionShape(planned.num_heads, planned.num_kv_heads, 8)
-    bound = bind(planned, world.rank, shape, groups=world.groups, dtype=torch.float64)
-    recurrent = bind_recurrent(program, world.groups)
+    groups = groups or world.groups
+    bound = bind(planned, world.rank, shape, groups=groups, dtype=torch.float64)
+    recurrent = bind_recurrent(program, groups)
     q, k, v, dout = tensors(inputs_of(planned, 8), owned, shape, run)
     rows, random = (bound.num_tokens, program.num_heads), torch.Generator().manual_seed(world.rank)
     x = [torch.randn(*rows, *width, dtype=torch.float64, generator=random) for width in ((3,), (3,), (2,), (), ())]

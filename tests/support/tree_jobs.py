@@ -1,6 +1,6 @@
 """Rollouts trained as trees on the ranks of a pool, and each rollout by itself on one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -74,9 +74,14 @@ def linear(logp: Tensor, rollout: Rollout) -> Tensor:
 LOSSES = {"clipped": grpo, "linear": linear}
 
 
-def drawn(num_ranks: int) -> list[list[Rollout]]:
+# What rollouts changed by since they were drawn, as log ratios: far from where one is clipped, so that
+# rounding brings no token to the other side.
+SIDES = torch.tensor([-0.5, -0.1, 0.05, 0.4], dtype=torch.float64)
+
+
+def drawn(num_ranks: int, name: str = "gpt") -> list[list[Rollout]]:
     """By rank: rollouts of a prompt, an agent's branching turns, equal ones, the beginning of another;
-    rank 1 has none.
+    rank 1 has none. `name`: of the model that they are of.
     """
     random = torch.Generator().manual_seed(num_ranks)
 
@@ -94,16 +99,15 @@ def drawn(num_ranks: int) -> list[list[Rollout]]:
     given = [[*grouped, grouped[0], grouped[1][:-1]], [], branched(words(12, 10), 3), [words(60, 50), words(2, 2), [3]]]
     if num_ranks == 2:
         given = [given[0] + given[2] + given[3], []]
-    model = model_of("gpt", torch.float64, balanced=False)
+    given += [branched(words(30, 20), 2) for _ in range(len(given), num_ranks)]
+    model = model_of(name, torch.float64, balanced=False)
     made: list[list[Rollout]] = []
     for of_rank in given:
         made.append([])
         for tokens in of_rank:
             with torch.no_grad():
                 logp = torch.cat([torch.zeros(1, dtype=torch.float64), logp_of(model, tokens)])
-            # Far from where a ratio is clipped, so that rounding brings no token to the other side.
-            sides = torch.tensor([-0.5, -0.1, 0.05, 0.4], dtype=torch.float64)
-            old = logp - sides[torch.randint(0, 4, (len(tokens),), generator=random)]
+            old = logp - SIDES[torch.randint(0, 4, (len(tokens),), generator=random)]
             near = logp + 0.3 * torch.randn(len(tokens), generator=random, dtype=torch.float64)
             trained = (torch.rand(len(tokens), generator=random) < 0.7).double()
             advantage = float(torch.randn((), generator=random))
@@ -120,8 +124,12 @@ def model_of(name: str, dtype: torch.dtype, *, balanced: bool) -> nn.Module:
 
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH}
     heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    if name == "GptOss":  # windows in every other layer, and sinks
+        sizes |= {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1}
     config = getattr(transformers, f"{name}Config")(**sizes, **heads, num_hidden_layers=LAYERS)
-    config._attn_implementation = hf.register() if balanced else "sdpa"  # eager has softmax in fp32
+    # Others' eager attention has its softmax in fp32.
+    config._attn_implementation = hf.register() if balanced else "eager" if name == "GptOss" else "sdpa"
+    config._experts_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
     for each in model.modules():
         # Its norms round to fp32 whatever the type is, and with it every gradient.
@@ -144,15 +152,18 @@ def logp_of(model: nn.Module, tokens: Sequence[int]) -> Tensor:
 def alone(case: Case, num_ranks: int) -> tuple[float, list[Tensor]]:
     """The loss of all ranks' rollouts, one by one in fp64, and its gradients."""
     model, total = model_of(case.model, torch.float64, balanced=False), 0.0
-    for rollout in chain.from_iterable(drawn(num_ranks)):
+    for rollout in chain.from_iterable(drawn(num_ranks, case.model)):
         loss = LOSSES[case.loss](logp_of(model, rollout.tokens), rollout)
         loss.backward()
         total += loss.item()
     return total, [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def balancer_of(case: Case) -> SequenceBalancer:
+def balancer_of(case: Case, model: nn.Module | None = None) -> SequenceBalancer:
     settings = Settings(ranks_per_node=2, backward=case.backward)  # pyright: ignore[reportArgumentType]
+    if case.model == "GptOss":
+        assert model is not None
+        return SequenceBalancer.for_model(model.config, case.planner, settings=settings, **dict(case.options))
     return SequenceBalancer(case.planner, MODEL, settings=settings, **dict(case.options))
 
 
@@ -168,11 +179,11 @@ def train(world: World, cases: Sequence[Case]) -> list[tuple[float, list[Tensor]
 
 
 def _train(world: World, case: Case) -> tuple[float, list[Tensor], int]:
-    mine = drawn(world.size)[world.rank]
+    mine = drawn(world.size, case.model)[world.rank]
     model: Any = model_of(case.model, case.dtype, balanced=True)
+    balancer = balancer_of(case, model)
     if case.fsdp:
         fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
-    balancer = balancer_of(case)
     given = [weights(each) for each in mine] if case.loss == "linear" else None
     batch = balancer.rollouts([each.tokens for each in mine], given)
     assert isinstance(batch.plan.mask, Forest)
@@ -183,6 +194,11 @@ def _train(world: World, case: Case) -> tuple[float, list[Tensor], int]:
     else:
         logp = logits.log_softmax(-1).gather(1, batch.labels.clamp(min=0)[:, None])[:, 0]
         of_rollouts = batch.by_rollout(logp)
+        for found, each in zip(of_rollouts, mine, strict=True):
+            moved = found.detach()[:-1].double() - each.old[1:]
+            assert ((moved[:, None] - SIDES).abs().min(dim=1).values < 1e-3).all(), (
+                "on the side of a clip it was drawn on"
+            )
         loss = batch.sum_loss(sum(grpo(x[:-1], each) for x, each in zip(of_rollouts, mine, strict=True)))
     loss.backward()
     value = loss.detach().clone()
@@ -201,6 +217,17 @@ def tell(world: World, planner: str, given: Sequence[Any], weights: Sequence[Any
     return said(balancer.rollouts, given[world.rank], weights[world.rank], otherwise="none")
 
 
+def counting_exchanges() -> Generator[int]:
+    """How many all-to-alls there were since this was begun."""
+    made, original = [], dist.all_to_all_single
+    dist.all_to_all_single = lambda *given, **named: (made.append(1), original(*given, **named))[1]  # pyright: ignore
+    try:
+        while True:
+            yield len(made)
+    finally:
+        dist.all_to_all_single = original
+
+
 def gather(world: World, planner: str) -> tuple[bool, list[float]]:
     """Whether every rollout comes back along its path, and the gradient of what its rows gave."""
     mine = drawn(world.size)[world.rank]
@@ -211,10 +238,15 @@ def gather(world: World, planner: str) -> tuple[bool, list[float]]:
         tokens, positions, labels = (column.tolist() for column in rows.unbind(1))
         right &= tokens == each.tokens and positions == list(range(len(tokens))) and labels == [*tokens[1:], -100]
     values = torch.ones(batch.num_rows, 2, dtype=torch.float64, requires_grad=True)
+    counted = counting_exchanges()
+    assert next(counted) == 0
     rows = batch.by_rollout(values[None] * 3, attended=0)
+    assert next(counted) == 1
     refused = said(batch.by_rollout, values, attended=0, otherwise="none")
     assert "expected by_rollout once a loss" in refused, refused
     batch.sum_loss(sum((x.sum() for x in rows), torch.zeros((), dtype=torch.float64))).backward()
+    assert next(counted) == 2, "one there and one back"
+    counted.close()
     assert values.grad is not None
     return right, values.grad[: batch.num_tokens].sum(1).tolist()
 
@@ -267,3 +299,105 @@ def images(world: World, window: int) -> tuple[float, float, set[int], str]:
     wrong = 1 - batch.others[0]
     windows = {mask.window_size for _, _, mask, _ in batch._bounds}
     return worst, counts, windows, said(lambda: model(**hf.inputs(batch), token_type_ids=wrong[None]), otherwise="none")
+
+
+# PaliGemma: by rank, documents of a prefix that sees itself both ways and what follows it.
+PREFIXES = [[(17, 9), (3, 30)], [(1, 6), (12, 0), (0, 8)]]
+
+
+def paligemma(attention: str) -> Any:
+    from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaForConditionalGeneration, SiglipVisionConfig
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": HEADS}
+    heads: dict[str, Any] = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "num_hidden_layers": LAYERS}
+    text = GemmaConfig(**sizes, **heads, vocab_size=VOCABULARY)
+    vision = SiglipVisionConfig(**sizes, num_hidden_layers=1, image_size=8, patch_size=4)
+    config = PaliGemmaConfig(text_config=text, vision_config=vision)
+    model = PaliGemmaForConditionalGeneration(config)
+    model.set_attn_implementation({"text_config": attention, "vision_config": "eager"})
+    if attention == hf.NAME:
+        hf.register(model)
+    for each in model.parameters():
+        if each.ndim > 1:
+            nn.init.normal_(each, std=0.3)
+    return model.double()
+
+
+def prefixes(world: World) -> tuple[float, float, str, str]:
+    """How far PaliGemma's logits are from eager ones of each document, and these from causal ones; the
+    error where a tree has two blocks, which the model makes one, and where a prefix is no segment.
+    """
+    model, eager = paligemma(hf.register()), paligemma("eager")
+    accept, settings = ["use_bidirectional_attention"], Settings(ranks_per_node=2)
+    balancer = SequenceBalancer.for_model(model.config.text_config, "zeppelin", accept=accept, settings=settings)
+    random = torch.Generator().manual_seed(world.rank)
+    of_rank = PREFIXES[world.rank] if world.rank < len(PREFIXES) else []
+    mine = [(torch.randint(4, VOCABULARY, (a + b,), generator=random), [0] * a + [1] * b) for a, b in of_rank]
+
+    def run(segments: Any) -> tuple[BalancedBatch, Tensor]:
+        batch = balancer.trees([(ids, ids, segments(types), torch.tensor(types)) for ids, types in mine])
+        return batch, model(**hf.inputs(batch), token_type_ids=batch.others[0][None]).logits[0]
+
+    batch, logits = run(hf.prefix_segments)
+    worst = counts = 0.0
+    for (ids, types), found in zip(mine, batch.gather(logits.detach()), strict=True):
+        with torch.no_grad():
+            of_types = [torch.tensor(each)[None] for each in (types, [1] * len(types))]
+            alone, causal = (eager(ids[None], token_type_ids=each, use_cache=False).logits[0] for each in of_types)
+        worst = max(worst, float((alone - found).abs().max() / alone.abs().max()))
+        counts = max(counts, float((alone - causal).abs().max() / alone.abs().max()))
+
+    def in_two(types: list[int]) -> list[tuple[int, int, str]]:
+        prefix = types.count(0)
+        if prefix < 2:
+            return [(each.length, each.parent, "full" if each.full else "causal") for each in hf.prefix_segments(types)]
+        rest = [(len(types) - prefix, 1, "causal")] if len(types) > prefix else []
+        return [(1, -1, "full"), (prefix - 1, 0, "full"), *rest]
+
+    def plain(types: list[int]) -> list[tuple[int, int, str]]:
+        return [(1, -1, "causal"), *((len(types) - 1, 0, "full") for _ in types[1:2])]
+
+    return worst, counts, said(run, in_two, otherwise="none"), said(run, plain, otherwise="none")
+
+
+def three_positions(world: World) -> tuple[float, float]:
+    """How far Qwen 2.5-VL's logits are from eager ones under positions in time, height and width, and
+    these from those under positions of text.
+    """
+    from transformers import Qwen2_5_VLTextConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [HEAD_DIM // 2 - 2, 1, 1]}
+    models: list[Any] = []
+    for attention in (hf.register(), "eager"):
+        torch.manual_seed(0)
+        config = Qwen2_5_VLTextConfig(**sizes, **heads, num_hidden_layers=LAYERS, rope_parameters=rope)
+        config._attn_implementation = attention
+        models.append(Qwen2_5_VLTextModel(config).double())
+    model, eager = models
+    # A prompt with an image of 4 x 3 patches, and what follows it in two ways.
+    random = torch.Generator().manual_seed(world.rank)
+    ids = torch.randint(0, VOCABULARY, (5 + 12 + 4 + 7,), generator=random)
+    patch = torch.arange(12)
+    image = torch.stack([torch.full((12,), 5), 5 + patch // 3, 5 + patch % 3])
+    leaves = [9 + torch.arange(size).expand(3, -1) for size in (4, 7)]
+    places = torch.cat([torch.arange(5).expand(3, -1), image, *leaves], dim=1)
+    segments = [(17, -1, "causal"), (4, 0, "causal"), (7, 0, "causal")]
+    settings = Settings(ranks_per_node=2)
+    balancer = SequenceBalancer.for_model(model.config, "zeppelin", accept=["qwen2_5_vl_text"], settings=settings)
+    batch = balancer.trees([(ids, ids, segments, places.T)])
+    inputs = {**hf.inputs(batch), "position_ids": batch.others[0].T[:, None]}
+    inputs.pop("num_items_in_batch")
+    (found,) = batch.gather(model(**inputs).last_hidden_state[0].detach())
+    worst = counts = 0.0
+    for rows in (torch.arange(21), torch.cat([torch.arange(17), torch.arange(21, 28)])):
+        given = {"input_ids": ids[rows][None], "use_cache": False}
+        with torch.no_grad():
+            alone = eager(**given, position_ids=places[:, None, rows]).last_hidden_state[0]
+            text = eager(**given).last_hidden_state[0]
+        worst = max(worst, float((alone - found[rows]).abs().max()))
+        counts = max(counts, float((alone - text).abs().max()))
+    return worst, counts

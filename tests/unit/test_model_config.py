@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatron_balance import Model, cli
+from megatron_balance import Model, cli, model_config
 from megatron_balance.config import load_model
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import SlidingWindow
+from megatron_balance.ir.model import RecurrentLayers
 from tests.support.deepseek import DEEPSEEK_V3
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
@@ -133,7 +134,8 @@ STATES = {"hidden_size": 64, "num_heads": 8, "head_dim": 16}
         ({"model_type": "gemma3", "memory_slots": 4, "text_config": LLAMA}, "memory_slots: set to 4"),
         ({"model_type": "mamba2", **STATES}, "mamba2: has layers that mix"),
         ({"model_type": "mine", **STATES, "state_size": 8}, "state_size: layers without attention"),
-        ({"text_config": {**LLAMA, "model_type": "qwen3_next"}}, "qwen3_next: has layers that mix tokens beside"),
+        ({"text_config": {**LLAMA, "model_type": "qwen3_next"}}, "qwen3_next does not say which layers attend"),
+        ({**LLAMA, "model_type": "jamba"}, "jamba: has layers that mix tokens beside"),
         ({"hidden_size": 96}, r"does not say num_heads \(num_attention_heads"),
         ([1], "expected an object of keys"),
         ("{", "not JSON"),
@@ -212,3 +214,112 @@ def test_what_is_accepted_by_name_is_planned_for_and_logged(
     assert cli.main(asked) == 2
     assert "memory_slots: set to 4" in capsys.readouterr().err
     assert cli.main([*asked, "--accept", "memory_slots", "--accept", "index_topk"]) == 0
+
+
+# Every family with recurrent layers, by the name of its configuration in Transformers.
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_conv": 3}
+GDN = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EVERY_THIRD = ["linear_attention", "linear_attention", "full_attention"] * 2
+HYBRID: dict[str, dict[str, Any]] = {
+    "Qwen3Next": {**GDN, **EXPERTS, "layer_types": EVERY_THIRD},
+    "Qwen3_5Text": {**GDN, "layer_types": EVERY_THIRD},
+    "Qwen3_5MoeText": {**GDN, **EXPERTS, "layer_types": EVERY_THIRD},
+    "OlmoHybrid": {"layer_types": EVERY_THIRD},
+    "KimiLinear": {**EXPERTS, "layer_types": EVERY_THIRD, "linear_num_heads": 2, "linear_head_dim": 14},
+    "NemotronH": {
+        **EXPERTS,
+        "hybrid_override_pattern": "M-M*EM",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 6,
+        "n_groups": 2,
+        "ssm_state_size": 10,
+    },
+    "GraniteMoeHybrid": {**MAMBA, "layer_types": EVERY_THIRD, "shared_intermediate_size": 20},
+    "Bamba": {**MAMBA, "attn_layer_indices": [1, 4]},
+    "FalconH1": {**MAMBA, "mamba_d_ssm": 48},
+    "Lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 2, "block_multiple_of": 8},
+}
+SMALL = {"num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"head_dim": 8, "intermediate_size": 24, "vocab_size": 50, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_recurrent_layers_are_those_that_transformers_builds(family: str) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch", reason="the extra 'torch' brings it")
+    config: Any = getattr(transformers, f"{family}Config")(**SMALL | HYBRID[family])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    convolutions = [module for module in model.modules() if isinstance(module, torch.nn.Conv1d)]
+    facts = model_config.facts(config, hybrid=True)
+    found = Model(**facts).recurrent
+    assert found is not None
+    assert (found.layers, found.channels) == (len(convolutions), convolutions[0].in_channels)
+    assert found.conv_width == convolutions[0].kernel_size[0]
+    # Of a mixer, without norms, biases, decays and skips.
+    (mixer,) = (each for each in model.modules() if convolutions[0] in each.children())
+    assert found.weights(32) == sum(w.numel() for n, w in mixer.named_parameters() if w.ndim > 1 and "A_log" not in n)
+    keys = {"NemotronH": ".k_proj.weight", "KimiLinear": ".kv_b_proj.weight"}.get(family, ".self_attn.k_proj.weight")
+    assert found.attention_layers == sum(name.endswith(keys) for name, _ in model.named_parameters())
+    # Whoever does not say that it knows recurrent layers is refused.
+    with pytest.raises(ConfigError, match=r"has layers that mix tokens beside attention|layer_types: conv"):
+        model_config.facts(config)
+
+
+def test_presets_of_hybrid_models_have_their_parameters_and_say_what_is_missing(tmp_path: Path) -> None:
+    for name, billions in (("qwen3.5-35b-a3b", 34.7), ("nemotron-h-8b", 8.1), ("kimi-linear-48b-a3b", 49.1)):
+        assert num_parameters(load_model(name)) / 1e9 == pytest.approx(billions, rel=0.01)
+    path = tmp_path / "model.yaml"
+    for given, sentence in (
+        ("{kind: kda, layers: 3}", "recurrent: attention_layers: missing"),
+        ("4", "recurrent: expected keys such as kind and layers, got 4"),
+        ("{kind: kda, layer: 3}", "recurrent.layer: unknown key, did you mean 'layers'"),
+    ):
+        path.write_text(f"{{base: llama-3b, recurrent: {given}}}")
+        with pytest.raises(ConfigError, match=sentence):
+            load_model(str(path))
+
+
+def test_what_is_not_said_of_recurrent_layers_is_a_sentence() -> None:
+    base = {**LLAMA, "model_type": "bamba", "num_hidden_layers": 4, "mamba_n_heads": 4, "mamba_d_state": 8}
+    for keys, sentence in (
+        ({}, "does not say which layers attend; give layer_types"),
+        ({"attn_layer_indices": [1], "mamba_d_state": None}, "does not say ssm_state_size or mamba_d_state"),
+        ({"layer_types": ["mamba"] * 4}, "none of its 4 layers attends"),
+        ({"layer_types": ["mamba", "rwkv"]}, "layers rwkv: known are"),
+        ({"attn_layer_indices": [1], "index_topk": 8}, "index_topk: sparse attention"),
+        ({"attn_layer_indices": [1], "chunked_attention": 8}, "chunked_attention: set to 8, which says who attends"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            model_config.facts(base | keys, hybrid=True)
+    kimi = {"num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 16, "num_shared_experts": 1}
+    kimi |= {
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 5,
+        "model_type": "kimi_linear",
+    }
+    kimi |= {"model_type": "kimi_linear"}
+    listed = {"full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
+    read = model_config.facts({**LLAMA, **kimi, "linear_attn_config": listed, "first_k_dense_replace": 1}, hybrid=True)
+    assert (read["shared_ffn_size"], read["dense_layers"]) == (16, 1)
+    assert (read["recurrent"].attention_layers, read["recurrent"].layers, read["recurrent"].key_dim) == (1, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"kind": "rwkv"}, "kind 'rwkv': expected one of gated_delta, kda, mamba2, convolution"),
+        ({"layers": 0}, "recurrent: layers: expected a whole number of at least 1, got 0"),
+        ({"attention_layers": 9}, "model custom: recurrent: attention_layers 9 of 8 layers"),
+        ({"key_dim": 0}, "recurrent: key_dim: expected a whole number of at least 1"),
+        ({"kind": "convolution"}, "a convolution has heads 1 of its channels, key_heads 0"),
+    ],
+)
+def test_recurrent_layers_that_cannot_be_are_a_sentence(keys: dict[str, Any], sentence: str) -> None:
+    right: dict[str, Any] = {"kind": "kda", "layers": 6, "attention_layers": 2, "mlp_layers": 8, "heads": 4}
+    right |= {"value_dim": 8, "key_heads": 4, "key_dim": 8}
+    with pytest.raises(ConfigError, match=sentence):
+        Model(4, 4, 8, num_layers=8, recurrent=RecurrentLayers(**right | keys))

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
+from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, rl, verify
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import BOTH_PHASES, PhaseName, project
 from megatron_balance.config import load_cluster, load_model
+from megatron_balance.ir import step as steps
 from megatron_balance.ir.step import Solver
 from megatron_balance.patterns import dispatch
 from megatron_balance.planners.base import JointStages
@@ -103,6 +104,7 @@ def measurements() -> Iterator[Measurement]:
                 f"plan {size}: distca, tolerance {tolerance:g}", budget_ms, lambda make=make, batch=lengths: make(batch)
             )
     yield from _topologies()
+    yield from _rl_steps()
     yield from _pipeline_step(num_stages=4, stage=Cluster(16, 8), num_microbatches=8, tokens_per_rank=8192)
     cluster, lengths = Cluster(64, 8), [100 + seq for seq in range(64)]
     for name in ("te_ring", "llama_all_gather", "ulysses", "zeppelin", "distca"):
@@ -111,6 +113,25 @@ def measurements() -> Iterator[Measurement]:
             f"expand and verify 64 ranks x 64 sequences, backward: {name}", 1000.0, lambda plan=made: verify(plan)
         )
     yield from _remaps()
+
+
+def _rl_steps() -> Iterator[Measurement]:
+    """A step of reinforcement learning from its lengths on, with the size of its JSON."""
+    cluster = load_cluster("h100").build(num_ranks=512, ranks_per_node=8)
+    for tokens in (4, 8, 16):
+        lengths = long_tailed(8192, tokens * 10**6)
+        for name, given in (
+            ("whole", {"planner": "whole"}),
+            ("whole, context 8", {"context": 8, "attend": "context"}),
+            ("zeppelin groups", {"planner": "zeppelin", "options": {"rule": "groups"}}),
+            ("zeppelin", {"planner": "zeppelin"}),
+            ("distca", {"planner": "distca"}),
+        ):
+            run = partial(rl.plan_step, lengths, None, cluster, MODEL, max_tokens=16384, **given)
+            step = run()
+            size = f"{len(step.members)} microbatches, JSON {len(steps.to_json(step)) / 1e3:.0f} kB"
+            what = f"plan an RL step, 512 ranks x 8192 samples, {tokens}M tokens: {name} ({size})"
+            yield Measurement(what, 200.0, run)
 
 
 def _remaps() -> Iterator[Measurement]:

@@ -22,7 +22,7 @@ from megatron_balance.runtime.movers.base import RowMove, Space
 from tools.gpu.kernels import gpu_s, packed_rows
 from tools.gpu.rows import Context, Figure, Row, Target
 
-BUDGET_S = 50.0
+BUDGET_S = 40.0
 HEADS, KV_HEADS, DIM = 32, 8, 128
 FRAGMENTS, LEAST, TOKENS = 64, 128, 32768
 CHUNKS = 4

@@ -48,7 +48,8 @@ CALLS = {
     # What cannot be learned without several ranks comes first; the variants before it, since a part
     # that compiled would measure that.
     "first": Call(
-        ("variants", "links", "plans", "pretrain", "failing", "order", "fsdp2", "kernels", "attention"), 500.0
+        ("variants", "links", "plans", "pretrain", "failing", "order", "fsdp2", "recurrent", "kernels", "attention"),
+        500.0,
     ),
     "second": Call(("shapes", "training", "syncs", "profile", "step", "sanitizer"), 260.0),
 }

@@ -14,6 +14,7 @@ MANY: dict[str, str] = {
     "failing": "tools.gpu.failing",
     "order": "tools.gpu.issue_order",
     "fsdp2": "tools.gpu.fsdp2",
+    "recurrent": "tools.gpu.recurrent",
 }
 
 PARTS: dict[str, str] = {

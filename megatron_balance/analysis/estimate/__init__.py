@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.backward import Decision, Loads
+from megatron_balance.analysis.backward import Decision, Loads, with_states
 from megatron_balance.analysis.clocks import COPIED, MOVED, TOGETHER
 from megatron_balance.analysis.estimate.zones import (
     Bulk,
@@ -27,12 +27,14 @@ from megatron_balance.analysis.estimate.zones import (
 )
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.rounds import RingClock, RoundsPhase, coupled, in_step
+from megatron_balance.analysis.states import mean_layer_s, states_cost
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.analysis.tables import Tables, ZoneTable
 from megatron_balance.cost.base import ADD, Floats, MachineCost
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Move
+from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import FULL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -116,15 +118,19 @@ def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
 def _estimate(plan: MicrobatchPlan, machine: Machine, tables: Tables, zones: _Zones) -> Estimate:
     loads = _loads(plan, zones)
     memory = machine.memory or StepMemory.one_stage(machine.model, machine.cluster.num_ranks)
-    microbatch = loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes)
+    microbatch = with_states(loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes), plan, machine.model)
     decision = memory.decide(microbatch, machine.cluster.memory_bytes)
     keeping = decision.kept_share
 
-    group = coupled(plan)
+    # A recurrent layer refuses trees when it is asked to run them, the simulator to time them.
+    group, states = coupled(plan), None if isinstance(plan.mask, Forest) else states_cost(plan, machine)
 
     def seconds(policy: Policy, *, backward: bool) -> Floats:
         entered = _linear_s(np.asarray(loads.own, dtype=np.float64), machine.cost, backward=backward)
-        return in_step(_EstimatedPhase((tables, zones), policy, entered, backward=backward).run().end_s, group)
+        attended = in_step(_EstimatedPhase((tables, zones), policy, entered, backward=backward).run().end_s, group)
+        return mean_layer_s(
+            machine.model.attending * attended, entered, states, group, machine.model, backward=backward
+        )
 
     shares: list[tuple[Policy, float]] = [("keep", keeping), ("replay", 1 - keeping)]
     forward_s = seconds("keep", backward=False)
@@ -338,7 +344,8 @@ _STEPS = 12
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Bounds of a batch, forward and backward together. `attention_s`: of the whole batch on one
-    rank, forward and backward; `linear_s`: of a rank's even share of the tokens, both.
+    rank, forward and backward; `linear_s`: of a rank's even share of the tokens, both. Of hybrid
+    models `even` alone is of the mean layer.
     """
 
     lengths: Sequence[int]
@@ -377,7 +384,8 @@ class Bounds:
 
     def even(self) -> float:
         """Of any plan: all computation even, nothing moves (as `simulator.step.bound_s`)."""
-        return sum(self.attention_s) / self.machine.cluster.num_ranks + self.linear_s
+        attention_s = self.machine.model.attending * sum(self.attention_s)
+        return attention_s / self.machine.cluster.num_ranks + self.linear_s
 
     def rings(self) -> float:
         """Of plans of rings: a rank of the longest sequence's ring attends to its part of it and

@@ -31,7 +31,7 @@ from megatron_balance.lab.bench import Bench, Figures, PlayedCase, why_not
 from megatron_balance.lab.report import page
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_planner
-from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call
+from megatron_balance.simulator.attention import BothPhases, attention_call, beside, by_mask, linear_s, mean_call
 from megatron_balance.simulator.setup import StageSetup, settled
 from megatron_balance.simulator.step import Perturbation, Setup, simulate_plans, summary
 
@@ -149,7 +149,8 @@ def _without_transfers(machine: Machine, *, inside: bool) -> Machine:
 def _call(plan: MicrobatchPlan, enter_s: tuple[Floats, Floats], machine: Machine, setup: Setup) -> BothPhases:
     each = by_mask(plan, machine)
     how = setup.drawn, enter_s, setup.engine, setup.transport
-    return mean_call([(attention_call(own, on, *how), share) for own, on, share in each])
+    call = mean_call([(attention_call(own, on, *how), share) for own, on, share in each])
+    return beside(call, plan, machine, enter_s)
 
 
 def _each_microbatch(steps: Sequence[StepPlan], setup: Setup, machine: Machine) -> list[tuple[MicrobatchPlan, float]]:

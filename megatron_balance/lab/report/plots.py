@@ -26,6 +26,7 @@ PHASES = {
     "outside attention": (("forward_linear", "backward_linear"), GREY),
     "attention forward, with its transfers": (("forward_attention",), SKY),
     "attention backward, with its transfers": (("backward_attention",), BLUE),
+    "states of recurrent layers": (("forward_states", "backward_states"), ORANGE),
     "embedding and loss": (("head",), GREEN),
     "waiting": (("waiting",), RED),
     "gradients": (("gradient_sync",), PINK),
@@ -132,7 +133,7 @@ def planners(rows: Sequence[Figures]) -> Figure:
     names = [_label(row["planner"]) for row in rows]
     data: list[Json] = []
     for name, (phases, colour) in PHASES.items():
-        seconds = [sum(row["phases_s"][phase] for phase in phases) for row in rows]
+        seconds = [sum(row["phases_s"].get(phase, 0.0) for phase in phases) for row in rows]
         if any(seconds):
             data.append(_bars(name, names, seconds, colour, "%{y}: %{x:.3f} s"))
     totals: list[float] = [sum(row["phases_s"].values()) for row in rows]

@@ -232,6 +232,11 @@ def real_batches(path: Path) -> RealBatches:
             f"--run {path}: its steps hold no lengths, as those of an earlier version; train some steps with this one, "
             "or report what was measured with --steps"
         )
+    if any("segments" in step for step in known):
+        raise ConfigError(
+            f"--run {path}: its steps have trees, of which the log says lengths alone; simulate them from --trees "
+            "FILE, or report what was measured with --steps"
+        )
     usual = Counter(len(step["lengths"]) for step in known).most_common(1)[0][0]
     known = [step for step in known if len(step["lengths"]) == usual]
     known = known[WARM_UP:] if len(known) >= 3 * WARM_UP else known

@@ -41,8 +41,8 @@ class _Columns:
 
     def __init__(self, items: Items, size: int) -> None:
         self.items = items
-        self.values = np.ones((3, size))
-        self.wanted, self.block, self.least_keys = self.values
+        self.values = np.ones((4, size))
+        self.wanted, self.block, self.least_keys, self.seconds = self.values
         self.block[:] = inf
         self.seq: Ints = np.zeros(size, dtype=np.int64)
         self.seqs: dict[int, int] = {}
@@ -110,6 +110,7 @@ class Drain:
         server, piece = self.rows[row]
         seconds = servers.seconds(piece)
         columns.items.set(row, servers.shards.bounds(piece), seconds)
+        columns.seconds[row] = seconds
         columns.wanted[row] = min(seconds, float(servers.load[server]) - self.limit)
         columns.block[row] = servers.shards.lightest(piece)
         if servers.counted:
@@ -123,8 +124,8 @@ class Drain:
             if 2 * len(self.rows_of) < self.most_servers:
                 self._compact()
             return
-        for row in self.rows_of[server]:
-            self.columns.wanted[row] = min(self.servers.seconds(self.rows[row][1]), surplus)
+        rows = self.rows_of[server]
+        self.columns.wanted[rows] = np.minimum(self.columns.seconds[rows], surplus)
 
     def run(self) -> None:
         """Migrate until no server is above the limit."""
@@ -182,7 +183,7 @@ class Drain:
             resident = columns.at_hand({seq: reach[seq] for seq in known})
             queries, key_stop = columns.items.cheapest(seconds, resident)
             keys = np.subtract(key_stop, np.minimum(key_stop, resident, out=resident), out=resident)
-            for seq in known:
+            for seq in known & self.servers.beyond[target]:
                 for _, stop in self.servers.held(target, seq):
                     if stop > reach[seq]:
                         rows = columns.seq == columns.seqs[seq]

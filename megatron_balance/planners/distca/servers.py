@@ -56,12 +56,9 @@ class Servers:
             if reach.get(seq, 0) < stop:
                 reach[seq] = stop
             if paths is not None:
-                for other in paths.below[paths.segment[seq]]:
-                    if other != seq:
-                        self._held[server].setdefault(other, []).append(
-                            (start, min(stop, paths.num_common(seq, other)))
-                        )
                 self._reach_others(server, seq, stop)
+        # By server, the sequences of which it may hold keys beyond `reach`.
+        self.beyond: list[set[int]] = [set() for _ in range(num_ranks)]
         self.keys, self.queries = [0] * num_ranks, [0] * num_ranks
         if self.counted:
             self.keys = [sum(reach.values()) - own for reach, own in zip(self.reach, self.own, strict=True)]
@@ -95,8 +92,16 @@ class Servers:
         return self.owned[piece[0]][1]
 
     def held(self, server: int, seq: int) -> Sequence[tuple[int, int]]:
-        """The runs of tokens [start, stop) of a sequence that a server owns."""
-        return self._held[server].get(seq, ())
+        """The runs of tokens [start, stop) of a sequence that a server owns; of a run of a tree also
+        those of its path.
+        """
+        own, paths = self._held[server], self.paths
+        found = own.get(seq, ())
+        if paths is None:
+            return found
+        above = ((run, paths.depth[segment]) for segment in paths.above(seq) for run in paths.runs[segment])
+        parts = ((each, depth) for run, depth in above if run != seq for each in own.get(run, ()))
+        return [*found, *((start, min(stop, depth)) for (start, stop), depth in parts)]
 
     def missing(self, server: int, seq: int, key_stop: int) -> int:
         return self._not_held(server, seq, self.reach[server].get(seq, 0), key_stop)
@@ -119,14 +124,16 @@ class Servers:
         return count
 
     def _needed(self, server: int, seq: int, but: Piece | None = None) -> int:
-        owned, key_stop = self.owned, self.shards.key_stop
+        owned, key_stop, paths = self.owned, self.shards.key_stop, self.paths
+        tree, shared = (range(0), 0) if paths is None else paths.relatives(seq)
         most = 0
         for piece in self.pieces[server]:
             other = owned[piece[0]][1]
-            if other == seq and piece != but:
-                most = max(most, key_stop(piece))
-            elif self.paths is not None and piece != but:
-                most = max(most, min(key_stop(piece), self.paths.num_common(seq, other)))
+            if other == seq:
+                most = max(most, key_stop(piece)) if piece != but else most
+            elif most < shared and other in tree:
+                assert paths is not None
+                most = max(most, min(key_stop(piece), paths.num_common(seq, other)))
         return most
 
     def allows(self, server: int, piece: Piece) -> bool:
@@ -170,6 +177,7 @@ class Servers:
             if self.counted:
                 self.keys[source] -= self._not_held(source, seq, left, key_stop)
             self.reach[source][seq] = left
+            self.beyond[source].add(seq)
         if key_stop > self.reach[target].get(seq, 0):
             if self.counted:
                 self.keys[target] += self.missing(target, seq, key_stop)

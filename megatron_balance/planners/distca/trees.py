@@ -23,12 +23,13 @@ class Paths(NamedTuple):
     """First keys that runs have in common: those of the segments above both.
 
     `segment`: of each run. By segment: `parent`, -1: of a root; `depth`: tokens of its path, its own
-    included; `below`: the runs [first, stop) of itself and of all below it.
+    included; `runs`: its own; `below`: those and of all below it.
     """
 
     segment: list[int]
     parent: list[int]
     depth: list[int]
+    runs: list[range]
     below: list[range]
 
     def above(self, run: int) -> Iterator[int]:
@@ -37,6 +38,12 @@ class Paths(NamedTuple):
         while segment >= 0:
             yield segment
             segment = self.parent[segment]
+
+    def relatives(self, run: int) -> tuple[range, int]:
+        """The runs of the same tree, and the most keys that a run has in common with another one."""
+        own, *above = self.above(run)
+        alone = len(self.below[own]) == 1
+        return self.below[[own, *above][-1]], self.depth[own] if not alone else self.depth[above[0]] if above else 0
 
     def num_common(self, run: int, other: int) -> int:
         """Keys that two runs have in common."""
@@ -99,11 +106,12 @@ def _paths(forest: Forest, runs: _SegmentRuns) -> Paths:
     of, trees = forest.segments, zip(forest.trees, forest.segments.base.tolist(), strict=False)
     parent = [base + each.parent if each.parent >= 0 else -1 for tree, base in trees for each in tree]
     first, stop = (runs.segment.searchsorted(np.arange(len(parent)), side).tolist() for side in ("left", "right"))
+    own = list(map(range, first, stop))
     for segment in range(len(parent) - 1, 0, -1):
         if (above := parent[segment]) >= 0:
             stop[above] = max(stop[above], stop[segment])
     depth = (of.stop - of.shift).tolist()
-    return Paths(runs.segment.tolist(), parent, depth, list(map(range, first, stop)))
+    return Paths(runs.segment.tolist(), parent, depth, own, list(map(range, first, stop)))
 
 
 def _joined(tasks: Ints) -> Ints:

@@ -12,6 +12,10 @@ ring. The two other rules are not in the paper:
   evenly by the fewest neighbouring groups that stay below a target time with it; the cheapest of a few
   targets. `group_size: 1` makes the paper's zones.
 
+Trees are dealt by their tokens and pairs (`trees`), under the default rule: to ranks that are brought
+the keys on the paths of theirs, or to groups in waves; whichever the estimate has ahead. Other
+rules place them by length.
+
 Under a window the default gives each rank one run of tokens: work is then as even as tokens, and
 the fewest keys lie on another rank than their queries (`compile.halo`).
 
@@ -43,20 +47,25 @@ from megatron_balance.analysis.estimate import estimate as plan_estimate
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.step_memory import StepMemory
+from megatron_balance.compile.halo import under
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Ints, as_rows, union
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.mask import SlidingWindow
+from megatron_balance.ir.columns import Placed
+from megatron_balance.ir.forest import Forest, over
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone
+from megatron_balance.patterns import ONCE_PER_NODE
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import shares
+from megatron_balance.planners.zeppelin import shares, trees
 from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, PlacementPrice, cheapest, rings_s, with_lead
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
 from megatron_balance.solvers.groups import (
+    INTER_NODE,
     INTRA_NODE,
     LOCAL,
     Placement,
@@ -108,6 +117,8 @@ _FITTING = 0.5
 _EXPOSED = 0.1
 # By how much another size must be cheaper to go on in its direction.
 _BETTER = 0.995
+# Waves in which trees are tried at most: a group is sent little, what it sees alone.
+_MOST_OF_TREES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +159,12 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
     if isinstance(model.mask, SlidingWindow) and max(lengths, default=0) <= model.mask.size:
         # The window hides nothing.
         model = replace(model, attention="causal")
+    mask = over(model.mask, batch.trees)
     search = Search(lengths, replace(context, model=model, options=options), with_rounding(capacity, len(lengths)))
     if not lengths:
         return search.plan(())
+    if isinstance(mask, Forest) and options.rule == "waves":
+        return search.of_trees(mask)
     if options.rule == "paper":
         return search.plan(zones(paper_placement(lengths, cluster, capacity), cluster))
     if isinstance(model.mask, SlidingWindow):
@@ -369,6 +383,33 @@ class Search:
             placed = Shares.begin(work, lengths, num_groups, rings)
             yield Trimmed.without([placed.copy(kept=True), *shares.more_even(placed)], _LEAST_OF_FEW)
         yield begun(starts.fewer_cuts, _LEAST_OF_FEW)
+
+    # Trees
+
+    def of_trees(self, mask: Forest) -> MicrobatchPlan:
+        """The best plan of trees in even parts: on ranks that are brought the keys of their paths, or,
+        without a window, on groups in waves.
+        """
+        context, options, cluster = self.context, self.context.options, self.context.cluster
+        rows = trees.dealt(mask, cluster)
+
+        def shared(size: int, waves: int) -> MicrobatchPlan:
+            of_group = rows.copy()
+            of_group[:, Placed.RANK] //= size
+            placed = as_rows(shares.on_ranks(union(of_group), cluster.num_ranks, size))
+            name = INTER_NODE if cluster.num_nodes > 1 else INTRA_NODE
+            return replace(self.plan((SharedZone(name, placed, size, waves),)), mask=mask)
+
+        plans: list[MicrobatchPlan] = []
+        if mask.window or (options.group_size in (None, 1) and options.num_waves is None):
+            plans.append(under(replace(shared(1, 1), mask=CAUSAL), mask))
+            (zone,) = plans[0].zones
+            if context.layers.once_per_node and cluster.num_nodes > 1:
+                plans.append(replace(plans[0], zones=(replace(zone, pattern=ONCE_PER_NODE[zone.pattern]),)))
+        sizes = [size for size in _group_sizes(cluster) if 1 < size <= cluster.node_size]
+        for size in () if mask.window else sizes if options.group_size is None else (options.group_size,):
+            plans += [shared(size, waves) for waves in self._numbers if waves <= _MOST_OF_TREES or options.num_waves]
+        return self._best_of(plans) or plans[0]
 
     # Memory of the step. The search is told before there is a placement whether layers replay, since
     # the cheapest number of waves depends on it. Fewer waves bring more at once, so a placement may

@@ -483,10 +483,10 @@ def shared_zone(
     # [runs, (group, seq, start, stop)].
     rows = np.array(runs, dtype=np.int64).reshape(-1, Placed.WIDTH)
     if not lead:
-        return SharedZone(name, as_rows(_on_ranks(rows, cluster.num_ranks, size)), size, num_waves)
+        return SharedZone(name, as_rows(on_ranks(rows, cluster.num_ranks, size)), size, num_waves)
     # Where each row's group cuts its sequence: a part ahead, which is the lead's, and one behind.
     cuts = lead_cuts(union(rows), cluster.num_ranks // size, lead)[rows[:, Placed.RANK], rows[:, Placed.SEQ]]
-    parts = [_on_ranks(side_of(rows, cuts, ahead=ahead), cluster.num_ranks, size) for ahead in (True, False)]
+    parts = [on_ranks(side_of(rows, cuts, ahead=ahead), cluster.num_ranks, size) for ahead in (True, False)]
     return SharedZone(name, as_rows(np.concatenate(parts)), size, num_waves, lead)
 
 
@@ -494,10 +494,10 @@ def one_run_each(lengths: Sequence[int], cluster: Cluster) -> SharedZone:
     """The zone in which every rank has one run of tokens, the longest sequence first."""
     order = longest_first(lengths)
     rows = np.array([(0, seq, 0, lengths[seq]) for seq in order], dtype=np.int64)
-    return SharedZone(INTER_NODE, as_rows(_on_ranks(rows, cluster.num_ranks, cluster.num_ranks)), cluster.num_ranks, 1)
+    return SharedZone(INTER_NODE, as_rows(on_ranks(rows, cluster.num_ranks, cluster.num_ranks)), cluster.num_ranks, 1)
 
 
-def _on_ranks(rows: Ints, num_ranks: int, size: int) -> Ints:
+def on_ranks(rows: Ints, num_ranks: int, size: int) -> Ints:
     """`Placed` rows of the ranks: each group's rows (group, seq, start, stop) in near-equal runs."""
     rows = rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
     length = rows[:, Placed.STOP] - rows[:, Placed.START]

@@ -17,6 +17,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.forest import num_tokens
 from megatron_balance.ir.mask import KINDS
+from megatron_balance.ir.model import RecurrentLayers
 from megatron_balance.planners import PLANNERS
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import Step, bound_s, simulate_step
@@ -158,6 +159,22 @@ def test_trees_are_estimated_as_near_as_documents(name: str, kind: str) -> None:
     found = estimate(plan, machine)
     assert found.layer_s == pytest.approx(layer_s(simulated(plan, H200, MODEL), MODEL), rel=0.03)
     assert estimate(plan, machine) is found, "asked again, it is known"
+
+
+@pytest.mark.parametrize("name", ["distca", "zeppelin", "te_ring", "auto"])
+def test_layers_of_hybrid_models_are_estimated_as_near(name: str) -> None:
+    # Recurrent layers in place of attention, beside it in one layer, and layers of neither.
+    kda = RecurrentLayers("kda", 24, 8, 32, heads=16, value_dim=128, key_heads=16, key_dim=128)
+    both = replace(kda, kind="mamba2", layers=32, attention_layers=32, value_dim=64, chunk=256)
+    for own in (kda, both, replace(both, layers=20, attention_layers=6, mlp_layers=6)):
+        model = replace(MODEL, recurrent=own)
+        plan = make_planner(name, H200, model)(LENGTHS)
+        found, step = estimated(plan, H200, model), simulated(plan, H200, model)
+        around = {"head", "gradient_sync", "optimizer"}
+        seconds = sum(each for phase, each in step.phases_s.items() if phase not in around)
+        assert found.layer_s * model.num_layers == pytest.approx(seconds, rel=0.01)
+        assert step.phases_s["forward_states"] > 0
+        assert found.backward.peak_bytes == pytest.approx(step.backward.peak_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_trees_of_a_file_are_planned_and_proved(run: CommandLine, shapes: Path, 
 
 def test_auto_asks_all_that_price_trees(run: CommandLine) -> None:
     # Of documents it does not ask distca.
-    drawn = "--dataset rollouts:responses=8 --tokens 100k --ranks 8 --cluster h100 --model llama3-8b"
+    drawn = "--dataset rollouts:responses=8 --tokens 200k --ranks 16 --cluster h100 --model llama3-8b"
     (result,) = run.json(f"plan --planner auto {drawn} --tokens-per-rank 50k --json")["results"]
     assert "distca" in result["note"]
     # Bounds by lengths say nothing of trees: nobody is passed over by them or held against them, also

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, layout, make_planner
+from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, layout, make_planner, verify
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import plan_statistics
@@ -16,6 +16,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir import plan as plans
 from megatron_balance.ir.columns import Task
+from megatron_balance.ir.forest import checked
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.step import EMPTY, Carry, Layers
 from megatron_balance.planners import PLANNERS, baselines
@@ -118,6 +119,25 @@ def test_magi_cuts_the_packed_sequences_and_asks_for_the_keys_that_are_seen() ->
     for capacity, largest in ((None, 80), (64, 66)):
         planned = make_planner("magi", Cluster(2, 2), MODEL, chunk_tokens=40, tokens_per_rank=capacity)([128])
         assert max(plan_statistics(planned, MODEL)["tokens_per_rank"]) == largest
+
+
+def test_magi_deals_chunks_of_trees_by_the_pairs_that_are_seen() -> None:
+    # A document of 4; a root of 8 and two leaves of 4, with 10, 26, 42 and 42 pairs by chunk. By
+    # length the last two would have 42 and 58, and the second would go to the other rank.
+    trees = checked([[(4, -1, False)], [(8, -1, False), (4, 0, False), (4, 0, False)]])
+    cluster, options = Cluster(2, 2), baselines.MagiOptions(chunk_tokens=4)
+    plan = baselines.magi(Batch((4, 16), trees), cluster, MODEL, AnalyticCost(cluster, MODEL), options)
+    (zone,) = plan.zones
+    assert isinstance(zone, plans.TaskTable)
+    rows = [(rank, seq, start, stop) for rank, seq, start, stop in zone.fragments]
+    assert rows == [(0, 1, 4, 8), (0, 1, 12, 16), (1, 0, 0, 4), (1, 1, 0, 4), (1, 1, 8, 12)]
+    verify(plan, "keep")
+    # A root that sees itself both ways has more, which each of two groups counts for its own.
+    full = checked([[(4, -1, False)], [(8, -1, True), (4, 0, False), (4, 0, False)]])
+    alone = baselines.MagiOptions(chunk_tokens=4, context_parallel=1)
+    plan = baselines.magi(Batch((4, 16), full), cluster, MODEL, AnalyticCost(cluster, MODEL), alone)
+    assert sorted(plan_statistics(plan, MODEL)["attention_pairs_per_rank"]) == [10, 64 + 42 + 42]
+    verify(plan, "keep")
 
 
 # Options out of range, which are named.

@@ -16,7 +16,7 @@ from megatron_balance.analysis.step_memory import max_len
 from megatron_balance.config import load_cluster, load_model, load_scheme_table, names
 from megatron_balance.cost import analytic, table
 from megatron_balance.errors import ConfigError, InfeasibleError
-from megatron_balance.ir.forest import Forest, Segment, document
+from megatron_balance.ir.forest import Forest, Segment, document, over
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan
 from megatron_balance.ir.strategy import Scheme
@@ -313,13 +313,31 @@ def test_every_microbatch_of_a_step_has_the_trees_of_its_sequences(name: str) ->
         assert plan.mask == (Forest(tuple(TREES[seq] for seq in seqs)) if seqs else CAUSAL), seqs
 
 
-def test_trees_do_not_wait() -> None:
+@pytest.mark.parametrize("name", ["te_ring", "distca", "wlb_llm"])
+def test_trees_wait_and_are_trained_as_the_trees_that_they_were(name: str) -> None:
     context = replace(CONTEXT, trees=TREES)
     waits = choose_planner("wlb_llm", {"thresholds": [350]})
-    told = r"planner wlb_llm: \d sequences that wait for a later step .* cannot be planned together with trees"
-    with pytest.raises(ConfigError, match=told):
-        waits.plan_step(((4000,), (320, 20)), context)
-    with pytest.raises(ConfigError, match=r"te_ring: 1 sequences that wait for a later step \(none do with thresh"):
-        choose_planner("te_ring", {}).plan_step(((4000,), (320, 20)), context, Carry(waiting=((-1, 7),)))
+    _, carry = waits.plan_step(((4000,), (320, 20)), context)
+    assert carry.waiting == ((-3, 4000),)
+    assert carry.trees == TREES[:1]
+    assert Carry.from_json(carry.to_json()) == carry
+    # With documents alone, by any planner: the tree of the one that waited stays.
+    options = {} if name != "wlb_llm" else {"thresholds": [350]}
+    step, after = choose_planner(name, options).plan_step(((360,), (30,)), CONTEXT, carry)
+    trees = {-3: TREES[0], 0: document(360), 1: document(30)}
+    trained = [(seqs, plan) for seqs, plan in zip((s for m in step.members for s in m), step.plans, strict=True)]
+    assert -3 in {seq for seqs, _ in trained for seq in seqs}
+    for seqs, plan in trained:
+        assert plan.mask == over(CAUSAL, [trees[seq] for seq in seqs]), seqs
+    assert after.trees == ()
+    # Of a planner that is asked with the waiting one alone it is not lost either.
+    with pytest.raises(
+        ConfigError, match="expected a tree for each of 1 waiting sequences, of its length; got trees of"
+    ):
+        Carry.from_json(carry.to_json().replace("4000", "4001"))
+
+
+def test_trees_of_other_lengths_are_refused() -> None:
+    context = replace(CONTEXT, trees=TREES)
     with pytest.raises(ConfigError, match=r"trees of \[4000, 320, 20\] tokens and sequences of \[4000, 20, 320\]"):
         choose_planner("te_ring", {}).plan_step(((4000,), (20, 320)), context)

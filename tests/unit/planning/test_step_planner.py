@@ -22,6 +22,7 @@ from megatron_balance.compile.pipeline import expand, layout
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.forest import Segment, document
 from megatron_balance.ir.step import EMPTY, Cell, Layers, StepPlan, to_json
 from megatron_balance.planners.base import JointStages
 from megatron_balance.planning import choice, step_planner
@@ -54,6 +55,26 @@ def planning_ahead(asked: PlanSpec) -> Iterator[PlanAhead]:
         yield ahead
     finally:
         ahead.close()
+
+
+def test_trees_planned_ahead_wait_and_come_back_in_the_process_too() -> None:
+    # The later steps are asked for with what the process itself carries.
+    asked = dataclasses.replace(SMALL, name="wlb_llm", options={"thresholds": (90,), "tokens_per_rank": 200})
+    branched = (Segment(60, -1), Segment(20, 0), Segment(20, 0))
+    steps = [(((100,), (50,)), ((branched,), (document(50),))), (((20,), (30,)), ()), (((100,), (10,)), ())]
+    planner, carry = StepPlanner(asked), EMPTY
+    with planning_ahead(asked) as ahead:
+        for at, (lengths, trees) in enumerate(steps):
+            ahead.submit(at, lengths, EMPTY if not at else None, trees)
+        waited: list[int] = []
+        for at, (lengths, trees) in enumerate(steps):
+            before = carry
+            step, carry = planner.plan(lengths, before, trees=trees)
+            ready = ahead.take(at)
+            assert ready is not None
+            assert (ready.step, ready.before, ready.after) == (step, before, carry)
+            waited.append(len(carry.trees))
+    assert waited == [1, 1, 0]
 
 
 @pytest.mark.parametrize(("num_chunks", "ping_pong"), [(1, False), (2, False), (1, True)])
@@ -190,7 +211,7 @@ def test_what_others_write_to_standard_output_is_no_answer(capfd: pytest.Capture
     code = (
         "import sys; from megatron_balance.planning import step_planner; "
         "real = step_planner.StepPlanner.plan; "
-        "step_planner.StepPlanner.plan = lambda *args: print('a line', flush=True) or real(*args); "
+        "step_planner.StepPlanner.plan = lambda *args, **how: print('a line', flush=True) or real(*args, **how); "
         "step_planner.answer_requests(open(int(sys.argv[1]), 'rb'), open(int(sys.argv[2]), 'wb'))"
     )
     asked, answered = os.pipe(), os.pipe()

@@ -264,6 +264,9 @@ def test_a_runs_own_batches_are_simulated_by_every_planner_asked(study, limits_o
     (folder / "steps.jsonl").write_text(json.dumps({"step": 1, "step_ms": 1.0}) + "\n")
     out = f"--out {tmp_path / 'x.html'}"
     assert "hold no lengths" in run.error(f"report --run {folder} {out}")
+    branched = {"step": 1, "step_ms": 1.0, "lengths": [[9]], "segments": [[3]]}
+    (folder / "steps.jsonl").write_text(json.dumps(branched) + "\n")
+    assert "its steps have trees" in run.error(f"report --run {folder} {out}")
     assert "does not go with --run" in run.error(f"report --run {folder} {out} --lengths 5")
 
 

@@ -112,6 +112,24 @@ def test_each_cuda_has_extras_of_its_own_whose_pins_fit_each_other():
     assert wanted[0].partition(";")[0].replace(" ", "") == f"{pins['cu13'].name}{pins['cu13'].specifier}"
 
 
+def test_extras_change_nothing_that_an_environment_of_this_year_pinned():
+    # verl's, whose Transformers is an older one than TRL's trainers are tested with, and TRL's own.
+    verl = {"torch": "2.10.0", "transformers": "5.10.2", "accelerate": "1.13.0", "peft": "0.19.1", "numpy": "2.2.6"}
+    trl = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2", "trl": "1.16.0"}
+
+    def changed(environment: dict[str, str], *extras: str) -> set[str]:
+        asked = [each for each in requirements(*extras) if each.name in environment]
+        return {each.name for each in asked if not each.specifier.contains(environment[each.name])}
+
+    assert not changed(verl, "", "torch")
+    assert not changed(trl, "", "torch", "hf")
+    assert changed(verl, "hf") == {"transformers", "accelerate", "peft"}, "the tested versions are floors"
+    pytest.importorskip("trl")
+    words = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", ".[hf]"]
+    done = ended([*words, "--disable-pip-version-check"], cwd=ROOT, check=True)
+    assert re.findall(r"Would install (.*)", done.stdout) == [f"megatron-balance-{megatron_balance.__version__}"]
+
+
 def installation(package: str, installed: str, folder: Path) -> str:
     # Arguments of the installation that the image makes of a package beside what is `installed`.
     step = next(each for each in DOCKERFILE.split("RUN ") if f"s/^{package}" in each).split("\n\n")[0]
@@ -481,7 +499,7 @@ def test_a_mistake_is_one_sentence_before_anything_starts(cluster):
 
 def test_locks_hold_what_the_package_asks_for_with_hashes_and_no_host():
     wanted = {"image": [""], "train": ["", "train", "report"]}
-    wanted["dev"] = ["", "train", "torch", "dev", "docs", "gurobi", "highs"]
+    wanted["dev"] = ["", "train", "hf", "dev", "docs", "gurobi", "highs"]
     versions: dict[str, dict[str, str]] = {}
     for path in sorted(LOCKS.glob("*.txt")):
         inside = packages(path.read_text())  # raises for an entry without a hash

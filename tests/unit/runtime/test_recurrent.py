@@ -1,8 +1,5 @@
 """Recurrences in plain torch on one rank: chunks, maps, gradients of steep decays, refusals."""
 
-from dataclasses import replace
-from typing import cast
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +7,6 @@ import torch
 from megatron_balance.compile.recurrent import program_of
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Rows
-from megatron_balance.runtime.cuda import Streams
 from megatron_balance.runtime.groups import single
 from megatron_balance.runtime.kernels.recurrence import GatedDelta, Mamba2
 from megatron_balance.runtime.recurrent import bind_recurrent, causal_convolution, recurrent_layer
@@ -84,8 +80,6 @@ def test_what_the_program_is_not_for_is_refused():
         causal_convolution(torch.zeros(33, 2), torch.zeros(2, 4), None, bound)
     with pytest.raises(ConfigError, match="the program is for 2 ranks, the pool has 1"):
         bind_recurrent(program_of((3,), [Rows.of(3, [(0, 0, 3)]), Rows(3)], 2, 2), single())
-    with pytest.raises(ConfigError, match="gloo only"):
-        bind_recurrent(ONE_RANK, replace(single(), streams=cast(Streams, object())))
 
 
 def test_a_second_derivative_is_refused():

@@ -24,7 +24,7 @@ from megatron_balance.runtime.groups import single
 from tests.support import by_hand
 from tests.support.processes import ended
 from tools.faults import rendezvous
-from tools.gpu import bare, issue_order, kernels, plans, prepare, ranks, sanitizer, shapes, sharing, syncs
+from tools.gpu import bare, issue_order, kernels, plans, prepare, ranks, recurrent, sanitizer, shapes, sharing, syncs
 from tools.gpu.ranks import Place
 from tools.gpu.rows import Context
 
@@ -321,13 +321,13 @@ def test_the_first_call_runs_small_without_a_gpu(tmp_path):
     # Steps of the command that fork ranks themselves, over gloo: every row is there, and is met.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, "PYTHON": sys.executable, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    steps = ("links", "order", "plans")  # the last takes what is left where a kit has many plans
+    steps = ("links", "order", "recurrent", "plans")  # the last takes what is left where a kit has many plans
     command = [str(ROOT / "tools" / "gpu" / "bare"), "first", "--steps", ",".join(steps), "--ranks", "2"]
     done = ended([*command, "--out", str(tmp_path), "--limit-s", "280"], timeout=300, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = {row["name"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
     measured = {name for name, row in rows.items() if row["kind"] == "measured"}
     assert {"ranks that hang on unused communicators, each later than the last", issue_order.HOST.name} < measured
-    assert {plans.WORST[2].name, plans.RAN[2].name, issue_order.CALLS.name} < measured
+    assert {plans.WORST[2].name, plans.RAN[2].name, issue_order.CALLS.name, recurrent.WORST.name} < measured
     assert not [row for row in rows.values() if row["ok"] is False]
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"], "no document without a GPU"

@@ -15,7 +15,7 @@ import megatron_balance
 from megatron_balance import Cluster, Model
 from megatron_balance.config import load_cluster
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
-from megatron_balance.ir.forest import Forest
+from megatron_balance.ir.forest import Forest, Segment
 from megatron_balance.model_config import unproved
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
@@ -421,17 +421,11 @@ def test_names_of_torchtitan_and_mappings_are_read_and_what_is_missing_is_named(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("BambaConfig", "bamba: has layers that mix tokens"),
         ("BloomConfig", "bloom: attends by itself"),
-        ("GraniteMoeHybridConfig", "granitemoehybrid: has layers that mix tokens"),
         ("JambaConfig", "jamba: has layers that mix tokens"),
-        ("KimiLinearConfig", "kimi_linear: "),
         ("Llama4TextConfig", "llama4_text: "),
         ("Llama4Config", "llama4: "),
         ("MiniMaxConfig", "minimax: has layers that mix tokens"),
-        ("OlmoHybridConfig", "olmo_hybrid: has layers that mix tokens"),
-        ("Qwen3NextConfig", "qwen3_next: has layers that mix tokens"),
-        ("Qwen3_5Config", "qwen3_5: "),
         ("RecurrentGemmaConfig", "recurrent_gemma: has layers that mix tokens"),
         ("T5Config", "is_encoder_decoder: "),
         ("Zamba2Config", "zamba2: "),
@@ -448,11 +442,12 @@ def test_layers_are_looked_at_where_the_balancer_saw_no_configuration() -> None:
     transformers = pytest.importorskip("transformers")
     layer = wrong(SimpleNamespace(config=transformers.Qwen3NextConfig()))
     with pytest.raises(ConfigError, match="qwen3_next: has layers that mix tokens"):
-        check_layer(layer, ())
-    check_layer(layer, ["qwen3_next"])
+        check_layer(layer, (), hybrid=False)
+    check_layer(layer, ["qwen3_next"], hybrid=False)
+    check_layer(layer, (), hybrid=True)
     with pytest.raises(ConfigError, match="qwen3_next: has layers that mix tokens"):
-        check_layer(layer, ())  # another balancer, which did not accept it
-    check_layer(wrong(SimpleNamespace(config=transformers.LlamaConfig())), ())
+        check_layer(layer, (), hybrid=False)  # another balancer, which did not accept it
+    check_layer(wrong(SimpleNamespace(config=transformers.LlamaConfig())), (), hybrid=False)
 
 
 @pytest.mark.parametrize("planner", [*PLANNERS])
@@ -504,8 +499,15 @@ def test_a_weighted_loss_of_rows_is_that_of_the_rollouts() -> None:
     assert nothing.sum_loss().item() == 0
 
 
+def test_a_prefix_is_one_block_at_the_beginning() -> None:
+    assert hf.prefix_segments([0, 0, 1]) == [Segment(2, -1, full=True), Segment(1, 0)]
+    assert hf.prefix_segments([1, 2]) == [Segment(2, -1)]
+    with pytest.raises(ConfigError, match="at the beginning alone, got one at 3 behind another type at 1"):
+        hf.prefix_segments([0, 1, 1, 0])
+
+
 def test_a_tree_attends_as_its_segments_say() -> None:
-    batch = balancer().trees([TREE, ([7, 8], [8, IGNORED], [(2, -1, False)])])
+    batch = balancer().trees([TREE, ([7, 8], [8, IGNORED], [(2, -1, "causal")])])
     assert batch.labels.tolist() == [2, IGNORED, IGNORED, 9, 8, IGNORED]
     assert batch.position_ids.tolist() == [0, 1, 2, 1, 0, 1]
     shown = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 1]]).bool()
@@ -526,6 +528,7 @@ def test_a_tree_attends_as_its_segments_say() -> None:
         (lambda: balancer().trees([(*TREE[:2], [(3, -1, False)])]), "tree 0: segments of 3 tokens, and 4 tokens"),
         (lambda: balancer().trees([(*TREE[:2], [(4, 0, False)])]), "tree 0: .*parent 0; depth first it is -1"),
         (lambda: balancer().trees([(*TREE[:2], [4])]), "tree 0: "),
+        (lambda: balancer().trees([(*TREE[:2], [(4, -1, "fully")])]), 'tree 0: expected "causal", "full" or .*fully'),
         (lambda: balancer(mask="full", shift_labels=False).rollouts(ROLLOUTS), "a full mask shows siblings"),
         (lambda: balancer().rollouts(ROLLOUTS).mean_loss(torch.zeros(()), attended=0), "count those that several have"),
         (lambda: balancer().rollouts(ROLLOUTS).global_loss(torch.zeros(()), attended=0), "take weighted_nll"),

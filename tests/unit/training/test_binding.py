@@ -15,6 +15,7 @@ import torch
 from megatron_balance.compile.pipeline import Projector
 from megatron_balance.errors import ConfigError, DataError, InvalidProgramError
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import Segment, Tree, document, over, unless_plain
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import Layers
@@ -191,6 +192,15 @@ def tokens_of(piece: DocumentPiece) -> torch.Tensor:
     return torch.from_numpy(TOKENS[STARTS[document] + start : STARTS[document] + stop])[:, None]
 
 
+def tree_of_piece(piece: DocumentPiece) -> Tree:
+    # Every third document is plain; others branch by their number.
+    document_, start, stop = piece
+    length, at = stop - start, 1 + document_ % max(1, (stop - start) // 2)
+    if document_ % 3 == 0 or length < 4 or length - at < 2:
+        return document(length)
+    return Segment(at, -1), Segment(1, 0), Segment(length - at - 1, 0)
+
+
 @dataclass
 class Run:
     # A training run without a model: `replicas` read, and one process plays all of them.
@@ -205,6 +215,8 @@ class Run:
     done: int = 0
     consumed: int = 0
     saved: str = ""
+    # Whether documents are trees.
+    trees: bool = False
 
     def __post_init__(self) -> None:
         self.stream = stream(self.seed)
@@ -218,6 +230,7 @@ class Run:
             1 << 30,
             remaining=lambda: self.steps - self.done,
             identity=lambda: DataIdentity(self.stream.fingerprint()),
+            trees=(lambda n: tuple(map(tree_of_piece, self.stream.sample(n)))) if self.trees else None,
         )
         self.plans = StepPlans(StepPlanner(spec), samples, lambda _: None)
         if self.saved:
@@ -238,8 +251,11 @@ class Run:
             by_rank.append([Sequences.of([tokens_of(piece) for piece in sample]) for sample in own])
             lengths.append(tuple(stop - start for sample in own for _, start, stop in sample))
             owners.append(np.repeat(np.arange(self.replicas), [len(sample) for sample in own]))
-        planned = self.plans.plan(tuple(lengths))
-        shared = PoolLengths(tuple(lengths), tuple(owners))
+        of_samples = [drawn[m * self.replicas : (m + 1) * self.replicas] for m in range(draw.num_microbatches)]
+        trees = tuple(tuple(tree_of_piece(piece) for sample in own for piece in sample) for own in of_samples)
+        trees = trees if self.trees and any(map(unless_plain, trees)) else ()
+        planned = self.plans.plan(tuple(lengths), trees)
+        shared = PoolLengths(tuple(lengths), tuple(owners), trees=trees)
         again = [(held, at % self.replicas) for at, held in enumerate(planned.recalled)]
         trained: list[torch.Tensor] = []
         for rank in range(self.replicas):
@@ -249,10 +265,15 @@ class Run:
                 if owner == rank
             )
             recalled = Recalled(
-                tuple((held.number, held.length) for held, _ in again), tuple(owner for _, owner in again), rows
+                tuple((held.number, held.length) for held, _ in again),
+                tuple(owner for _, owner in again),
+                rows,
+                planned.recalled_trees,
             )
             mine, apart = by_nano_batch([each[rank] for each in by_rank], shared, planned.step.members, rank, recalled)
             assert apart.lengths == tuple(plan.lengths for plan in planned.plans)
+            masks = [over(CAUSAL, each) for each in apart.trees or [()] * len(planned.plans)]
+            assert masks == [plan.mask for plan in planned.plans]
             for each in mine:
                 trained.extend(torch.split(each.rows[:, 0], list(each.lengths)))
         if not dies:
@@ -270,11 +291,12 @@ def multiset(documents: list[torch.Tensor]) -> Counter[bytes]:
     return Counter(each.numpy().tobytes() for each in documents)
 
 
-def test_over_200_steps_kills_other_ranks_and_another_planner_each_document_is_trained_once() -> None:
-    run = Run()
+@pytest.mark.parametrize("trees", [False, True])
+def test_over_200_steps_kills_other_ranks_and_another_planner_each_document_is_trained_once(trees: bool) -> None:
+    run = Run(trees=trees)
     drawn: list[DocumentPiece] = []
     trained: list[torch.Tensor] = []
-    waited = recalled = changed = 0
+    waited = recalled = recalled_trees = changed = 0
     while run.done < STEPS:
         if run.done in (40, 90):  # killed inside a step, and resumed
             assert run.plans.end_step().held, "documents wait over the kill"
@@ -298,6 +320,7 @@ def test_over_200_steps_kills_other_ranks_and_another_planner_each_document_is_t
         assert ledger.drawn == ledger.trained + ledger.carry.waiting_tokens
         waited = max(waited, len(ledger.held))
         recalled += len(planned.recalled)
+        recalled_trees += len(unless_plain(planned.recalled_trees))
         fullest = max(plan.num_tokens for plan in planned.plans)
         assert fullest <= 1.5 * CONTEXT * run.replicas
     assert multiset(trained) == multiset([tokens_of(piece) for piece in drawn])
@@ -306,6 +329,7 @@ def test_over_200_steps_kills_other_ranks_and_another_planner_each_document_is_t
     assert changed, "another planner took over while documents waited"
     assert waited >= 4
     assert recalled > 100
+    assert (recalled_trees > 20) == trees
 
 
 def test_the_last_steps_draw_less_and_nothing_waits_behind_them() -> None:

@@ -18,6 +18,7 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import Segment, document
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Strategy
@@ -214,6 +215,9 @@ def test_imbalance_before_is_that_of_replicas_and_after_of_every_microbatchs_slo
     pool = Pool(SimpleNamespace(rank=0, size=4), 4, (0, 0, 1, 1), (0, 2))  # pyright: ignore[reportArgumentType]
     shared = PoolLengths(((3, 1), (2,)), (np.array([0, 2]), np.array([2])))
     assert imbalance_before(shared, pool) == {"tokens": 1.0, "attention": pytest.approx(6 / 5)}
+    trees = ((Segment(1, -1), Segment(1, 0), Segment(1, 0)), document(1)), (document(2),)
+    branched = PoolLengths(shared.lengths, shared.owners, trees=trees)
+    assert imbalance_before(branched, pool)["attention"] == pytest.approx(5 / 4.5), "siblings do not see one another"
     assert imbalance_after(np.array([[1.0, 3.0], [3.0, 1.0]])) == 1.5
     assert imbalance_after(np.zeros((1, 2))) == 1.0
     # pipelines each by their own microbatches, which meet once a step

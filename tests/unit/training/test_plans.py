@@ -17,7 +17,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.forest import Forest, Segment, document
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Backward
-from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan
+from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, Trees
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import Planner, StepContext
@@ -57,9 +57,11 @@ class Ahead:
         self.asked: list[Hashable] = []
         self.proofs = Proofs()
 
-    def submit(self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None) -> None:
+    def submit(
+        self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None, trees: Trees = ()
+    ) -> None:
         before = self.carry if carry is None else carry
-        step, self.carry = self.planner.plan(lengths, before)
+        step, self.carry = self.planner.plan(lengths, before, trees=trees)
         self.answers[key] = Ready(step, before, self.carry, 1.0, 0.0)
         self.asked.append(key)
 

@@ -220,8 +220,17 @@ def test_trees_stay_with_their_sequences_in_nano_batches() -> None:
     shared = shared_by(mine)
     _, apart = tokens.by_nano_batch(mine, shared, (((0, 2), (1,)),), rank=0)
     assert apart.trees == ((TREE, ROOT), (document(3),))
-    with pytest.raises(AssertionError, match="sequences of earlier steps"):
-        tokens.by_nano_batch(mine, shared, (((0,),),), 0, tokens.Recalled(((-1, 3),), (0,)))
+    # And those of earlier steps, of which only some are trees.
+    again = sequences(document(4), TREE)
+    rows = tuple(zip((-2, -1), again.rows.split(again.lengths), strict=True))
+    waiting = ((-2, 4), (-1, 8))
+    recalled = tokens.Recalled(waiting, (0, 0), rows, again.trees)
+    _, apart = tokens.by_nano_batch(
+        [sequences(document(3))], shared_by([sequences(document(3))]), (((-1, 0, -2),),), 0, recalled
+    )
+    assert apart.trees == ((TREE, document(3), document(4)),)
+    _, apart = tokens.by_nano_batch(mine, shared, (((0, -2),),), 0, tokens.Recalled(waiting, (0, 0), rows))
+    assert apart.trees == ((TREE, document(4)),)
 
 
 def test_a_plan_of_other_trees_of_the_same_lengths_is_refused() -> None:

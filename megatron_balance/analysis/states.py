@@ -1,0 +1,247 @@
+"""The price of handing states on in recurrent layers, without their program, whose rows are as many as
+pieces times ranks; the simulator and the estimate take it from here.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.recurrent import STATE_BYTES, Pieces
+from megatron_balance.analysis.rounds import in_step
+from megatron_balance.compile.recurrent import composers, halos
+from megatron_balance.cost.base import Floats
+from megatron_balance.cost.modules import scan_module, summary_module
+from megatron_balance.cost.parallel import all_to_all_s, group_of
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.columns import Placed, Transfer
+from megatron_balance.ir.forest import Forest
+from megatron_balance.ir.model import Model, RecurrentLayers
+from megatron_balance.ir.plan import MicrobatchPlan
+
+
+class _Links(NamedTuple):
+    """Bytes that ranks send and receive [2, num_ranks], in their node and to others; peers alike."""
+
+    inside: Floats
+    across: Floats
+    peers_inside: Ints
+    peers_across: Ints
+
+    def turned(self) -> _Links:
+        return _Links(self.inside[::-1], self.across[::-1], self.peers_inside[::-1], self.peers_across[::-1])
+
+
+def _by(index: Ints, amount: Floats, size: int) -> Floats:
+    return np.bincount(index, amount, size)
+
+
+class StatesCost(NamedTuple):
+    """A recurrent layer, beside what `layer_s` has for its tokens: seconds of each rank forward and
+    backward, of which it computes `compute_s`; bytes over each resource of the machine.
+    """
+
+    seconds: tuple[Floats, Floats]
+    compute_s: tuple[Floats, Floats]
+    moved: tuple[Floats, Floats]
+
+
+# The last few, by identity: planner, comparison and simulator ask for the same ones.
+_RECENT: list[tuple[MicrobatchPlan, Machine, StatesCost]] = []
+
+
+def states_cost(plan: MicrobatchPlan, machine: Machine) -> StatesCost | None:
+    """The price of a recurrent layer's states under a plan; None: the model has no such layer.
+
+    Rounds are those of `compile.recurrent`: halos, summaries, states; each takes a call, a message to
+    each peer, and the bytes of the busiest of a rank's links or of its NIC, in the direction that has
+    more. Raises ConfigError: a plan of trees.
+    """
+    if (own := machine.model.recurrent) is None:
+        return None
+    for known, on, found in tuple(_RECENT):
+        if known is plan and (on.cost is machine.cost or on.cost == machine.cost) and on.cluster == machine.cluster:
+            return found
+    if isinstance(plan.mask, Forest):
+        raise ConfigError("a plan of trees: recurrent layers hand states on along documents alone, not along paths")
+    found = _Priced(plan, machine, own).cost()
+    _RECENT[:] = [(plan, machine, found), *_RECENT[:3]]
+    return found
+
+
+def round_links(plan: MicrobatchPlan, machine: Machine) -> tuple[list[_Links], list[_Links]]:
+    """Bytes and peers of each rank in every round of a recurrent layer, forward and backward."""
+    assert machine.model.recurrent is not None
+    return _Priced(plan, machine, machine.model.recurrent).rounds()
+
+
+class _Priced:
+    """Pieces of a plan and what each rank sends of them."""
+
+    def __init__(self, plan: MicrobatchPlan, machine: Machine, own: RecurrentLayers) -> None:
+        self.machine, self.own, self.ranks = machine, own, machine.num_ranks
+        self.held, self.begins, self.ends = Pieces.of(plan)
+        self.size = self.held[:, Placed.STOP] - self.held[:, Placed.START]
+
+    @cached_property
+    def shares(self) -> tuple[Ints, Ints, Floats]:
+        """Rows (seq, rank) of the ranks that a cut sequence is on; the row of each of its pieces;
+        heads that each composes.
+        """
+        cut = self.held[~(self.begins & self.ends)]
+        own = cut[:, Placed.SEQ] * self.ranks + cut[:, Placed.RANK]
+        rows, at = np.unique(own, return_inverse=True)
+        table, heads = composers(self.held, self.own.state_heads), np.zeros(len(rows))
+        heads[np.searchsorted(rows, table[:, 1] * self.ranks + table[:, 0])] = table[:, 3] - table[:, 2]
+        return np.column_stack(np.divmod(rows, self.ranks)), at, heads
+
+    def rounds(self) -> tuple[list[_Links], list[_Links]]:
+        """Links of every round, forward and backward."""
+        forward: list[_Links] = []
+        backward: list[_Links] = []
+        rows = halos(self.held, self.own.conv_width - 1)
+        if len(rows):
+            row_bytes = self.own.channels * self.machine.model.bytes_per_element
+            num_bytes = (rows[:, Transfer.STOP] - rows[:, Transfer.START]) * row_bytes
+            halo = self._pairs(rows[:, Transfer.SRC], rows[:, Transfer.DST], num_bytes.astype(np.float64))
+            forward.append(halo)
+            backward.append(halo.turned())
+        if self.own.state_heads and not (self.begins & self.ends).all():
+            state = float(STATE_BYTES * self.own.key_dim * self.own.value_dim)
+            summary = np.where(self.begins, state, state + STATE_BYTES * self.own.map_size)
+            forward += [self._of_heads(summary, ~self.ends, up=True), self._of_heads(state, ~self.begins, up=False)]
+            backward += [self._of_heads(state, ~self.begins, up=True), self._of_heads(state, ~self.ends, up=False)]
+        return forward, backward[1:] + backward[:1] if len(rows) else backward
+
+    def _pairs(self, src: Ints, dst: Ints, num_bytes: Floats) -> _Links:
+        across = self.machine.crosses(src, dst)
+        pairs = np.unique(np.column_stack([src, dst]), axis=0)
+        over = self.machine.crosses(*pairs.T)
+
+        def by_rank(which: Bools) -> Floats:
+            return np.array([np.bincount(end[which], num_bytes[which], self.ranks) for end in (src, dst)])
+
+        def peers(which: Bools) -> Ints:
+            return np.array([np.bincount(end[which], minlength=self.ranks) for end in pairs.T])
+
+        return _Links(by_rank(~across), by_rank(across), peers(~over), peers(over))
+
+    def _of_heads(self, num_bytes: Floats | float, which: Bools, *, up: bool) -> _Links:
+        # Bytes a head of these pieces, to those that compose it (`up`) or from them.
+        node_of = self.machine.nics.node
+        pairs, at, heads = self.shares
+        amount = np.bincount(at, (num_bytes * which)[~(self.begins & self.ends)], len(pairs))
+        seqs, of_seq = np.unique(pairs[:, 0], return_inverse=True)
+        nodes, of_node = np.unique(np.column_stack([pairs[:, 0], node_of(pairs[:, 1])]), axis=0, return_inverse=True)
+        of_node = of_node.ravel()
+
+        def others(each: Floats) -> tuple[Floats, Floats]:
+            # Of a sequence's other ranks: in the node, and in others.
+            here = np.bincount(of_node, each, len(nodes))[of_node]
+            return here - each, np.bincount(of_seq, each, len(seqs))[of_seq] - here
+
+        (heads_in, heads_out), (amount_in, amount_out) = others(heads), others(amount)
+        rank = pairs[:, 1]
+
+        def by_rank(pieces: Floats, composing: Floats) -> Floats:
+            both = [np.bincount(rank, each, self.ranks) for each in (amount * pieces, heads * composing)]
+            return np.array(both if up else both[::-1])
+
+        inside, across = by_rank(heads_in, amount_in), by_rank(heads_out, amount_out)
+        return _Links(inside, across, *self._peers(pairs, seqs, of_seq, heads > 0, amount > 0, up=up))
+
+    def _peers(
+        self, pairs: Ints, seqs: Ints, of_seq: Ints, composing: Bools, giving: Bools, *, up: bool
+    ) -> tuple[Ints, Ints]:
+        # Of each rank, those that it sends to and receives from, each once.
+        gives, composes = (np.zeros((len(seqs), self.ranks), dtype=np.float32) for _ in range(2))
+        gives[of_seq, pairs[:, 1]], composes[of_seq, pairs[:, 1]] = giving, composing
+        meet = gives.T @ composes > 0
+        np.fill_diagonal(meet, val=False)
+        node = self.machine.nics.node(np.arange(self.ranks))
+        found: list[Ints] = []
+        for which in (node[:, None] == node, node[:, None] != node):
+            both = [(meet & which).sum(axis=axis) for axis in (1, 0)]
+            found.append(np.array(both if up else both[::-1]))
+        return found[0], found[1]
+
+    def _seconds(self, links: _Links) -> Floats:
+        machine, intra, inter = self.machine, self.machine.intra, self.machine.inter
+        nics = machine.nics.nic(np.arange(self.ranks))
+        of_nic = np.array([_by(nics, links.across[end], machine.num_nics)[nics] for end in (0, 1)])
+        inside = links.peers_inside * intra.alpha_s + links.inside / intra.bytes_per_s
+        across = links.peers_across * inter.alpha_s + of_nic * (links.peers_across > 0) / inter.bytes_per_s
+        busy = (links.peers_inside + links.peers_across > 0).any(axis=0)
+        return np.where(busy, machine.cost.call_s + np.maximum(inside, across).max(axis=0), 0.0)
+
+    def cost(self) -> StatesCost:
+        machine, computing = self.machine, self._computing()
+        seconds, moved = list[Floats](), list[Floats]()
+        for own_s, rounds in zip(computing, self.rounds(), strict=True):
+            of_rank, total = np.zeros(self.ranks), np.zeros(len(machine.capacity()))
+            spent = own_s.copy()
+            for links in rounds:
+                spent += self._seconds(links)
+                of_rank += (links.inside + links.across).sum(axis=0)
+                total += self._resources(links)
+            seconds.append(spent + np.array([machine.pack_s(n) for n in of_rank.tolist()]) * machine.slow())
+            moved.append(total)
+        return StatesCost((seconds[0], seconds[1]), (computing[0], computing[1]), (moved[0], moved[1]))
+
+    def _computing(self) -> list[Floats]:
+        # What pieces add to the tokens' own: chunks that they do not fill, maps of those in the
+        # middle, and composing them.
+        machine, own, cost = self.machine, self.own, self.machine.cost
+        rank, scan, summary = self.held[:, Placed.RANK], scan_module(own), summary_module(own)
+        padded = (-self.size % own.chunk) * float(own.state_heads > 0)
+        middle = self.size * (~self.begins & ~self.ends)
+        padding, between = (np.bincount(rank, each, self.ranks) for each in (padded, middle))
+        composing = np.zeros(self.ranks)
+        if own.state_heads:
+            table = composers(self.held, own.heads)
+            counts = np.bincount(self.held[:, Placed.SEQ])
+            joins = (table[:, 3] - table[:, 2]) * np.maximum(counts[table[:, 1]] - 2, 0)
+            touched = float(STATE_BYTES * (own.map_size + 2 * own.key_dim * own.value_dim))
+            np.add.at(composing, table[:, 0], joins * touched)
+        found: list[Floats] = []
+        for times in (1, 2):
+            seconds = np.array([cost.scan_s(times * n * scan.flops, times * n * scan.elements) for n in padding])
+            seconds += [cost.scan_s(n * summary.flops, n * summary.elements) for n in between]
+            seconds += [machine.pack_s(float(n) / 2) for n in composing]
+            found.append(seconds * machine.slow())
+        return found
+
+    def _resources(self, links: _Links) -> Floats:
+        nics, ranks = self.machine.nics, np.arange(self.ranks)
+        sent, received = (_by(nics.nic(ranks), links.across[end], self.machine.num_nics) for end in (0, 1))
+        return np.concatenate([links.inside[0], links.inside[1], sent, received])
+
+
+def by_heads_s(own: RecurrentLayers, machine: Machine, num_tokens: float, ranks: int) -> float:
+    """Seconds of a recurrent layer's two all-to-alls, one way through the layer, where `ranks`
+    neighbours exchange all their `num_tokens` each by heads and back, as Megatron-core does.
+    """
+    here = min(ranks, machine.cluster.node_size)
+    row_bytes = machine.model.bytes_per_element * num_tokens
+    group = group_of(machine.cluster, ranks, here, busy_nics=True)
+    widths = own.channels + own.gates, own.heads * own.value_dim
+    return sum(machine.cost.call_s + all_to_all_s(row_bytes * width, group) for width in widths) if ranks > 1 else 0.0
+
+
+def mean_layer_s(
+    attended: Floats, linear: Floats, states: StatesCost | None, group: Ints, model: Model, *, backward: bool
+) -> Floats:
+    """Seconds of the mean layer of a model on each rank, in step in `group` (`rounds.coupled`).
+
+    `attended`: of layers that attend, by their share of all; `linear`: outside attention; `states`:
+    None where every layer attends, and of trees, whose states nobody hands on.
+    """
+    if model.recurrent is None:
+        return attended
+    attention, recurrent, _ = model.layer_shares
+    handed_on = 0.0 if states is None else recurrent * states.seconds[backward]
+    return attended + in_step((1 - attention) * linear + handed_on, group)

@@ -1,0 +1,184 @@
+"""Items into microbatches and places, under a cap of tokens: as few microbatches as hold them, the
+slowest place of each as fast as was found.
+
+Where the ranks of a microbatch wait for one another (weights gathered layer by layer), a step takes
+the sum, over its microbatches, of the seconds of its slowest place: slow items belong into the same
+microbatches. Where they wait at its end alone, it takes the slowest place over all microbatches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from megatron_balance.cost.base import Floats
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.solvers.packing import best_fit
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchesProblem:
+    """`tokens`, `seconds` [n]: of each item, on each of the neighbouring `widths` [n] places that
+    share it; a width divides `num_places`. A place holds at most `most` tokens of a microbatch.
+    """
+
+    tokens: Ints
+    seconds: Floats
+    widths: Ints
+    num_places: int
+    most: int
+
+
+# Of each item, its microbatch and the first of its places.
+Dealt = list[tuple[int, int]]
+
+
+def deal(problem: MicrobatchesProblem, fewest: int = 1, multiple: int = 1) -> tuple[int, Dealt]:
+    """The fewest microbatches that were found to hold all items, of at least `fewest` and a
+    `multiple`; where each item is. No item may have more than `most` tokens on a place.
+    """
+    assert problem.tokens.max(initial=0) <= problem.most, "an item that no place holds"
+    room = problem.most * problem.num_places
+    count = max(fewest, -(-int((problem.tokens * problem.widths).sum()) // room), 1)
+    count = -(-count // multiple) * multiple
+    # One item a microbatch always fits.
+    while (found := _deal(problem, count)) is None:
+        count += multiple
+    return count, found
+
+
+def _deal(problem: MicrobatchesProblem, count: int) -> Dealt | None:
+    held = np.zeros((count, problem.num_places), dtype=np.int64)
+    loads = np.zeros((count, problem.num_places))
+    dealt: Dealt = [(-1, -1)] * len(problem.tokens)
+    order = np.argsort(-problem.seconds, kind="stable")
+    wide = [int(item) for item in order if problem.widths[item] > 1]
+    for item in sorted(wide, key=lambda item: -problem.widths[item]):
+        if (at := _wide(problem, item, held, loads)) is None:
+            return None
+        dealt[item] = at
+    narrow = [int(item) for item in order if problem.widths[item] == 1]
+    spared = loads - _spare(problem.seconds[narrow], loads)[:, None]
+    bins = _by_seconds(problem, narrow, held, spared) or _by_seconds(problem, narrow, held, loads)
+    bins = bins or _by_tokens(problem, narrow, held)
+    if bins is None:
+        return None
+    np.add.at(loads.reshape(-1), bins, problem.seconds[narrow])
+    moved = _arranged(
+        problem,
+        loads,
+        [dealt[item] for item in wide],
+        [int(problem.widths[item]) for item in wide],
+    )
+    for item, at in zip(narrow, moved[bins].tolist(), strict=True):
+        dealt[item] = divmod(at, problem.num_places)
+    return dealt
+
+
+def _arranged(
+    problem: MicrobatchesProblem,
+    loads: Floats,
+    wide: Sequence[tuple[int, int]],
+    widths: Sequence[int],
+) -> Ints:
+    """Where each bin without a wide item goes; the slowest stand together in the microbatches with
+    the slowest wide items, each on the place that has least in all microbatches before.
+    """
+    taken = np.zeros(loads.shape, dtype=bool)
+    for (microbatch, first), width in zip(wide, widths, strict=True):
+        taken[microbatch, first : first + width] = True
+    of_wide = np.where(taken, loads, 0.0)
+    totals, moved = of_wide.sum(axis=0), np.arange(loads.size)
+    left = np.flatnonzero(~taken)
+    left = left[np.argsort(-loads.reshape(-1)[left], kind="stable")]
+    for microbatch in np.argsort(-of_wide.max(axis=1), kind="stable"):
+        places = np.flatnonzero(~taken[microbatch])
+        places = places[np.argsort(totals[places], kind="stable")]
+        own, left = left[: len(places)], left[len(places) :]
+        moved[own] = microbatch * problem.num_places + places
+        totals[places] += loads.reshape(-1)[own]
+    return moved
+
+
+def _spare(seconds: Floats, loads: Floats) -> Floats:
+    """Seconds by which each microbatch may be slower than the fastest one [microbatches], since an
+    item alone makes it so; `seconds`: of narrow items, descending; `loads`: of wide ones.
+    """
+    count, num_places = loads.shape
+    # The slowest narrow items go, one a place, where wide ones are slowest.
+    order = np.argsort(-loads.max(axis=1), kind="stable")
+    levels = loads.max(axis=1)[order]
+    tops = seconds[::num_places][:count]
+    levels[: len(tops)] = np.maximum(levels[: len(tops)], tops)
+    levels[::-1].sort()
+    even, left = 0.0, (seconds.sum() + loads.sum()) / num_places
+    for at, level in enumerate(levels):
+        even = left / (count - at)  # the level of all others, those above it taken out
+        if even >= level:
+            break
+        left -= level
+    spare = np.empty(count)
+    spare[order] = np.maximum(levels - even, 0.0)
+    return spare
+
+
+def _wide(problem: MicrobatchesProblem, item: int, held: Ints, loads: Floats) -> tuple[int, int] | None:
+    """Put an item where it adds least to the step, then on the least loaded places that have room."""
+    width, tokens, seconds = (
+        int(problem.widths[item]),
+        problem.tokens[item],
+        problem.seconds[item],
+    )
+    before = loads.reshape(len(loads), -1, width).max(axis=2)
+    fits = held.reshape(len(held), -1, width).max(axis=2) + tokens <= problem.most
+    if not fits.any():
+        return None
+    added = np.maximum(before + seconds - loads.max(axis=1, keepdims=True), 0.0)
+    added[~fits] = np.inf
+    best = np.where(added == added.min(), before, np.inf)
+    microbatch, block = divmod(int(best.argmin()), best.shape[1])
+    own = slice(block * width, (block + 1) * width)
+    held[microbatch, own] += tokens
+    loads[microbatch, own] += seconds
+    return microbatch, block * width
+
+
+def _by_seconds(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, loads: Floats) -> list[int] | None:
+    """The bin of each item, the slowest first in the least loaded one with room; None: none has."""
+    room = (problem.most - held).reshape(-1).tolist()
+    ready = [(load, at) for at, load in enumerate(loads.reshape(-1).tolist())]
+    ready.sort()
+    full: list[tuple[int, float, int]] = []  # bins without room for the item before, the most room first
+    bins: list[int] = []
+    tokens, seconds = problem.tokens.tolist(), problem.seconds.tolist()
+    for item in items:
+        size = tokens[item]
+        while full and -full[0][0] >= size:
+            _, load, at = heappop(full)
+            heappush(ready, (load, at))
+        while ready and room[ready[0][1]] < size:
+            load, at = heappop(ready)
+            heappush(full, (-room[at], load, at))
+        if not ready:
+            return None
+        load, at = heappop(ready)
+        room[at] -= size
+        bins.append(at)
+        heappush(ready, (load + seconds[item], at))
+    return bins
+
+
+def _by_tokens(problem: MicrobatchesProblem, items: Sequence[int], held: Ints) -> list[int] | None:
+    """The bin of each item, the largest first in the fullest one with room; None: none has."""
+    order = sorted(range(len(items)), key=lambda at: -problem.tokens[items[at]])
+    found = best_fit(
+        [int(problem.tokens[items[at]]) for at in order],
+        (problem.most - held).reshape(-1).tolist(),
+    )
+    bins = [-1] * len(items)
+    for at, chosen in zip(order, found, strict=True):
+        if chosen is None:
+            return None
+        bins[at] = chosen
+    return bins

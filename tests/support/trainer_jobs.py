@@ -1,0 +1,333 @@
+"""Trainers of Transformers and TRL on the ranks of a pool that is their whole world."""
+
+import inspect
+import io
+import os
+import runpy
+import shutil
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from datasets import Dataset, IterableDataset, disable_progress_bars
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Trainer,
+    TrainingArguments,
+)
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from megatron_balance.torch.trainer import BalancedTrainer, balance
+from tests.support.pool import World, said
+
+disable_progress_bars()
+# Documents of a step, whatever the number of ranks.
+STEP = 8
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+)
+LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "epoch", "step", "eval_loss")
+LOGGED += ("eval_accuracy", "eval_counted", "eval_entropy", "eval_mean_token_accuracy", "train_loss")
+SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
+
+
+@dataclass(frozen=True)
+class Case:
+    # `steps`: None, one epoch; `documents`: of the data; `args`: of the trainer's configuration.
+    kind: str = "sft"
+    steps: int | None = 4
+    documents: int = 64
+    evaluated: int = 0
+    args: tuple[tuple[str, Any], ...] = ()
+    lora: bool = False
+    stream: bool = False
+    sharded: bool = False
+    metrics: bool = False
+    planner: str = "zeppelin"
+    mixed: bool = False
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    # Bytes, and words of chats.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<|pad|>", eos_token="<|end|>", chat_template=TEMPLATE
+    )
+
+
+def texts(count: int) -> list[tuple[str, str]]:
+    # Names and bodies of functions of the standard library, short ones and a few long ones.
+    found = [each for each in vars(textwrap.TextWrapper).values() if inspect.isfunction(each)]
+    found += [
+        each for module in (shutil, inspect, tempfile) for _, each in inspect.getmembers(module, inspect.isfunction)
+    ]
+    pairs = sorted({(each.__qualname__, inspect.getsource(each)) for each in found})
+    draw = np.random.default_rng(0)
+    chosen = [pairs[at] for at in draw.permutation(len(pairs))]
+    return [(name, body[: int(30 + 12 * draw.pareto(1.0))][:400]) for name, body in (chosen * 3)[:count]]
+
+
+def chats(count: int, skipped: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": f"Write {name}"}, {"role": "assistant", "content": body}]}
+        for name, body in texts(skipped + count)[skipped:]
+    ]
+
+
+def model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    words: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads, **words))
+
+
+@contextmanager
+def world_of(world: World) -> Iterator[Path]:
+    # Accelerate's world, as torchrun says it, and a folder that all ranks share.
+    place = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size}
+    if world.size > 1:
+        os.environ.update({name: str(at) for name, at in place.items()})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    folder: list[Any] = [tempfile.mkdtemp() if world.rank == 0 else None]
+    if world.size > 1:
+        dist.broadcast_object_list(folder)
+    try:
+        yield Path(folder[0])
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+        if world.rank == 0:
+            shutil.rmtree(folder[0], ignore_errors=True)
+
+
+def arguments(case: Case, world: World, folder: Path) -> dict[str, Any]:
+    sharded = {"fsdp": True} if case.sharded and world.size > 1 else {}
+    accumulate = dict(case.args).get("gradient_accumulation_steps", 1)
+    return (
+        {
+            "output_dir": str(folder),
+            "per_device_train_batch_size": STEP // world.size // (2 if accumulate > 1 else 1),
+            "per_device_eval_batch_size": STEP // world.size,
+            "max_steps": case.steps or -1,
+            "num_train_epochs": 1,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "report_to": [],
+            "save_strategy": "no",
+            "use_cpu": True,
+            "bf16": False,
+            "seed": 3,
+            "dataloader_pin_memory": False,
+            "disable_tqdm": True,
+            "remove_unused_columns": True,
+            "eval_strategy": "steps" if case.evaluated else "no",
+            "eval_steps": 2,
+            "gradient_checkpointing": False,
+        }
+        | sharded
+        | dict(case.args)
+    )
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    # Of the next token, of what documents have.
+    guessed, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
+    counted = labels != -100
+    return {"accuracy": float((guessed == labels)[counted].mean()), "counted": float(counted.sum())}
+
+
+def rows_of(data: Sequence[dict[str, Any]], words: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
+    return [
+        {"input_ids": cast("Any", words).apply_chat_template(each["messages"], return_dict=True)["input_ids"]}
+        for each in data
+    ]
+
+
+class Mixed(BalancedTrainer, SFTTrainer): ...
+
+
+def built(case: Case, world: World, folder: Path) -> Any:
+    words = tokenizer()
+    rows: Callable[..., Any] = (lambda data: data) if case.kind == "sft" else (lambda data: rows_of(data, words))
+    data = rows(chats(case.documents))
+    train = Dataset.from_list(data)
+    given: dict[str, Any] = {"model": model(), "processing_class": words, "train_dataset": train}
+    if case.stream:
+        given["train_dataset"] = IterableDataset.from_generator(lambda: iter(data))
+    if case.evaluated:
+        given["eval_dataset"] = Dataset.from_list(rows(chats(case.evaluated, case.documents)))
+    if case.metrics:
+        given["compute_metrics"] = accuracy
+    if case.kind == "trainer":
+        args = TrainingArguments(**arguments(case, world, folder))
+        return Trainer(args=args, data_collator=DataCollatorForLanguageModeling(words, mlm=False), **given)
+    if case.lora:
+        given["peft_config"] = LoraConfig(
+            target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False
+        )
+    chat = {"assistant_only_loss": True, "max_length": 512, "dataset_num_proc": None}
+    args = SFTConfig(**(arguments(case, world, folder) | chat | dict(case.args)))
+    if case.sharded and world.size > 1:  # Accelerate shards on GPUs alone
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if case.mixed and world.size > 1:
+        return Mixed(args=args, **given, balanced={"planner": case.planner})
+    return SFTTrainer(args=args, **given)
+
+
+def trained(world: World, case: Case) -> list[dict[str, float]]:
+    # What the run logs. More ranks than one are balanced.
+    with world_of(world) as folder:
+        trainer = built(case, world, folder)
+        if world.size > 1 and not case.mixed:
+            balance(trainer, case.planner)
+        trainer.train()
+        assert trainer.is_fsdp_enabled == (case.sharded and world.size > 1)
+        return logged(trainer)
+
+
+def all_trained(world: World, cases: dict[str, Case]) -> dict[str, list[dict[str, float]]]:
+    return {name: trained(world, case) for name, case in cases.items()}
+
+
+def logged(trainer: Trainer) -> list[dict[str, float]]:
+    return [{name: each[name] for name in each if name in LOGGED} for each in trainer.state.log_history]
+
+
+def resumed(world: World, steps: int, folder: str, batch: int = 0) -> list[dict[str, float]] | str:
+    # A balanced run of so many steps that saves its second, and goes on from it where it was saved;
+    # what it logs, or the error.
+    saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": folder, "save_only_model": False}
+    if batch:
+        saving["per_device_train_batch_size"] = batch
+    with world_of(world) as other:
+        trainer = balance(built(Case(steps=steps, args=tuple(saving.items())), world, other))
+        checkpoint = Path(folder) / "checkpoint-2"
+        if error := said(trainer.train, resume_from_checkpoint=str(checkpoint) if checkpoint.exists() else None):
+            return error
+        return logged(trainer)
+
+
+def changed(world: World, packed: str) -> list[float]:
+    # Of two documents, the share of positions whose logits change with the first token of the first.
+    # `packed`: "bfd", "padding-free", "no"; or "as one", in which a row attends as one document, as
+    # where context parallelism drops the mask.
+    found: list[list[torch.Tensor]] = []
+    for first in (7, 8):
+        data = [{"input_ids": [first, *range(9, 40)]}, {"input_ids": [*range(50, 80)]}]
+        data = [each | {"labels": each["input_ids"]} for each in data]
+        given: dict[str, Any] = {"per_device_eval_batch_size": 1 if packed == "no" else 2, "eval_strategy": "no"}
+        given |= {
+            "packing": packed == "bfd",
+            "padding_free": packed != "no",
+            "max_length": 128 if packed == "bfd" else None,
+        }
+        with world_of(world) as folder:
+            config = SFTConfig(**(arguments(Case(), world, folder) | given))
+            sets: dict[str, Any] = {"train_dataset": Dataset.from_list(data), "eval_dataset": Dataset.from_list(data)}
+            trainer: Any = SFTTrainer(model=model(), args=config, processing_class=tokenizer(), **sets)
+            if packed != "as one":
+                balance(trainer, "te_ring")
+            batch = next(iter(trainer.get_eval_dataloader()))
+            trainer.model.eval()
+            with torch.no_grad():
+                if packed == "as one":
+                    ids = batch["input_ids"]
+                    seen = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()[None, None]  # of a whole row
+                    logits = trainer.model(input_ids=ids, attention_mask=seen).logits
+                    own = list(logits[0].split([32, 30]))
+                else:
+                    rows = trainer._prepare_inputs(batch)
+                    logits = trainer.model(**{name: rows[name] for name in rows if "labels" not in name}).logits
+                    held = trainer._batch
+                    own = [each for _, each in sorted(zip(held.documents, held.gather(logits), strict=True))]
+            all_ranks: list[Any] = [own]
+            if world.size > 1:
+                all_ranks = [None] * world.size
+                dist.all_gather_object(all_ranks, own)
+            found.append([each for of in all_ranks for each in of])
+    return [float((a != b).any(-1).float().mean()) for a, b in zip(*found, strict=True)]
+
+
+def example(world: World, script: str) -> str:
+    # What rank 0 alone prints.
+    printed = io.StringIO()
+    with world_of(world), patch.object(sys, "argv", [script, "--steps", "2"]), redirect_stdout(printed):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+class OwnLoss(SFTTrainer):
+    def compute_loss(self, *args: Any, **given: Any) -> Any:
+        return super().compute_loss(*args, **given)
+
+
+def one_document(at: int) -> dict[str, Any]:
+    return {"input_ids": [at, at + 1], "labels": [at, at + 1]}
+
+
+def refused(world: World) -> dict[str, str]:
+    # What `balance` says to a trainer that asks for more than it has.
+    data = Dataset.from_list([one_document(at) for at in range(9)])
+    told: dict[str, str] = {}
+    with world_of(world) as folder:
+
+        def sft(kind: type[SFTTrainer] = SFTTrainer, others: Any = None, **given: Any) -> Any:
+            args = SFTConfig(**(arguments(Case(), world, folder) | {"eval_strategy": "no", "max_length": 32} | given))
+            return kind(model=model(), args=args, processing_class=tokenizer(), train_dataset=data, **(others or {}))
+
+        wrapped = {"packing": True, "packing_strategy": "wrapped"}
+        loss = {"compute_loss_func": accuracy}
+        asked: dict[str, Callable[[], Any]] = {
+            "auto_find_batch_size": lambda: sft(auto_find_batch_size=True),
+            "average_tokens_across_devices=False": lambda: sft(average_tokens_across_devices=False),
+            "split_batches": lambda: sft(accelerator_config={"split_batches": True}),
+            "Liger's kernels": lambda: sft(use_liger_kernel=True),
+            "NEFTune": lambda: sft(neftune_noise_alpha=5.0),
+            "label smoothing": lambda: sft(label_smoothing_factor=0.1),
+            "compute_loss_func": lambda: sft(others=loss),
+            "packing 'wrapped'": lambda: sft(**wrapped),
+            "compute_loss of OwnLoss": lambda: sft(OwnLoss),
+            "metrics of packed documents": lambda: sft(packing=True, others={"compute_metrics": accuracy}),
+            "expected a Trainer": model,
+            "not balanced yet": lambda: balance(sft()),
+        }
+        for name, make in asked.items():
+            told[name] = said(balance, make())
+        offloading = sft()  # which is of GPUs
+        offloading.args.activation_offloading = True
+        told["offloaded activations"] = said(balance, offloading)
+        for name in ("cp_size", "sp_size", "tp_size"):
+            sizes = SimpleNamespace(**({"cp_size": 1, "sp_size": 1, "tp_size": 1} | {name: 2}))
+            trainer = sft()
+            with patch.object(type(trainer.accelerator), "parallelism_config", sizes):
+                told[f"{name}=2"] = said(balance, trainer)
+        waits = balance(sft(), "wlb_llm", tokens_per_rank=3)
+        told["trains every document in its step"] = said(waits.train)
+    return told

@@ -1,0 +1,180 @@
+"""The price of handing states on: bytes as the program sends them, what pieces add, layer weights."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_balance import MicrobatchPlan, Model, cli, make_planner
+from megatron_balance.analysis.backward import microbatch_bytes
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.recurrent import SummarySizes, bytes_moved, kept_bytes
+from megatron_balance.analysis.states import by_heads_s, round_links, states_cost
+from megatron_balance.compile.recurrent import compile_recurrent
+from megatron_balance.config import load_cluster
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.modules import layer_modules, scan_module
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.forest import num_tokens
+from megatron_balance.ir.model import RecurrentLayers
+from megatron_balance.ir.plan import Zone
+from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.layers import remap_saves_s
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.step import bound_s, simulate_step
+from megatron_balance.workloads.trees import draw_trees
+
+GDN = RecurrentLayers("gated_delta", 36, 12, 48, heads=32, value_dim=128, key_heads=16, key_dim=128)
+MAMBA = replace(GDN, kind="mamba2", heads=30, value_dim=64, key_heads=6, chunk=256)
+CONVOLUTION = RecurrentLayers("convolution", 36, 12, 48, heads=1, value_dim=2048, conv_width=3)
+MODEL = Model(16, 2, 256, num_layers=48, hidden_size=2048, ffn_size=5632, recurrent=GDN)
+LENGTHS = (30011, 12000, 7301, 6000, 2003, 900, 400, 321, 64, 63, 5, 1)
+
+
+def machine_of(model: Model, num_ranks: int = 16, ranks_per_node: int = 8) -> Machine:
+    cluster = load_cluster("h100").build(num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    return Machine(cluster, model, AnalyticCost(cluster, model))
+
+
+def planned(name: str, machine: Machine, lengths: tuple[int, ...] = LENGTHS) -> MicrobatchPlan:
+    return make_planner(name, machine.cluster, machine.model)(lengths)
+
+
+def whole(num_ranks: int, lengths: tuple[int, ...]) -> MicrobatchPlan:
+    # Each sequence whole on a rank, one after the other.
+    zones = tuple(Zone("local", "ring", (seq % num_ranks,), (seq,)) for seq in range(len(lengths)))
+    return MicrobatchPlan("mine", lengths, num_ranks, min(8, num_ranks), 16, 2, zones)
+
+
+@pytest.mark.parametrize("own", [GDN, MAMBA, CONVOLUTION], ids=lambda own: own.kind)
+def test_bytes_and_peers_are_those_of_the_program(own: RecurrentLayers) -> None:
+    for name in PLANNERS:
+        if name in ("auto", "flexsp", "hydraulis"):
+            continue  # which ask the others, and take seconds
+        machine = machine_of(replace(MODEL, recurrent=own), 10 if name == "usp" else 16, 5 if name == "usp" else 8)
+        plan = planned(name, machine)
+        program = compile_recurrent(plan, own.state_heads, own.conv_width - 1)
+        sizes = SummarySizes(own.map_size, own.key_dim * own.value_dim, own.channels)
+        for ops, rounds in zip((program.forward, program.backward), round_links(plan, machine), strict=True):
+            wanted = bytes_moved(ops, sizes)
+            numbers = np.unique(wanted[:, 0])
+            assert len(numbers) == len(rounds), name
+            for number, links in zip(numbers, rounds, strict=True):
+                _, src, dst, num_bytes = wanted[wanted[:, 0] == number].T
+                across = machine.crosses(src, dst)
+                for end, ranks in enumerate((src, dst)):
+                    for which, amount, peers in (
+                        (~across, links.inside, links.peers_inside),
+                        (across, links.across, links.peers_across),
+                    ):
+                        of = np.bincount(ranks[which], num_bytes[which], machine.num_ranks)
+                        assert amount[end] == pytest.approx(of), (name, number)
+                        assert peers[end].tolist() == np.bincount(ranks[which], minlength=machine.num_ranks).tolist()
+
+
+def test_a_short_piece_costs_a_whole_chunk_and_a_middle_one_its_map() -> None:
+    machine = machine_of(MODEL, 2)
+    scan, cost = scan_module(GDN), machine.cost
+    found = states_cost(whole(2, (64 * 10, 65)), machine)
+    assert found is not None
+    padded = cost.scan_s(63 * scan.flops, 63 * scan.elements)
+    assert found.seconds[0].tolist() == pytest.approx([0.0, padded])
+    assert found.seconds[1].tolist() == pytest.approx([0.0, 2 * padded])
+    assert not kept_bytes(whole(2, (640, 65)), GDN).any()
+    # Three pieces, zigzag on two ranks: rank 1 holds the middle, whose map it needs; rank 0 the ends.
+    ring = MicrobatchPlan("mine", (64 * 8,), 2, 2, 16, 2, (Zone("pool", "ring", (0, 1), (0,)),))
+    state = 4 * 128 * 128
+    assert kept_bytes(ring, GDN).tolist() == [32 * state + 16 * state, 32 * state + 16 * state]
+    of_ring = states_cost(ring, machine)
+    assert of_ring is not None
+    assert of_ring.compute_s[0][1] > of_ring.compute_s[0][0]
+    assert states_cost(ring, machine_of(replace(MODEL, recurrent=None), 2)) is None
+
+
+def test_the_mean_layer_is_shared_by_those_that_attend_and_those_that_do_not() -> None:
+    # A plan without exchanges: the step is the sum of its layers.
+    plain, hybrid = machine_of(replace(MODEL, recurrent=None), 2), machine_of(MODEL, 2)
+    lengths = (64 * 100, 64 * 90)
+    plan, setup = whole(2, lengths), Setup(engine="rounds", pipeline=1)
+    steps = [simulate_step([plan], each, setup) for each in (plain, hybrid)]
+    attended = [step.phases_s["forward_attention"] for step in steps]
+    assert attended[1] == pytest.approx(attended[0] / 4)
+    modules = {module.name: module for module in layer_modules(MODEL)}
+    of_all = {module.name: module for module in layer_modules(replace(MODEL, recurrent=None))}
+    assert modules["qkv"].flops == of_all["qkv"].flops / 4
+    assert modules["mlp"] == of_all["mlp"]
+    assert modules["recurrent"].weights == GDN.weights(2048) * 3 / 4
+    # What a planner is told of a layer that attends has its part of the other three.
+    cost = hybrid.cost
+    token_s = cost.layer_s(1e9) / 1e9
+    assert cost.linear_s(1.0) == pytest.approx(4 * token_s)
+    assert MODEL.linear_flops_per_token == pytest.approx(4 * sum(each.flops for each in modules.values()))
+    # Bounds are below.
+    assert bound_s([Batch(lengths)], hybrid) <= steps[1].step_s
+    # Figures of a step have the states of its recurrent layers.
+    ring = planned("te_ring", hybrid, (1 << 14,))
+    ringed = [simulate_step([ring], each, setup).attention_s["forward"] for each in (plain, hybrid)]
+    of_states = states_cost(ring, hybrid)
+    assert of_states is not None
+    assert ringed[1] == pytest.approx(ringed[0] / 4 + 36 * float(of_states.seconds[0].max()), rel=0.01)
+    # Keys are kept where layers attend, states where they are recurrent.
+    cut = planned("te_ring", hybrid, (1 << 14,))
+    assert microbatch_bytes([cut], MODEL).states.tolist() == kept_bytes(cut, GDN).tolist()
+
+
+def test_states_are_beside_an_exchange_of_all_tokens_by_heads() -> None:
+    machine = machine_of(MODEL, 64)
+    lengths = tuple(np.random.default_rng(0).pareto(0.7, 60).clip(0.02, 20).__mul__(4096).astype(int).tolist())
+    by_heads = by_heads_s(GDN, machine, sum(lengths) / 64, 64)
+    found = states_cost(planned("distca", machine, lengths), machine)
+    assert found is not None
+    assert float(found.seconds[0].max()) < by_heads
+    # Who cuts every document over all ranks is refused, with both figures, and auto asks others.
+    sentence = (
+        rf"te_ring cuts documents into .* pieces, whose states take .* by heads would take {1e3 * by_heads:.1f} ms"
+    )
+    with pytest.raises(InfeasibleError, match=sentence):
+        planned("te_ring", machine, lengths)
+    assert make_planner("te_ring", machine.cluster, replace(MODEL, recurrent=None))(lengths).planner == "te_ring"
+    auto = make_planner("auto", machine.cluster, MODEL, planners=["te_ring", "distca"])
+    assert auto(lengths).planner == "distca"
+    assert by_heads_s(GDN, machine, 8192, 1) == 0.0
+
+
+def test_a_remap_pays_for_its_moves_where_layers_attend_and_for_the_states_of_its_pieces() -> None:
+    # Uneven tokens cost in all layers: a remap that does not pay in a dense model may in a hybrid one.
+    machine = machine_of(MODEL)
+    tokens = [8192.0 + 40 * rank for rank in range(16)]
+    dense = replace(MODEL, recurrent=None)
+    assert machine.cost.linear_s(1.0) > 3 * AnalyticCost(machine.cluster, dense).linear_s(1.0)
+    assert remap_saves_s(tokens, machine.cluster, machine.cost) > remap_saves_s(
+        tokens, machine.cluster, AnalyticCost(machine.cluster, dense)
+    )
+
+
+def test_compare_holds_states_against_all_tokens_by_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [
+        "compare",
+        "--model",
+        "nemotron-h-8b",
+        "--cluster",
+        "h100",
+        "--ranks",
+        "32",
+        "--lengths",
+        "60000,40000,9000",
+    ]
+    asked += ["--planner", "distca", "--planner", "zeppelin", "--recompute", "full"]
+    assert cli.main(asked) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "states in each of 24 recurrent layers, forward, ms: " in said
+    assert "in groups of 32 ranks, the most that 128 heads go to" in said
+
+
+def test_a_plan_of_trees_is_refused() -> None:
+    (trees,) = draw_trees("agents", 20_000, 1, 0)
+    machine = machine_of(replace(MODEL, recurrent=None))
+    plan = make_planner("distca", machine.cluster, machine.model)(Batch(tuple(map(num_tokens, trees)), trees))
+    with pytest.raises(ConfigError, match="hand states on along documents alone"):
+        states_cost(plan, machine_of(MODEL))
