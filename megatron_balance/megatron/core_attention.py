@@ -122,10 +122,10 @@ class BalancedSeqParams(PackedSeqParams):
         assert bound is not None, "a planned microbatch is bound before the model sees it"
         return bound
 
-    def recurrent_now(self, num_heads: int, halo: int) -> RecurrentBound:
+    def recurrent_now(self, num_heads: int, halo: int, device: torch.device) -> RecurrentBound:
         """The plan bound for a recurrent layer of so many heads on this rank and of so wide a halo."""
         if self.alone:
-            return RecurrentBounds.alone(self.alone).of(num_heads, halo)
+            return RecurrentBounds.alone(self.alone, device).of(num_heads, halo)
         assert self.layers is not None, "recurrent layers run neither as two nano-batches nor in joint ticks"
         return self.layers.recurrent.of(num_heads, halo)
 

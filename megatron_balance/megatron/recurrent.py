@@ -84,7 +84,7 @@ def _bound_of(params: object, mixer: Any, num_heads: int, halo: int) -> Recurren
             "from megatron_balance; a script that calls the model itself (inference, a custom loop) cannot run with "
             "--balance-config"
         )
-    return params.recurrent_now(num_heads, halo)
+    return params.recurrent_now(num_heads, halo, next(mixer.parameters()).device)
 
 
 @contextmanager
