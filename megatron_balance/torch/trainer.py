@@ -26,6 +26,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.files import json_text
 from megatron_balance.torch import hf
 from megatron_balance.torch.balancer import DEFAULTS, SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch
@@ -174,7 +175,7 @@ class BalancedTrainer(_Base):
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             state = {"documents": self._step_documents(), "balancer": self.balancer.state_dict()}
-            (folder / STATE).write_text(json.dumps(state))
+            (folder / STATE).write_text(json_text(state))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

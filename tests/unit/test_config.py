@@ -31,6 +31,7 @@ from megatron_balance.workloads.lengths import _of_jsonl, read_lengths
 
 CLUSTERS = ["a800", "a800-ib", "emulated", "h100", "h200", "h800"]
 MODELS = ["flux-12b", "gpt-tiny", "llama2-32b", "llama3-8b", "moe-8x550m"]
+HYBRIDS = {"qwen3.5-35b-a3b": 35, "nemotron-h-8b": 8.1, "kimi-linear-48b-a3b": 48}  # billions, as they are named
 MODELS += [f"llama-{size}" for size in ("13b", "30b", "34b", "3b", "550m", "70b", "7b")]
 
 
@@ -89,8 +90,8 @@ def test_cluster_files_give_every_field():
 
 
 def test_models_have_the_published_number_of_parameters():
-    assert names("model") == sorted(MODELS)
-    for name in MODELS:
+    assert names("model") == sorted([*MODELS, *HYBRIDS])
+    for name in (*MODELS, *HYBRIDS):
         model = load_model(name)
         assert model.name == name
         assert load_model(str(CONFIGS / "model" / f"{name}.yaml")) == model
@@ -99,6 +100,8 @@ def test_models_have_the_published_number_of_parameters():
     for name, billions in (llama | {"llama3-8b": 8.03, "llama-70b": 68.98, "llama-550m": 0.551}).items():
         # norms are left out and are well below the tolerance
         assert modules.num_parameters(load_model(name)) / 1e9 == pytest.approx(billions, rel=2e-3), name
+    for name, billions in HYBRIDS.items():
+        assert modules.num_parameters(load_model(name)) / 1e9 == pytest.approx(billions, rel=0.03), name
 
 
 def test_files_of_every_other_kind_load(write):
@@ -161,7 +164,7 @@ def test_a_section_in_another_file_is_found_and_an_int_becomes_a_float(write, tm
     (tmp_path / "parts").mkdir()
     write("base: a800\nnum_ranks: 16\n", "parts/mine.yaml")
     cluster = load_config(write("cluster: parts/mine.yaml\n")).cluster.build()
-    assert (cluster.num_ranks, cluster.ranks_per_nic, cluster.nic_bytes_per_s) == (16, 2, 25e9)
+    assert (cluster.num_ranks, cluster.ranks_per_nic, cluster.nic_bytes_per_s) == (16, 2, 24e9)
     # Arguments win over the file, which wins over the preset.
     cluster = load_cluster("a800").build(num_ranks=16, ranks_per_node=4)
     assert (cluster.num_ranks, cluster.ranks_per_node, cluster.name) == (16, 4, "a800")

@@ -281,8 +281,12 @@ def test_every_constant_of_a_cluster_has_its_source_beside_it(name: str) -> None
 def test_every_model_says_where_its_sizes_come_from_has_its_flops_and_can_be_priced_on_every_cluster(name: str) -> None:
     assert (CONFIGS / "model" / f"{name}.yaml").read_text(encoding="utf-8").startswith("# ")
     model = load_model(name)
-    router = 2 * model.hidden_size * model.num_experts
-    assert sum(module.flops for module in layer_modules(model)) == pytest.approx(model.linear_flops_per_token + router)
+    router, own = 2 * model.hidden_size * model.num_experts, model.recurrent
+    # Modules are those of the mean layer, a hybrid model's linear FLOPs those of a layer that attends
+    # and its part of the others.
+    flops = sum(module.flops for module in layer_modules(model)) * (1 if own is None else model.num_layers)
+    attending, routing = (1, 1) if own is None else (own.attention_layers, own.mlp_layers)
+    assert flops == pytest.approx(model.linear_flops_per_token * attending + router * routing)
     assert rank_memory(model, 1024, 1024).total > 0
     for cluster in names("cluster"):
         cost = AnalyticCost(load_cluster(cluster).build(), model)

@@ -122,7 +122,7 @@ def test_a_round_in_series_is_equation_1_and_backwards_move_twice_the_bytes(smal
     # A round in series is equation 1 and three thread blocks.
     cost = small.cost
     num_bytes = cost.kv_bytes(4 * K)
-    legs = 2 * (3.4e-6 + num_bytes * 3 / 4 / 200e9) + 9.6e-6 + num_bytes / 4 / 25e9 + 3 * cost.call_s
+    legs = 2 * (3.4e-6 + num_bytes * 3 / 4 / 160e9) + 9.6e-6 + num_bytes / 4 / 24e9 + 3 * cost.call_s
     assert zeppelin.serial_round_s(small, 4 * K, 0) == pytest.approx(legs + 3 * cost.block_s(0.7))
     assert zeppelin.serial_round_s(small, 4 * K, 128) == pytest.approx(legs + 3 * cost.block_s(1.7))
     assert zeppelin.serial_round_s(small, 4 * K, 0, backward=True) > zeppelin.serial_round_s(small, 4 * K, 0)

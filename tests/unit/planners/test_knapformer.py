@@ -202,4 +202,4 @@ def test_experts_wait_for_the_rank_with_the_most_tokens(topology: str) -> None:
     work = sequence_work(np.array(CAUSAL), EXPERTS, gamma_of(cost, EXPERTS))
     group_of = knapformer.assign(work, CAUSAL, groups.sizes, None)
     price_s = knapformer.TopologyPrices(CAUSAL, cluster, EXPERTS, cost).seconds(groups, group_of)
-    assert price_s == pytest.approx(sum(step.layer_s), rel=0.01)
+    assert price_s == pytest.approx(sum(step.layer_s), rel=0.015)
