@@ -104,6 +104,9 @@ class StepContext:
     of_ranks: bool = False
     """Whether microbatches of a strategy are planned for one rank of each tensor-parallel group, with
     its share of the heads, as training runs them; else for whole groups, as one wide rank each."""
+    refuses_by_price: bool = True
+    """Whether plans are refused whose recurrent layers hand states on for longer than all tokens by
+    heads would take; training warns, and goes on."""
     trees: tuple[Tree, ...] = ()
     """Of the step's sequences, numbered microbatch by microbatch as dealt; none: all are plain
     documents."""

@@ -3,6 +3,7 @@
 planner held back.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -41,6 +42,8 @@ from megatron_balance.planners.base import JointStages, Planner, StepContext, re
 from megatron_balance.planning.ticks import PlanOwned, plan_ticks, ticks
 from megatron_balance.solvers import remap
 from megatron_balance.solvers.packing import join_late, nano_batches
+
+log = logging.getLogger(__name__)
 
 # Of one microbatch: which of its sequences are in each nano-batch, ascending. One: it runs whole.
 NanoBatches: TypeAlias = tuple[tuple[int, ...], ...]
@@ -155,17 +158,18 @@ def _layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
     if made.moves and layers.remap_when == "pays" and _num_rounds(plan) <= _MOST_ROUNDS:
         stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
         made = (made, stays)[best_first([estimate(each, machine) for each in (made, stays)])[0]]
-    _check_states(made, machine)
+    _check_states(made, machine, refuses=context.refuses_by_price)
     return made
 
 
 # Seconds of a recurrent layer's states below which nobody minds them.
 _STATES_S = 1e-3
+_WARNED: set[str] = set()  # planners whose plans have longer ones, and training goes on
 
 
-def _check_states(plan: MicrobatchPlan, machine: Machine) -> None:
-    """Refuse a plan whose pieces are so many that handing states on takes longer than sending all
-    tokens by heads, as others do. Raises InfeasibleError: says both.
+def _check_states(plan: MicrobatchPlan, machine: Machine, *, refuses: bool) -> None:
+    """Refuse a plan, or warn of it, whose pieces are so many that handing states on takes longer than
+    sending all tokens by heads, as others do. Raises InfeasibleError: says both.
     """
     own = machine.model.recurrent
     if own is None or isinstance(plan.mask, Forest) or (states := states_cost(plan, machine)) is None:
@@ -173,11 +177,16 @@ def _check_states(plan: MicrobatchPlan, machine: Machine) -> None:
     states_s, ranks = float(states.seconds[0].max()), machine.num_ranks
     by_heads = by_heads_s(own, machine, plan.num_tokens / ranks, ranks)
     if states_s > by_heads + _STATES_S:
-        raise InfeasibleError(
+        said = (
             f"planner {plan.planner} cuts documents into {len(Pieces.of(plan).held):,} pieces, whose states take "
             f"{1e3 * states_s:.1f} ms in each of {own.layers} recurrent layers, forward; all tokens by heads would "
             f"take {1e3 * by_heads:.1f} ms. Use a planner that cuts few documents, such as distca, zeppelin or auto"
         )
+        if refuses:
+            raise InfeasibleError(said)
+        if plan.planner not in _WARNED:
+            _WARNED.add(plan.planner)
+            log.warning("%s", said)
 
 
 # Rounds of a plan's rings, one after the other, up to which it is estimated with a remap and without,

@@ -93,6 +93,7 @@ class StepPlanner:
             strategy=None if spec.strategy is None else Strategy.parse(spec.strategy),
             base=None if spec.base is None else Strategy.parse(spec.base),
             memory=spec.memory,
+            refuses_by_price=False,
         )
         self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
 

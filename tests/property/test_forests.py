@@ -27,7 +27,7 @@ from megatron_balance.ir.forest import Forest, Segment
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import from_json, to_json
-from megatron_balance.ir.step import Carry
+from megatron_balance.ir.step import EMPTY, Carry
 from megatron_balance.ir.text import parse, text
 from megatron_balance.patterns.base import pairs_of
 from megatron_balance.planners.base import StepContext
@@ -151,9 +151,10 @@ def test_trees_are_planned_by_their_own_lengths_and_never_lost():
     assert [plan.mask.without_window for plan in step.plans if plan.lengths] == [forest.without_window]
     with pytest.raises(ConfigError, match="has the length of its tree"):
         choice.plan_step((forest.lengths[:-1],), context)
-    waiting = Carry(waiting=((7, 3),))
-    with pytest.raises(ConfigError, match="1 sequences that wait for a later step"):
-        choice.plan_step((forest.lengths,), context, waiting)
+    # A plain document that waited goes with them.
+    step, left = choice.plan_step((forest.lengths,), context, Carry(waiting=((-1, 3),)))
+    assert (step.members[0][0][-1], left) == (-1, EMPTY)
+    assert step.plans[0].mask.without_window == Forest((*forest.trees, (Segment(3, -1),)))
     with pytest.raises(ConfigError, match="siblings"):
         choice.plan_step((forest.lengths,), replace(context, model=replace(case.model, attention="full")))
 

@@ -1,5 +1,6 @@
 """The price of handing states on: bytes as the program sends them, what pieces add, layer weights."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +20,10 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.forest import num_tokens
 from megatron_balance.ir.model import RecurrentLayers
 from megatron_balance.ir.plan import Zone
+from megatron_balance.ir.step import Layers
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.layers import remap_saves_s
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import bound_s, simulate_step
 from megatron_balance.workloads.trees import draw_trees
@@ -123,7 +126,7 @@ def test_the_mean_layer_is_shared_by_those_that_attend_and_those_that_do_not() -
     assert microbatch_bytes([cut], MODEL).states.tolist() == kept_bytes(cut, GDN).tolist()
 
 
-def test_states_are_beside_an_exchange_of_all_tokens_by_heads() -> None:
+def test_states_are_beside_an_exchange_of_all_tokens_by_heads(caplog: pytest.LogCaptureFixture) -> None:
     machine = machine_of(MODEL, 64)
     lengths = tuple(np.random.default_rng(0).pareto(0.7, 60).clip(0.02, 20).__mul__(4096).astype(int).tolist())
     by_heads = by_heads_s(GDN, machine, sum(lengths) / 64, 64)
@@ -137,6 +140,11 @@ def test_states_are_beside_an_exchange_of_all_tokens_by_heads() -> None:
     with pytest.raises(InfeasibleError, match=sentence):
         planned("te_ring", machine, lengths)
     assert make_planner("te_ring", machine.cluster, replace(MODEL, recurrent=None))(lengths).planner == "te_ring"
+    # Training says so, once, and goes on.
+    trained = StepPlanner(PlanSpec("te_ring", machine.cluster, MODEL, Layers(), {}))
+    for _ in range(2):
+        assert trained.plan([lengths])[0].plans[0].planner == "te_ring"
+    assert [bool(re.search(sentence, each.message)) for each in caplog.records] == [True]
     auto = make_planner("auto", machine.cluster, MODEL, planners=["te_ring", "distca"])
     assert auto(lengths).planner == "distca"
     assert by_heads_s(GDN, machine, 8192, 1) == 0.0
