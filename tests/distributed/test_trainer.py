@@ -21,6 +21,7 @@ CASES = {
     "packed": Case(args=(("packing", True), ("packing_strategy", "bfd"))),
     "checkpointing": Case(args=(("gradient_checkpointing", True),)),
     "reentrant checkpointing, by the mixin": Case(args=REENTRANT, mixed=True),
+    "DPO": Case("dpo", steps=2, documents=16, evaluated=8),
     "LoRA of a stream under FSDP2": Case(lora=True, stream=True, sharded=True, documents=45, steps=8),
 }
 LONG = {"fifty steps": Case(steps=50, documents=400, evaluated=23, args=(("eval_steps", 25),))}
@@ -54,7 +55,7 @@ def test_all_that_is_logged_is_that_of_one_rank_alone(alone: Pool, world: Pool) 
     for of_rank in world.run(trainer_jobs.all_trained, RANKS, CASES):
         for name, got in of_rank.items():
             assert_alike(got, expected[name], name)
-            assert len(got) > 4
+            assert len(got) > 3
 
 
 @pytest.mark.product

@@ -31,6 +31,8 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -173,7 +175,35 @@ def rows_of(data: Sequence[dict[str, Any]], words: PreTrainedTokenizerFast) -> l
 class Mixed(BalancedTrainer, SFTTrainer): ...
 
 
+# What trainers of samples log that is of the machine, or of one rank.
+OF_MACHINE = ("runtime", "per_second", "step_time", "total_flos", "profiling")
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+
+
+def built_by_samples(case: Case, world: World, folder: Path) -> Any:
+    # Trainers that call their model on padded pairs, or groups.
+    words = tokenizer()
+    args = arguments(case, world, folder) | {"learning_rate": 1e-2, "max_length": 512} | dict(case.args)
+    given: dict[str, Any] = {"model": model(), "processing_class": words}
+    if case.lora:
+        given["peft_config"] = lora()
+    pairs = [
+        {"prompt": f"Write {name}", "chosen": body, "rejected": body[::-2]}
+        for name, body in texts(case.documents + case.evaluated)
+    ]
+    given["train_dataset"] = Dataset.from_list(pairs[: case.documents])
+    if case.evaluated:
+        given["eval_dataset"] = Dataset.from_list(pairs[case.documents :])
+    reference = {} if case.lora else {"ref_model": model(1)}
+    return DPOTrainer(args=DPOConfig(**args), **reference, **given)
+
+
 def built(case: Case, world: World, folder: Path) -> Any:
+    if case.kind not in ("sft", "trainer"):
+        return built_by_samples(case, world, folder)
     words = tokenizer()
     rows: Callable[..., Any] = (lambda data: data) if case.kind == "sft" else (lambda data: rows_of(data, words))
     data = rows(chats(case.documents))
@@ -189,9 +219,7 @@ def built(case: Case, world: World, folder: Path) -> Any:
         args = TrainingArguments(**arguments(case, world, folder))
         return Trainer(args=args, data_collator=DataCollatorForLanguageModeling(words, mlm=False), **given)
     if case.lora:
-        given["peft_config"] = LoraConfig(
-            target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False
-        )
+        given["peft_config"] = lora()
     chat = {"assistant_only_loss": True, "max_length": 512, "dataset_num_proc": None}
     args = SFTConfig(**(arguments(case, world, folder) | chat | dict(case.args)))
     if case.sharded and world.size > 1:  # Accelerate shards on GPUs alone
@@ -209,7 +237,11 @@ def trained(world: World, case: Case) -> list[dict[str, float]]:
             balance(trainer, case.planner)
         trainer.train()
         assert trainer.is_fsdp_enabled == (case.sharded and world.size > 1)
-        return logged(trainer)
+        if case.kind in ("sft", "trainer"):
+            return logged(trainer)
+        names = (name for each in trainer.state.log_history for name in each)
+        kept = {name for name in names if not any(word in name for word in OF_MACHINE)}
+        return [{name: each[name] for name in each if name in kept} for each in trainer.state.log_history]
 
 
 def all_trained(world: World, cases: dict[str, Case]) -> dict[str, list[dict[str, float]]]:
