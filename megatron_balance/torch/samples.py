@@ -47,7 +47,7 @@ def dealt(balancer: SequenceBalancer, documents: Any, *, training: bool) -> Bala
 
 
 def begin(trainer: Any, *, scores: bool) -> None:
-    """Deal what the trainer's models compute. `scores`: of sequences, in place of log-probabilities."""
+    """Deal what a trainer's models compute. `scores`: of sequences, in place of log-probabilities."""
     reference = getattr(trainer, "ref_model", None)
     for model in (trainer.model, None if reference is None else trainer.accelerator.unwrap_model(reference)):
         if model is not None:
@@ -83,7 +83,7 @@ class _Samples:
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> _Samples:
-        """Those of a model's call. ConfigError: more than tokens. DataError: padding inside of them, or
+        """Those of a model's call. ConfigError: more than tokens. DataError: padding inside of them,
         labels that are none of theirs.
         """
         if beyond := [name for name in given if name not in _GIVEN]:

@@ -209,7 +209,7 @@ def _begin(trainer: Any, planner: str, settings: Settings, accept: Collection[st
     accelerator.dataloader_config.dispatch_batches = False
     trainer._by_samples = _kind(trainer) in BY_SAMPLES
     if trainer._by_samples:  # its sums over ranks take as many samples of each
-        samples.begin(trainer, scores=False)
+        samples.begin(trainer, scores=_kind(trainer) == "RewardTrainer")
     else:
         model = unwrapped(trainer.model)
         model.set_attn_implementation(hf.register())
@@ -253,6 +253,8 @@ def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
     mean, own = "each rank's own mean would count", several and not args.average_tokens_across_devices
     yield "average_tokens_across_devices=False", f"Set it: {mean}", own and not by_samples
     yield "split_batches", _OFF, several and args.accelerator_config.split_batches
+    continuous = getattr(args, "use_transformers_continuous_batching", False)
+    yield "continuous batching", "Generate without it, or by vLLM", continuous
     yield "batch_rebalance", "Leave train_sampling_strategy", args.train_sampling_strategy == "batch_rebalance"
     yield "Liger's kernels", "Leave out use_liger_kernel", args.use_liger_kernel
     yield "NEFTune, whose noise goes by a row's length", "Leave out neftune_noise_alpha", args.neftune_noise_alpha
@@ -279,7 +281,7 @@ def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
 
 THEIRS = ("trl.", "transformers.")
 BY_ROWS = ("Trainer", "SFTTrainer")
-BY_SAMPLES = ("DPOTrainer",)
+BY_SAMPLES = ("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer")
 
 
 def _kind(trainer: Any) -> str:

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +26,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -33,6 +35,14 @@ from transformers import (
 )
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.kto_config import KTOConfig
+from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -185,20 +195,67 @@ def lora() -> LoraConfig:
 
 def built_by_samples(case: Case, world: World, folder: Path) -> Any:
     # Trainers that call their model on padded pairs, or groups.
-    words = tokenizer()
-    args = arguments(case, world, folder) | {"learning_rate": 1e-2, "max_length": 512} | dict(case.args)
-    given: dict[str, Any] = {"model": model(), "processing_class": words}
+    args = arguments(case, world, folder) | {"learning_rate": 1e-2} | dict(case.args)
+    given: dict[str, Any] = {"model": model(), "processing_class": tokenizer()}
     if case.lora:
         given["peft_config"] = lora()
     pairs = [
         {"prompt": f"Write {name}", "chosen": body, "rejected": body[::-2]}
         for name, body in texts(case.documents + case.evaluated)
     ]
+    if case.kind == "kto":
+        pairs = [
+            {"prompt": each["prompt"], "completion": each[which], "label": which == "chosen"}
+            for at, each in enumerate(pairs)
+            for which in (("chosen", "rejected")[at % 2],)
+        ]
     given["train_dataset"] = Dataset.from_list(pairs[: case.documents])
     if case.evaluated:
         given["eval_dataset"] = Dataset.from_list(pairs[case.documents :])
-    reference = {} if case.lora else {"ref_model": model(1)}
-    return DPOTrainer(args=DPOConfig(**args), **reference, **given)
+    match case.kind:
+        case "dpo":
+            reference = {} if case.lora else {"ref_model": model(1)}
+            return DPOTrainer(args=DPOConfig(max_length=512, **args), **reference, **given)
+        case "kto":
+            made = KTOTrainer(args=KTOConfig(max_length=512, **args), ref_model=model(1), **given)
+            # theirs pairs the completions of a rank's batch, for the estimate of a divergence
+            made.train_dataset = made.train_dataset.map(
+                lambda rows: {"KL_completion_ids": rows["completion_ids"][-1:] + rows["completion_ids"][:-1]},
+                batched=True,
+                batch_size=2,
+            )
+            return made
+        case "reward":
+            return RewardTrainer(args=RewardConfig(max_length=512, **args), **given | {"model": scoring()})
+        case _:
+            config, kind = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[case.kind]
+            args |= {"num_generations": 2, "max_completion_length": 24, "generation_kwargs": {"do_sample": False}}
+            given["train_dataset"] = given["train_dataset"].select_columns("prompt")
+            made = cast("Any", kind)(args=config(**args), reward_funcs=score, **given)
+            made._generate_single_turn = partial(generated, made._generate_single_turn)
+            return made
+
+
+def scoring() -> Any:
+    config = model().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def score(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    return [sum(each) % 17 / 4 for each in completion_ids]
+
+
+def generated(theirs: Callable[..., Any], prompts: Sequence[Sequence[int]], *others: Any) -> Any:
+    # The likeliest completions, the same on any number of ranks, and every second one of a group changed.
+    made = theirs(prompts, *others)
+    completions, *rest = made if isinstance(made, tuple) else (made,)
+    changed = [
+        [*each[: len(prompt) % 19], *prompt[3:20][:: at % 2 + 1]] if at % 2 else each
+        for at, (each, prompt) in enumerate(zip(completions, prompts, strict=True))
+    ]
+    return (changed, *rest) if rest else changed
 
 
 def built(case: Case, world: World, folder: Path) -> Any:
