@@ -232,11 +232,15 @@ def check(model: torch.nn.Module, balancer: SequenceBalancer) -> Leaks:
     # Low ids are of padding, high ones of images.
     tokens = range(4, max(12, min(config.vocab_size, 1000)))
 
+    def outputs(**given: Any) -> Tensor:
+        out = model(**{**given, "use_cache": False})
+        return (out.logits if hasattr(out, "logits") else out.last_hidden_state)[0]
+
     def alone(document: Tensor) -> Tensor:
         with attention_of(whole, "eager"):
-            return model(document[None], use_cache=False).logits[0]
+            return outputs(input_ids=document[None])
 
-    return LeakCheck(model, balancer, lambda batch: model(**inputs(batch)).logits[0], alone, tokens).run()
+    return LeakCheck(model, balancer, lambda batch: outputs(**inputs(batch)), alone, tokens).run()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.torch import hf
@@ -52,11 +53,20 @@ def begin(trainer: Any, *, scores: bool) -> None:
     for model in (trainer.model, None if reference is None else trainer.accelerator.unwrap_model(reference)):
         if model is not None:
             _SampleCalls(model, trainer.balancer, scores=scores)
-    # A rank that calls the model once more than others would wait for them, and they here for it:
-    # where both are calls of the pool, it is said.
-    inside = trainer.balancer.pool.groups.inside
+    # A rank that calls the model once more than others waits for them, and they here for it: both are
+    # calls of the pool, so it is said.
+    inside, accelerator = trainer.balancer.pool.groups.inside, trainer.accelerator
     for name in ("gather", "backward"):
-        setattr(trainer.accelerator, name, _told(getattr(trainer.accelerator, name), inside, name))
+        setattr(accelerator, name, _told(getattr(accelerator, name), inside, name))
+    prepare = accelerator.prepare_model
+
+    def prepared(*args: Any, **given: Any) -> Any:
+        model = prepare(*args, **given)
+        if isinstance(model, DistributedDataParallel):  # it sends buffers before the model is called
+            model.forward = _told(model.forward, inside, "model call")
+        return model
+
+    accelerator.prepare_model = prepared
 
 
 def _told(

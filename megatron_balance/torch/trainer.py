@@ -61,11 +61,12 @@ def balance(
         trainer: of a causal language model.
         planner: its name (docs/planners.md). All ranks share their documents.
         settings: of the balancer; `shift_labels` is the trainer's.
-        accept: see `SequenceBalancer`.
+        accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), if it is on its device.
         options: of the planner.
 
     Raises:
-        ConfigError: a trainer, or a setting of it, whose run would be another than that of one rank.
+        ConfigError: a trainer, or a setting of it, whose run would be another than that of one rank;
+            a model whose documents do not stay apart.
     """
     if isinstance(trainer, BalancedTrainer):
         raise ConfigError("expected a trainer that is not balanced yet, got one that is")
@@ -207,15 +208,19 @@ def _begin(trainer: Any, planner: str, settings: Settings, accept: Collection[st
     if dropout:
         log.warning("dropout %s draws by rank: the run is not, number for number, that of one rank", dropout)
     accelerator.dataloader_config.dispatch_batches = False
-    trainer._by_samples = _kind(trainer) in BY_SAMPLES
+    trainer._by_samples, scores = _kind(trainer) in BY_SAMPLES, _kind(trainer) == "RewardTrainer"
+    model = unwrapped(trainer.model)
     if trainer._by_samples:  # its sums over ranks take as many samples of each
-        samples.begin(trainer, scores=_kind(trainer) == "RewardTrainer")
+        samples.begin(trainer, scores=scores)
     else:
-        model = unwrapped(trainer.model)
         model.set_attn_implementation(hf.register())
         hf.register(model)
         accelerator.even_batches = False
         trainer.data_collator = _Flat(trainer.data_collator)
+    if accept and model.device.type == trainer.balancer.device.type:
+        hf.check(model.base_model if scores else trainer.model, trainer.balancer)
+    elif accept:
+        log.warning("the model is not on its device yet: have hf.check look at it when it is, since it was accepted")
 
 
 def _check(trainer: Any) -> None:
@@ -253,8 +258,6 @@ def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
     mean, own = "each rank's own mean would count", several and not args.average_tokens_across_devices
     yield "average_tokens_across_devices=False", f"Set it: {mean}", own and not by_samples
     yield "split_batches", _OFF, several and args.accelerator_config.split_batches
-    continuous = getattr(args, "use_transformers_continuous_batching", False)
-    yield "continuous batching", "Generate without it, or by vLLM", continuous
     yield "batch_rebalance", "Leave train_sampling_strategy", args.train_sampling_strategy == "batch_rebalance"
     yield "Liger's kernels", "Leave out use_liger_kernel", args.use_liger_kernel
     yield "NEFTune, whose noise goes by a row's length", "Leave out neftune_noise_alpha", args.neftune_noise_alpha
@@ -268,8 +271,8 @@ def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
     alone = "Take a causal language model of text"
     yield "images", alone, getattr(trainer, "_is_vlm", False) or hasattr(model.config, "vision_config")
     shifts = trainer._loss_shifts_labels and trainer.model_accepts_loss_kwargs
-    other = not shifts or getattr(trainer.data_collator, "mlm", False)
-    yield f"the loss of {type(model).__name__}", alone, other and not by_samples
+    known = by_samples or (shifts and not getattr(trainer.data_collator, "mlm", False))
+    yield f"the loss of {type(model).__name__}", alone, not known
     prompts = [each for each in getattr(trainer.model, "peft_config", {}).values() if each.is_prompt_learning]
     yield "virtual tokens of PEFT", "Take LoRA", prompts
     packing = getattr(args, "packing", False)
@@ -293,9 +296,11 @@ def _kind(trainer: Any) -> str:
 
 
 def _kinds(trainer: Any) -> Iterator[tuple[str, str, Any]]:
-    """The trainer's class, as `_unlike`: one whose loss is not known."""
+    """The trainer's class, as `_unlike`: one whose loss, or way to generate, is not known."""
     theirs = [each for each in type(trainer).__mro__ if each.__module__.startswith(THEIRS)]
     yield f"{_kind(trainer)}'s loss", _OTHER, _kind(trainer) not in (*BY_ROWS, *BY_SAMPLES)
+    continuous = getattr(trainer.args, "use_transformers_continuous_batching", False)
+    yield "continuous batching", "Leave out use_transformers_continuous_batching", continuous
     for name in ("compute_loss", "prediction_step", "training_step", "get_batch_samples"):
         owner = next(each for each in type(trainer).__mro__ if name in vars(each))
         own = owner not in theirs and owner is not BalancedTrainer

@@ -22,9 +22,19 @@ CASES = {
     "checkpointing": Case(args=(("gradient_checkpointing", True),)),
     "reentrant checkpointing, by the mixin": Case(args=REENTRANT, mixed=True),
     "DPO": Case("dpo", steps=2, documents=16, evaluated=8),
+    "GRPO with LoRA": Case("grpo", steps=2, documents=8, lora=True, args=(("beta", 0.1), ("temperature", 0.7))),
+    "rewards": Case("reward", steps=2, documents=16, evaluated=8),
     "LoRA of a stream under FSDP2": Case(lora=True, stream=True, sharded=True, documents=45, steps=8),
 }
-LONG = {"fifty steps": Case(steps=50, documents=400, evaluated=23, args=(("eval_steps", 25),))}
+LONG = {
+    "fifty steps": Case(steps=50, documents=400, evaluated=23, args=(("eval_steps", 25),)),
+    "twenty steps of DPO, checkpointing": Case("dpo", 20, 160, args=REENTRANT[:1]),
+    "DPO with LoRA, accumulated": Case("dpo", steps=2, lora=True, args=(("gradient_accumulation_steps", 2),)),
+    "DPO under FSDP2": Case("dpo", steps=2, sharded=True),
+    "twenty steps of GRPO": Case("grpo", 20, 160, lora=True, args=(("beta", 0.1), ("num_iterations", 2))),
+    "KTO": Case("kto", steps=4),
+    "RLOO": Case("rloo", steps=4, lora=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +57,8 @@ Logged = list[dict[str, float]]
 def assert_alike(got: Logged, expected: Logged, name: str) -> None:
     assert [each.keys() for each in got] == [each.keys() for each in expected], name
     for each, other in zip(got, expected, strict=True):
-        assert each == pytest.approx(other, rel=1e-5), name
+        # rewards are differences of sums of a hundred log-probabilities, and so rounded as these
+        assert each == pytest.approx(other, rel=1e-5, abs=2e-6), name
 
 
 def test_all_that_is_logged_is_that_of_one_rank_alone(alone: Pool, world: Pool) -> None:
@@ -59,7 +70,7 @@ def test_all_that_is_logged_is_that_of_one_rank_alone(alone: Pool, world: Pool) 
 
 
 @pytest.mark.product
-def test_fifty_steps_are_those_of_one_rank_alone(alone: Pool, world: Pool) -> None:
+def test_further_and_longer_runs_are_those_of_one_rank_alone(alone: Pool, world: Pool) -> None:
     (expected,) = alone.run(trainer_jobs.all_trained, 1, LONG)
     for of_rank in world.run(trainer_jobs.all_trained, RANKS, LONG):
         for name, got in of_rank.items():
@@ -91,6 +102,21 @@ def test_a_run_goes_on_with_another_number_of_ranks(alone: Pool, world: Pool, tm
     # TRL counts tokens from where it begins; the last entry is the mean over the steps of one run
     last = [{name: each[name] for name in each if name != "num_tokens"} for each in expected[2:-1]]
     assert_alike([{name: each[name] for name in each if name != "num_tokens"} for each in got[2:-1]], last, "resumed")
+
+
+def test_an_accepted_model_that_leaks_is_refused(world: Pool) -> None:
+    for told in world.run(trainer_jobs.accepted, RANKS, True):
+        for each in told:
+            assert "first in model.layers.1.mlp (Invented)" in each or "first in layers.1.mlp (Invented)" in each
+    assert world.run(trainer_jobs.accepted, RANKS, False) == [["", ""]] * RANKS
+
+
+def test_a_model_called_once_more_on_one_rank_is_said() -> None:
+    ranks = Pool(timeout_s=120.0, num_ranks=2)
+    for told in ranks.run(trainer_jobs.uneven, 2):
+        assert "waits in the trainer's model call" in told or "rank 0 in the trainer's model call" in told, told
+        assert "or made one call more than they" in told
+    ranks.close()
 
 
 def test_what_would_be_another_run_is_refused(world: Pool) -> None:

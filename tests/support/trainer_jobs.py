@@ -47,6 +47,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from megatron_balance.torch.trainer import BalancedTrainer, balance
+from tests.support.hybrid_jobs import Invented
 from tests.support.pool import World, said
 
 disable_progress_bars()
@@ -195,7 +196,7 @@ def lora() -> LoraConfig:
 
 def built_by_samples(case: Case, world: World, folder: Path) -> Any:
     # Trainers that call their model on padded pairs, or groups.
-    args = arguments(case, world, folder) | {"learning_rate": 1e-2} | dict(case.args)
+    args = arguments(case, world, folder)
     given: dict[str, Any] = {"model": model(), "processing_class": tokenizer()}
     if case.lora:
         given["peft_config"] = lora()
@@ -248,7 +249,7 @@ def score(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
 
 
 def generated(theirs: Callable[..., Any], prompts: Sequence[Sequence[int]], *others: Any) -> Any:
-    # The likeliest completions, the same on any number of ranks, and every second one of a group changed.
+    # The likeliest completions, the same on any number of ranks, every second of a group changed.
     made = theirs(prompts, *others)
     completions, *rest = made if isinstance(made, tuple) else (made,)
     changed = [
@@ -362,6 +363,35 @@ def changed(world: World, packed: str) -> list[float]:
                 dist.all_gather_object(all_ranks, own)
             found.append([each for of in all_ranks for each in of])
     return [float((a != b).any(-1).float().mean()) for a, b in zip(*found, strict=True)]
+
+
+def uneven(world: World) -> str:
+    # What is said where the model of one rank is called once more.
+    with world_of(world) as folder:
+        trainer = balance(built(Case("dpo", steps=1, documents=8), world, folder))
+        theirs = trainer._compute_loss
+
+        def twice(*args: Any) -> Any:
+            theirs(*args)
+            return theirs(*args)
+
+        if world.rank == 0:
+            trainer._compute_loss = twice
+        return said(trainer.train)
+
+
+def accepted(world: World, leaking: bool) -> list[str]:
+    # What `balance` says to models of a type that is not known.
+    told: list[str] = []
+    for kind in ("sft", "reward"):
+        with world_of(world) as folder:
+            trainer = built(Case(kind, steps=1, documents=8), world, folder)
+            trainer.model.config.model_type = "of_mine"
+            if leaking:
+                layer = trainer.model.model.layers[1]
+                layer.mlp = Invented(layer.mlp, backwards=False)
+            told.append(said(balance, trainer, accept=["of_mine"]))
+    return told
 
 
 def example(world: World, script: str) -> str:
