@@ -81,7 +81,7 @@ def _told(
 
 
 @dataclass(frozen=True, slots=True)
-class _Samples:
+class _PaddedSamples:
     """Samples [n, tokens] as a trainer pads them, before or behind their tokens.
 
     `labels` are those of the tokens themselves, `mask` shows what is no padding.
@@ -92,7 +92,7 @@ class _Samples:
     mask: Tensor
 
     @classmethod
-    def read(cls, given: dict[str, Any]) -> _Samples:
+    def read(cls, given: dict[str, Any]) -> _PaddedSamples:
         """Those of a model's call. ConfigError: more than tokens. DataError: padding inside of them,
         labels that are none of theirs.
         """
@@ -139,7 +139,7 @@ class _SampleCalls:
         self._model.set_attn_implementation(hf.register())
         hf.register(self._model)
         self._around = ExitStack()  # of a call that is not dealt
-        self._call: tuple[_Samples, BalancedBatch] | None = None
+        self._call: tuple[_PaddedSamples, BalancedBatch] | None = None
         self._scores = scores
         self._scored: Tensor | None = None  # scores of rows, of which the model gives one row's alone
         # PEFT calls its inner model past the hooks
@@ -161,16 +161,18 @@ class _SampleCalls:
     def _deal(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         self._call = self._scored = None
         if hf.NAME in given:
-            return None
+            return None  # rows already, as of `hf.check`
         if not (self._scores or given.get("fused_lm_head")):
             self._around.enter_context(hf.attention_of(self._model, self._own))
             return None
         if args:
             raise ConfigError("expected a trainer that calls its model with keywords alone, got arguments by place")
-        samples = _Samples.read(given)
+        samples = _PaddedSamples.read(given)
+        # a reference model has no backward, and waits for nothing
         batch = dealt(self._balancer, samples.documents(), training=torch.is_grad_enabled())
         self._call = samples, batch
         made = {**hf.inputs(batch)}
+        # the head would divide by it a loss that these trainers do not read
         del made["num_items_in_batch"]
         if not self._scores:
             made |= {"shift_labels": batch.labels[None], "fused_lm_head": True}
@@ -196,10 +198,13 @@ class _SampleCalls:
         # all side by side: one exchange, and one in the backward
         rows = batch.gather_rows(torch.stack([each.to(kind) for each in values.values()], dim=-1))
         by_sample = samples.padded(batch.in_order(rows))[:, :-1].unbind(-1)
-        found = {name: made.to(each.dtype) for (name, each), made in zip(values.items(), by_sample, strict=True)}
+        # no views, which FSDP2 cannot watch
+        found = {
+            name: made.to(each.dtype, copy=True) for (name, each), made in zip(values.items(), by_sample, strict=True)
+        }
         return type(out)(**found, label_mask=samples.labels[:, 1:] != IGNORED)
 
-    def _last(self, samples: _Samples) -> Tensor:
+    def _last(self, samples: _PaddedSamples) -> Tensor:
         """The place of each sample's score: as Transformers has it, its last token but padding's."""
         pad = self._model.config.get_text_config().pad_token_id
         places = torch.arange(samples.ids.shape[1], device=samples.ids.device)

@@ -53,9 +53,9 @@ def balance(
 ) -> _Trainer:
     """Balance a trainer that is built and did not train yet; it is returned.
 
-    Transformers' `Trainer`, TRL's `SFTTrainer` and `DPOTrainer`, with Accelerate's DDP or FSDP2. The
-    model's attention is switched. Of the first two the collator and the data loaders are replaced,
-    of others the samples of each call of a model are dealt. Collective over the world.
+    Transformers' `Trainer`, TRL's for SFT, DPO, GRPO, RLOO, KTO and rewards, with Accelerate's DDP or
+    FSDP2. The model's attention is switched. Of the first two the collator and the data loaders are
+    replaced, of the others the samples of each call of a model are dealt. Collective over the world.
 
     Args:
         trainer: of a causal language model.

@@ -194,6 +194,11 @@ def lora() -> LoraConfig:
     return LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
 
 
+def shard(case: Case, world: World) -> None:
+    if case.sharded and world.size > 1:  # Accelerate shards on GPUs alone
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 def built_by_samples(case: Case, world: World, folder: Path) -> Any:
     # Trainers that call their model on padded pairs, or groups.
     args = arguments(case, world, folder)
@@ -216,7 +221,9 @@ def built_by_samples(case: Case, world: World, folder: Path) -> Any:
     match case.kind:
         case "dpo":
             reference = {} if case.lora else {"ref_model": model(1)}
-            return DPOTrainer(args=DPOConfig(max_length=512, **args), **reference, **given)
+            config = DPOConfig(max_length=512, **args)
+            shard(case, world)
+            return DPOTrainer(args=config, **reference, **given)
         case "kto":
             made = KTOTrainer(args=KTOConfig(max_length=512, **args), ref_model=model(1), **given)
             # theirs pairs the completions of a rank's batch, for the estimate of a divergence
@@ -280,8 +287,7 @@ def built(case: Case, world: World, folder: Path) -> Any:
         given["peft_config"] = lora()
     chat = {"assistant_only_loss": True, "max_length": 512, "dataset_num_proc": None}
     args = SFTConfig(**(arguments(case, world, folder) | chat | dict(case.args)))
-    if case.sharded and world.size > 1:  # Accelerate shards on GPUs alone
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    shard(case, world)
     if case.mixed and world.size > 1:
         return Mixed(args=args, **given, balanced={"planner": case.planner})
     return SFTTrainer(args=args, **given)
@@ -442,6 +448,9 @@ def refused(world: World) -> dict[str, str]:
         offloading = sft()  # which is of GPUs
         offloading.args.activation_offloading = True
         told["offloaded activations"] = said(balance, offloading)
+        continuous = sft()  # which is of GRPO
+        continuous.args.use_transformers_continuous_batching = True
+        told["continuous batching"] = said(balance, continuous)
         for name in ("cp_size", "sp_size", "tp_size"):
             sizes = SimpleNamespace(**({"cp_size": 1, "sp_size": 1, "tp_size": 1} | {name: 2}))
             trainer = sft()
