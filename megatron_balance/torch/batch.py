@@ -355,12 +355,7 @@ class BalancedBatch:
         rows = self.gather_rows(values, attended=attended)
         if rows.requires_grad:
             self._gathered = rows
-        # Documents come in the order of the plan.
-        lengths = [length for _, length in self._dealt.documents]
-        order = sorted(range(len(lengths)), key=self.documents.__getitem__)
-        if order != list(range(len(lengths))):
-            parts = rows.split(lengths)
-            rows = torch.cat([parts[at] for at in order])
+        rows = self.in_order(rows)
         index = torch.from_numpy(self.rollouts.rows).to(rows.device)
         return list(rows[index].split(list(self.rollouts.lengths)))
 
@@ -435,6 +430,13 @@ class BalancedBatch:
         rows = self._rows_of(values)
         self.check_attended(values, attended=attended)
         return back(rows[: self.num_tokens], self._exchange)
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """Rows of `gather_rows`, the documents in the order in which this rank gave them."""
+        lengths = [length for _, length in self._dealt.documents]
+        order = sorted(range(len(lengths)), key=self.documents.__getitem__)
+        parts = rows.split(lengths)
+        return rows if order == list(range(len(lengths))) else torch.cat([parts[at] for at in order])
 
     def _rows_of(self, values: Tensor) -> Tensor:
         """Values [T, ...] or [1, T, ...] as [T, ...]; ConfigError: they are neither."""

@@ -232,15 +232,19 @@ def check(model: torch.nn.Module, balancer: SequenceBalancer) -> Leaks:
     # Low ids are of padding, high ones of images.
     tokens = range(4, max(12, min(config.vocab_size, 1000)))
 
-    def alone(document: Tensor) -> Tensor:
-        with _attention_of(whole, "eager"):
-            return model(document[None], use_cache=False).logits[0]
+    def outputs(**given: Any) -> Tensor:
+        out = model(**{**given, "use_cache": False})
+        return (out.logits if hasattr(out, "logits") else out.last_hidden_state)[0]
 
-    return LeakCheck(model, balancer, lambda batch: model(**inputs(batch)).logits[0], alone, tokens).run()
+    def alone(document: Tensor) -> Tensor:
+        with attention_of(whole, "eager"):
+            return outputs(input_ids=document[None])
+
+    return LeakCheck(model, balancer, lambda batch: outputs(**inputs(batch)), alone, tokens).run()
 
 
 @contextmanager
-def _attention_of(model: torch.nn.Module, name: str) -> Iterator[None]:
+def attention_of(model: torch.nn.Module, name: str) -> Iterator[None]:
     """Give the parts of a model that have balanced attention another one."""
     configs = [getattr(part, "config", None) for part in model.modules()]
     held: dict[int, Any] = {id(of): of for of in configs if getattr(of, "_attn_implementation", None) == NAME}

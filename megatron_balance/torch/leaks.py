@@ -104,7 +104,9 @@ class LeakCheck:
             changed = [(number >> bit & 1) != kept for number in self.numbers]
             moved = [(each + 1 + len(self.tokens) // 2) % len(self.tokens) for each in documents]
             documents = [b if is_changed else a for a, b, is_changed in zip(documents, moved, changed, strict=True)]
-        batch = self.balancer.evaluate([self._tokens(each).cpu() for each in documents])
+        tokens = [self._tokens(each).cpu() for each in documents]
+        shifts = self.balancer.settings.shift_labels
+        batch = self.balancer.evaluate(tokens if shifts else [(each, each) for each in tokens])
         torch.manual_seed(0)  # dropout hides the same
         seen: list[tuple[str, list[Tensor], Tensor]] = []
         with _watched(self.model, batch, seen) if watched else ExitStack():

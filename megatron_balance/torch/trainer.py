@@ -27,9 +27,10 @@ from transformers import Trainer
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.files import json_text
-from megatron_balance.torch import hf
+from megatron_balance.torch import hf, samples
 from megatron_balance.torch.balancer import DEFAULTS, SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch
+from megatron_balance.torch.samples import dealt, unwrapped
 from megatron_balance.torch.settings import Settings
 from megatron_balance.workloads.rollouts import IGNORED
 
@@ -53,19 +54,20 @@ def balance(
 ) -> _Trainer:
     """Balance a trainer that is built and did not train yet; it is returned.
 
-    Transformers' `Trainer` and TRL's `SFTTrainer`, with Accelerate's DDP or FSDP2. The model's
-    attention is switched, and the collator and the data loaders are replaced. Collective over the
-    world.
+    Transformers' `Trainer`, TRL's for SFT, DPO, GRPO, RLOO, KTO and rewards, with Accelerate's DDP or
+    FSDP2. The model's attention is switched. Of the first two the collator and the data loaders are
+    replaced, of the others the samples of each call of a model are dealt. Collective over the world.
 
     Args:
         trainer: of a causal language model.
         planner: its name (docs/planners.md). All ranks share their documents.
         settings: of the balancer; `shift_labels` is the trainer's.
-        accept: see `SequenceBalancer`.
+        accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), if it is on its device.
         options: of the planner.
 
     Raises:
-        ConfigError: a trainer, or a setting of it, whose run would be another than that of one rank.
+        ConfigError: a trainer, or a setting of it, whose run would be another than that of one rank;
+            a model whose documents do not stay apart.
     """
     if isinstance(trainer, BalancedTrainer):
         raise ConfigError("expected a trainer that is not balanced yet, got one that is")
@@ -82,6 +84,7 @@ class BalancedTrainer(_Base):
     """
 
     balancer: SequenceBalancer
+    _by_samples = False  # calls of the model are dealt, not what is read
     _batch: BalancedBatch  # the rows of the microbatch at hand
     model: Any
     accelerator: Any
@@ -114,6 +117,8 @@ class BalancedTrainer(_Base):
                 )
             dataset = _WholeStream(dataset)
         loader = super()._get_dataloader(dataset, *args, **given)
+        if self._by_samples:
+            return loader
         # Accelerate's own, which repeats documents where the ranks' last batches differ.
         if isinstance(loader.dataset, IterableDatasetShard):
             loader.dataset.__class__ = _EachOnce
@@ -123,17 +128,10 @@ class BalancedTrainer(_Base):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         row = super()._prepare_inputs(inputs)
+        if self._by_samples:
+            return row
         documents = list(zip(_documents(row, "input_ids"), _documents(row, "shift_labels"), strict=True))
-        if self.model.training:
-            self._batch = self.balancer(documents)
-            planned = self.balancer.planned
-            if planned is not None and planned.ledger.held:
-                raise ConfigError(
-                    "expected a planner that trains every document in its step, since the trainer has counted it, got "
-                    f"{len(planned.ledger.held)} documents that wait; raise tokens_per_rank, or take another planner"
-                )
-        else:
-            self._batch = self.balancer.evaluate(documents)
+        self._batch = dealt(self.balancer, documents, training=self.model.training)
         made = {**hf.inputs(self._batch)}
         del made["num_items_in_batch"]  # theirs is in step with shifted labels
         return made | dict.fromkeys(("labels", "shift_labels"), self._batch.labels[None])
@@ -142,6 +140,8 @@ class BalancedTrainer(_Base):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Theirs, of rows that are dealt. ConfigError: attention that did not reach the plan."""
+        if self._by_samples:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         batch, trained = self._batch, getattr(self, "_total_train_tokens", 0)
         count = batch.num_targets.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         with _whole(self.accelerator):
@@ -156,6 +156,8 @@ class BalancedTrainer(_Base):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Theirs; logits and labels by document, of those that this rank read."""
+        if self._by_samples:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         labels = _documents(inputs, "labels")
         loss: Any
         loss, logits, _ = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -203,19 +205,23 @@ def _begin(trainer: Any, planner: str, settings: Settings, accept: Collection[st
     trainer.balancer = SequenceBalancer.for_model(
         trainer.model.config, planner, accept=accept, settings=settings, **options
     )
-    model = _unwrapped(trainer.model)
-    model.set_attn_implementation(hf.register())
-    hf.register(model)
     dropout = sorted({each.p for each in trainer.model.modules() if isinstance(each, torch.nn.Dropout) and each.p})
     if dropout:
         log.warning("dropout %s draws by rank: the run is not, number for number, that of one rank", dropout)
-    accelerator.even_batches = False
     accelerator.dataloader_config.dispatch_batches = False
-    trainer.data_collator = _Flat(trainer.data_collator)
-
-
-def _unwrapped(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    trainer._by_samples, scores = _kind(trainer) in BY_SAMPLES, _kind(trainer) == "RewardTrainer"
+    model = unwrapped(trainer.model)
+    if trainer._by_samples:  # its sums over ranks take as many samples of each
+        samples.begin(trainer, scores=scores)
+    else:
+        model.set_attn_implementation(hf.register())
+        hf.register(model)
+        accelerator.even_batches = False
+        trainer.data_collator = _Flat(trainer.data_collator)
+    if accept and model.device.type == trainer.balancer.device.type:
+        hf.check(model.base_model if scores else trainer.model, trainer.balancer)
+    elif accept:
+        log.warning("the model is not on its device yet: have hf.check look at it when it is, since it was accepted")
 
 
 def _check(trainer: Any) -> None:
@@ -236,8 +242,8 @@ _OFF = "Leave it out"
 
 def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
     """Features that a trainer may ask for in vain, what to do about each, whether this one does."""
-    args, model = trainer.args, _unwrapped(trainer.model)
-    several = trainer.accelerator.num_processes > 1
+    args, model = trainer.args, unwrapped(trainer.model)
+    several, by_samples = trainer.accelerator.num_processes > 1, _kind(trainer) in BY_SAMPLES
     yield from _kinds(trainer)
     ranks = trainer.accelerator.parallelism_config
     rows = "its ranks would cut rows that are dealt already: count them in dp_shard_size, all of which share documents"
@@ -250,8 +256,8 @@ def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
     yield "FSDP version 1", "Set fsdp_version 2", plugin is not None and plugin.fsdp_version != 2
     yield "nn.DataParallel", "Start one process a GPU (torchrun)", args.n_gpu > 1
     yield "auto_find_batch_size", "Set per_device_train_batch_size", args.auto_find_batch_size
-    mean = "each rank's own mean would count"
-    yield "average_tokens_across_devices=False", f"Set it: {mean}", several and not args.average_tokens_across_devices
+    mean, own = "each rank's own mean would count", several and not args.average_tokens_across_devices
+    yield "average_tokens_across_devices=False", f"Set it: {mean}", own and not by_samples
     yield "split_batches", _OFF, several and args.accelerator_config.split_batches
     yield "batch_rebalance", "Leave train_sampling_strategy", args.train_sampling_strategy == "batch_rebalance"
     yield "Liger's kernels", "Leave out use_liger_kernel", args.use_liger_kernel
@@ -266,7 +272,8 @@ def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
     alone = "Take a causal language model of text"
     yield "images", alone, getattr(trainer, "_is_vlm", False) or hasattr(model.config, "vision_config")
     shifts = trainer._loss_shifts_labels and trainer.model_accepts_loss_kwargs
-    yield f"the loss of {type(model).__name__}", alone, not shifts or getattr(trainer.data_collator, "mlm", False)
+    known = by_samples or (shifts and not getattr(trainer.data_collator, "mlm", False))
+    yield f"the loss of {type(model).__name__}", alone, not known
     prompts = [each for each in getattr(trainer.model, "peft_config", {}).values() if each.is_prompt_learning]
     yield "virtual tokens of PEFT", "Take LoRA", prompts
     packing = getattr(args, "packing", False)
@@ -276,12 +283,25 @@ def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
     yield "metrics of packed documents", "Set eval_packing=False", evaluated and trainer.compute_metrics is not None
 
 
-def _kinds(trainer: Any) -> Iterator[tuple[str, str, Any]]:
-    """The trainer's class, as `_unlike`: one whose loss is not known."""
-    theirs = [each for each in type(trainer).__mro__ if each.__module__.startswith(("trl.", "transformers."))]
+THEIRS = ("trl.", "transformers.")
+BY_ROWS = ("Trainer", "SFTTrainer")
+BY_SAMPLES = ("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer")
+
+
+def _kind(trainer: Any) -> str:
+    """The class of Transformers' or TRL's that a trainer is."""
     # TRL's own base stands between its trainers and Transformers'.
-    kind = next((each for each in theirs if not each.__name__.startswith("_")), Trainer)
-    yield f"{kind.__name__}'s loss", _OTHER, kind.__name__ not in ("Trainer", "SFTTrainer")
+    others = [each for each in type(trainer).__mro__ if not issubclass(each, BalancedTrainer)]
+    theirs = [each for each in others if each.__module__.startswith(THEIRS)]
+    return next((each.__name__ for each in theirs if not each.__name__.startswith("_")), Trainer.__name__)
+
+
+def _kinds(trainer: Any) -> Iterator[tuple[str, str, Any]]:
+    """The trainer's class, as `_unlike`: one whose loss, or way to generate, is not known."""
+    theirs = [each for each in type(trainer).__mro__ if each.__module__.startswith(THEIRS)]
+    yield f"{_kind(trainer)}'s loss", _OTHER, _kind(trainer) not in (*BY_ROWS, *BY_SAMPLES)
+    continuous = getattr(trainer.args, "use_transformers_continuous_batching", False)
+    yield "continuous batching", "Leave out use_transformers_continuous_batching", continuous
     for name in ("compute_loss", "prediction_step", "training_step", "get_batch_samples"):
         owner = next(each for each in type(trainer).__mro__ if name in vars(each))
         own = owner not in theirs and owner is not BalancedTrainer

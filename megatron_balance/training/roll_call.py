@@ -275,7 +275,7 @@ class RollCall:
                 if calls.made(int(number)) not in (None, call) and not self.found:
                     error = RankFailedError(
                         f"rank {rank} waits in {call}, rank {self._rank} in {calls.last[-1]}: one of them went on from "
-                        "an error in a step that the others did not leave"
+                        "an error in a step that the others did not leave, or made one call more than they"
                     )
                     self._tell(error, "ends")
                     self._end_with(str(error))

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,16 +26,28 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Trainer,
     TrainingArguments,
 )
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.kto_config import KTOConfig
+from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from megatron_balance.torch.trainer import BalancedTrainer, balance
+from tests.support.hybrid_jobs import Invented
 from tests.support.pool import World, said
 
 disable_progress_bars()
@@ -173,7 +186,89 @@ def rows_of(data: Sequence[dict[str, Any]], words: PreTrainedTokenizerFast) -> l
 class Mixed(BalancedTrainer, SFTTrainer): ...
 
 
+# What trainers of samples log that is of the machine, or of one rank.
+OF_MACHINE = ("runtime", "per_second", "step_time", "total_flos", "profiling")
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+
+
+def shard(case: Case, world: World) -> None:
+    if case.sharded and world.size > 1:  # Accelerate shards on GPUs alone
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def built_by_samples(case: Case, world: World, folder: Path) -> Any:
+    # Trainers that call their model on padded pairs, or groups.
+    args = arguments(case, world, folder)
+    given: dict[str, Any] = {"model": model(), "processing_class": tokenizer()}
+    if case.lora:
+        given["peft_config"] = lora()
+    pairs = [
+        {"prompt": f"Write {name}", "chosen": body, "rejected": body[::-2]}
+        for name, body in texts(case.documents + case.evaluated)
+    ]
+    if case.kind == "kto":
+        pairs = [
+            {"prompt": each["prompt"], "completion": each[which], "label": which == "chosen"}
+            for at, each in enumerate(pairs)
+            for which in (("chosen", "rejected")[at % 2],)
+        ]
+    given["train_dataset"] = Dataset.from_list(pairs[: case.documents])
+    if case.evaluated:
+        given["eval_dataset"] = Dataset.from_list(pairs[case.documents :])
+    match case.kind:
+        case "dpo":
+            reference = {} if case.lora else {"ref_model": model(1)}
+            config = DPOConfig(max_length=512, **args)
+            shard(case, world)
+            return DPOTrainer(args=config, **reference, **given)
+        case "kto":
+            made = KTOTrainer(args=KTOConfig(max_length=512, **args), ref_model=model(1), **given)
+            # theirs pairs the completions of a rank's batch, for the estimate of a divergence
+            made.train_dataset = made.train_dataset.map(
+                lambda rows: {"KL_completion_ids": rows["completion_ids"][-1:] + rows["completion_ids"][:-1]},
+                batched=True,
+                batch_size=2,
+            )
+            return made
+        case "reward":
+            return RewardTrainer(args=RewardConfig(max_length=512, **args), **given | {"model": scoring()})
+        case _:
+            config, kind = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[case.kind]
+            args |= {"num_generations": 2, "max_completion_length": 24, "generation_kwargs": {"do_sample": False}}
+            given["train_dataset"] = given["train_dataset"].select_columns("prompt")
+            made = cast("Any", kind)(args=config(**args), reward_funcs=score, **given)
+            made._generate_single_turn = partial(generated, made._generate_single_turn)
+            return made
+
+
+def scoring() -> Any:
+    config = model().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def score(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    return [sum(each) % 17 / 4 for each in completion_ids]
+
+
+def generated(theirs: Callable[..., Any], prompts: Sequence[Sequence[int]], *others: Any) -> Any:
+    # The likeliest completions, the same on any number of ranks, every second of a group changed.
+    made = theirs(prompts, *others)
+    completions, *rest = made if isinstance(made, tuple) else (made,)
+    changed = [
+        [*each[: len(prompt) % 19], *prompt[3:20][:: at % 2 + 1]] if at % 2 else each
+        for at, (each, prompt) in enumerate(zip(completions, prompts, strict=True))
+    ]
+    return (changed, *rest) if rest else changed
+
+
 def built(case: Case, world: World, folder: Path) -> Any:
+    if case.kind not in ("sft", "trainer"):
+        return built_by_samples(case, world, folder)
     words = tokenizer()
     rows: Callable[..., Any] = (lambda data: data) if case.kind == "sft" else (lambda data: rows_of(data, words))
     data = rows(chats(case.documents))
@@ -189,13 +284,10 @@ def built(case: Case, world: World, folder: Path) -> Any:
         args = TrainingArguments(**arguments(case, world, folder))
         return Trainer(args=args, data_collator=DataCollatorForLanguageModeling(words, mlm=False), **given)
     if case.lora:
-        given["peft_config"] = LoraConfig(
-            target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False
-        )
+        given["peft_config"] = lora()
     chat = {"assistant_only_loss": True, "max_length": 512, "dataset_num_proc": None}
     args = SFTConfig(**(arguments(case, world, folder) | chat | dict(case.args)))
-    if case.sharded and world.size > 1:  # Accelerate shards on GPUs alone
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    shard(case, world)
     if case.mixed and world.size > 1:
         return Mixed(args=args, **given, balanced={"planner": case.planner})
     return SFTTrainer(args=args, **given)
@@ -209,7 +301,11 @@ def trained(world: World, case: Case) -> list[dict[str, float]]:
             balance(trainer, case.planner)
         trainer.train()
         assert trainer.is_fsdp_enabled == (case.sharded and world.size > 1)
-        return logged(trainer)
+        if case.kind in ("sft", "trainer"):
+            return logged(trainer)
+        names = (name for each in trainer.state.log_history for name in each)
+        kept = {name for name in names if not any(word in name for word in OF_MACHINE)}
+        return [{name: each[name] for name in each if name in kept} for each in trainer.state.log_history]
 
 
 def all_trained(world: World, cases: dict[str, Case]) -> dict[str, list[dict[str, float]]]:
@@ -275,6 +371,35 @@ def changed(world: World, packed: str) -> list[float]:
     return [float((a != b).any(-1).float().mean()) for a, b in zip(*found, strict=True)]
 
 
+def uneven(world: World) -> str:
+    # What is said where the model of one rank is called once more.
+    with world_of(world) as folder:
+        trainer = balance(built(Case("dpo", steps=1, documents=8), world, folder))
+        theirs = trainer._compute_loss
+
+        def twice(*args: Any) -> Any:
+            theirs(*args)
+            return theirs(*args)
+
+        if world.rank == 0:
+            trainer._compute_loss = twice
+        return said(trainer.train)
+
+
+def accepted(world: World, leaking: bool) -> list[str]:
+    # What `balance` says to models of a type that is not known.
+    told: list[str] = []
+    for kind in ("sft", "reward"):
+        with world_of(world) as folder:
+            trainer = built(Case(kind, steps=1, documents=8), world, folder)
+            trainer.model.config.model_type = "of_mine"
+            if leaking:
+                layer = trainer.model.model.layers[1]
+                layer.mlp = Invented(layer.mlp, backwards=False)
+            told.append(said(balance, trainer, accept=["of_mine"]))
+    return told
+
+
 def example(world: World, script: str) -> str:
     # What rank 0 alone prints.
     printed = io.StringIO()
@@ -323,6 +448,9 @@ def refused(world: World) -> dict[str, str]:
         offloading = sft()  # which is of GPUs
         offloading.args.activation_offloading = True
         told["offloaded activations"] = said(balance, offloading)
+        continuous = sft()  # which is of GRPO
+        continuous.args.use_transformers_continuous_batching = True
+        told["continuous batching"] = said(balance, continuous)
         for name in ("cp_size", "sp_size", "tp_size"):
             sizes = SimpleNamespace(**({"cp_size": 1, "sp_size": 1, "tp_size": 1} | {name: 2}))
             trainer = sft()

@@ -1,0 +1,217 @@
+"""Trainers that call their model on padded samples (pairs, groups): what it computes is dealt.
+
+The samples of a call lose their padding and are dealt to the ranks, the model runs on rows, and what
+the trainer reads of its output comes back by sample, padded as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.torch import hf
+from megatron_balance.torch.balancer import SequenceBalancer
+from megatron_balance.torch.batch import BalancedBatch
+from megatron_balance.workloads.rollouts import IGNORED
+
+# Of the output of TRL's fused head, [samples, tokens - 1].
+PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# What these trainers hand the model beside; the last is of pairs, and no model reads it.
+_GIVEN = ("input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head", "margin")
+
+
+def unwrapped(model: Any) -> Any:
+    """The model in one of PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def dealt(balancer: SequenceBalancer, documents: Any, *, training: bool) -> BalancedBatch:
+    """The rows of a trainer's documents. ConfigError: a planner that lets some wait."""
+    if not training:
+        return balancer.evaluate(documents)
+    batch = balancer(documents)
+    if balancer.planned is not None and (held := balancer.planned.ledger.held):
+        raise ConfigError(
+            "expected a planner that trains every document in its step, since the trainer has counted it, got "
+            f"{len(held)} documents that wait; raise tokens_per_rank, or take another planner"
+        )
+    return batch
+
+
+def begin(trainer: Any, *, scores: bool) -> None:
+    """Deal what a trainer's models compute. `scores`: of sequences, in place of log-probabilities."""
+    reference = getattr(trainer, "ref_model", None)
+    for model in (trainer.model, None if reference is None else trainer.accelerator.unwrap_model(reference)):
+        if model is not None:
+            _SampleCalls(model, trainer.balancer, scores=scores)
+    # A rank that calls the model once more than others waits for them, and they here for it: both are
+    # calls of the pool, so it is said.
+    inside, accelerator = trainer.balancer.pool.groups.inside, trainer.accelerator
+    for name in ("gather", "backward"):
+        setattr(accelerator, name, _told(getattr(accelerator, name), inside, name))
+    prepare = accelerator.prepare_model
+
+    def prepared(*args: Any, **given: Any) -> Any:
+        model = prepare(*args, **given)
+        if isinstance(model, DistributedDataParallel):  # it sends buffers before the model is called
+            model.forward = _told(model.forward, inside, "model call")
+        return model
+
+    accelerator.prepare_model = prepared
+
+
+def _told(
+    method: Callable[..., Any], inside: Callable[[str], AbstractContextManager[None]], name: str
+) -> Callable[..., Any]:
+    @wraps(method)
+    def told(*args: Any, **given: Any) -> Any:
+        with inside(f"the trainer's {name}"):
+            return method(*args, **given)
+
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class _PaddedSamples:
+    """Samples [n, tokens] as a trainer pads them, before or behind their tokens.
+
+    `labels` are those of the tokens themselves, `mask` shows what is no padding.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    mask: Tensor
+
+    @classmethod
+    def read(cls, given: dict[str, Any]) -> _PaddedSamples:
+        """Those of a model's call. ConfigError: more than tokens. DataError: padding inside of them,
+        labels that are none of theirs.
+        """
+        if beyond := [name for name in given if name not in _GIVEN]:
+            raise ConfigError(
+                f"expected {', '.join(_GIVEN)} in the trainer's call of its model, got {', '.join(beyond)}; a model "
+                "balanced here takes tokens alone"
+            )
+        ids: Tensor = given["input_ids"]
+        mask = given.get("attention_mask")
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        labels = given.get("labels")
+        labels = torch.full_like(ids, IGNORED) if labels is None else labels
+        if bool((F.pad(mask, (1, 0)).int().diff(dim=1) > 0).sum(1).gt(1).any()):
+            raise DataError("expected samples padded before or behind their tokens, got an attention_mask with gaps")
+        if bool(((labels[:, 1:] != IGNORED) & ~(mask[:, 1:] & mask[:, :-1])).any()):
+            raise DataError(
+                "expected labels of tokens that stand behind others of their sample, got some of padding, or of a "
+                "sample's first token; leave the prompt before the completion"
+            )
+        return cls(ids, labels, mask)
+
+    def documents(self) -> list[tuple[Tensor, Tensor]]:
+        """Tokens of each sample that has any, and the labels of their outputs."""
+        tokens = [(ids[kept], labels[kept]) for ids, labels, kept in zip(self.ids, self.labels, self.mask, strict=True)]
+        return [(ids, F.pad(labels[1:], (0, 1), value=IGNORED)) for ids, labels in tokens if len(ids)]
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """Results [n, tokens, ...] of rows, the samples one behind the other; 0 where padding is."""
+        made = rows.new_zeros(*self.mask.shape, *rows.shape[1:])
+        made[self.mask] = rows
+        return made
+
+
+class _SampleCalls:
+    """Hooks on a model: calls with padded samples become calls with the rows of this rank.
+
+    Calls of another kind, and generation, run with the attention that the model had.
+    """
+
+    def __init__(self, model: Any, balancer: SequenceBalancer, *, scores: bool) -> None:
+        self._model, self._balancer = unwrapped(model), balancer
+        self._own = self._model.config._attn_implementation
+        self._model.set_attn_implementation(hf.register())
+        hf.register(self._model)
+        self._around = ExitStack()  # of a call that is not dealt
+        self._call: tuple[_PaddedSamples, BalancedBatch] | None = None
+        self._scores = scores
+        self._scored: Tensor | None = None  # scores of rows, of which the model gives one row's alone
+        # PEFT calls its inner model past the hooks
+        model.register_forward_pre_hook(self._deal, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._return, always_call=True)
+        if scores:
+            self._model.score.register_forward_hook(self._keep)
+        elif hasattr(self._model, "generate"):
+            self._model.generate = self._plain(self._model.generate)
+
+    def _plain(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(generate)
+        def plain(*args: Any, **given: Any) -> Any:
+            with hf.attention_of(self._model, self._own):
+                return generate(*args, **given)
+
+        return plain
+
+    def _deal(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        self._call = self._scored = None
+        if hf.NAME in given:
+            return None  # rows already, as of `hf.check`
+        if not (self._scores or given.get("fused_lm_head")):
+            self._around.enter_context(hf.attention_of(self._model, self._own))
+            return None
+        if args:
+            raise ConfigError("expected a trainer that calls its model with keywords alone, got arguments by place")
+        samples = _PaddedSamples.read(given)
+        # a reference model has no backward, and waits for nothing
+        batch = dealt(self._balancer, samples.documents(), training=torch.is_grad_enabled())
+        self._call = samples, batch
+        made = {**hf.inputs(batch)}
+        # the head would divide by it a loss that these trainers do not read
+        del made["num_items_in_batch"]
+        if not self._scores:
+            made |= {"shift_labels": batch.labels[None], "fused_lm_head": True}
+        return (), made
+
+    def _keep(self, _: nn.Module, __: tuple[Any, ...], out: Tensor) -> None:
+        if self._call is not None:
+            self._scored = out
+
+    def _return(self, _: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+        self._around.close()
+        call, self._call = self._call, None
+        if call is None or out is None:  # none: the call failed
+            return None
+        samples, batch = call
+        if self._scores:
+            scored, self._scored = self._scored, None
+            assert scored is not None
+            by_sample = samples.padded(batch.in_order(batch.gather_rows(scored)))
+            return type(out)(logits=by_sample[torch.arange(len(by_sample)), self._last(samples)])
+        values = {name: each[0] for name in PER_TOKEN if (each := getattr(out, name)) is not None}
+        kind = torch.promote_types(torch.float32, values["log_probs"].dtype)
+        # all side by side: one exchange, and one in the backward
+        rows = batch.gather_rows(torch.stack([each.to(kind) for each in values.values()], dim=-1))
+        by_sample = samples.padded(batch.in_order(rows))[:, :-1].unbind(-1)
+        # no views, which FSDP2 cannot watch
+        found = {
+            name: made.to(each.dtype, copy=True) for (name, each), made in zip(values.items(), by_sample, strict=True)
+        }
+        return type(out)(**found, label_mask=samples.labels[:, 1:] != IGNORED)
+
+    def _last(self, samples: _PaddedSamples) -> Tensor:
+        """The place of each sample's score: as Transformers has it, its last token but padding's."""
+        pad = self._model.config.get_text_config().pad_token_id
+        places = torch.arange(samples.ids.shape[1], device=samples.ids.device)
+        last = (places * (samples.ids != pad)).argmax(-1)
+        if not bool(samples.mask.gather(1, last[:, None]).all()):
+            raise DataError(
+                f"expected padding of pad_token_id {pad}, at which the model looks for a sample's last token, got "
+                "another where attention_mask is 0"
+            )
+        return last
