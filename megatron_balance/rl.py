@@ -216,7 +216,13 @@ class _RlStep:
         cost = planning_cost(self.stage, self.model, self.options.plan_costs, self.options.tensor)
         seconds = self._seconds(cost, forward_only=forward_only)
         context = StepContext(
-            self.stage, self.model, cost, own_microbatches=False, may_carry=False, forward_only=forward_only
+            self.stage,
+            self.model,
+            cost,
+            own_microbatches=False,
+            may_carry=False,
+            forward_only=forward_only,
+            refuses_by_price=False,
         )
         name = self.options.planner
         if name is None:

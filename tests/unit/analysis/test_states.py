@@ -126,7 +126,9 @@ def test_the_mean_layer_is_shared_by_those_that_attend_and_those_that_do_not() -
     assert microbatch_bytes([cut], MODEL).states.tolist() == kept_bytes(cut, GDN).tolist()
 
 
-def test_states_are_beside_an_exchange_of_all_tokens_by_heads(caplog: pytest.LogCaptureFixture) -> None:
+def test_states_are_beside_an_exchange_of_all_tokens_by_heads(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = machine_of(MODEL, 64)
     lengths = tuple(np.random.default_rng(0).pareto(0.7, 60).clip(0.02, 20).__mul__(4096).astype(int).tolist())
     by_heads = by_heads_s(GDN, machine, sum(lengths) / 64, 64)
@@ -141,6 +143,7 @@ def test_states_are_beside_an_exchange_of_all_tokens_by_heads(caplog: pytest.Log
         planned("te_ring", machine, lengths)
     assert make_planner("te_ring", machine.cluster, replace(MODEL, recurrent=None))(lengths).planner == "te_ring"
     # Training says so, once, and goes on.
+    monkeypatch.setattr("megatron_balance.planning.layers._WARNED", set[str]())
     trained = StepPlanner(PlanSpec("te_ring", machine.cluster, MODEL, Layers(), {}))
     for _ in range(2):
         assert trained.plan([lengths])[0].plans[0].planner == "te_ring"

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_balance import Cluster, Model, rl, verify
 from megatron_balance.compile.proof.structure import verify_plans
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir import step as steps
 from megatron_balance.ir.forest import Forest, Segment, document, num_tokens
@@ -223,3 +224,10 @@ def test_a_plan_above_the_cap_is_named() -> None:
     rl.check_caps(step, 90)
     with pytest.raises(InvalidProgramError, match=r"microbatch 0: rank \d holds 90 tokens; expected at most 89"):
         rl.check_caps(step, 89)
+
+
+def test_dear_states_of_a_hybrid_model_are_no_want_of_room() -> None:
+    # Training goes on with such a plan, and so does its driver.
+    model, cluster = load_model("kimi-linear-48b-a3b"), load_cluster("h100").build(num_ranks=128, ranks_per_node=8)
+    step = rl.plan_step([8192] * 128, None, cluster, model, max_tokens=9000, planner="te_ring")
+    assert (len(step.members), step.plans[0].planner) == (1, "te_ring")
