@@ -43,7 +43,7 @@ class StepPasses(NamedTuple):
 
 
 class _ToldOfStep(NamedTuple):
-    """What each rank tells the others: why it failed, or its plan and what it gives."""
+    """A rank's word to the others: why it failed, or its plan and what it gives."""
 
     failed: str
     fingerprint: str = ""

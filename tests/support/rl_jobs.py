@@ -312,7 +312,7 @@ def normalise(world: World, asked: Sequence[tuple[str, Case]]) -> list[list[Tens
 
 
 def tell(world: World) -> dict[str, str]:
-    """What this rank is told of steps that cannot be."""
+    """Errors on this rank of steps that cannot be, by what they should say."""
     plain, forest = Case(), Case(trees=True)
     text, mine = planned(world, plain), given(world, plain)
     trees, rollouts = planned(world, forest), given(world, forest)
