@@ -33,6 +33,7 @@ from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.bind import AttentionShape, Bound
 from megatron_balance.runtime.kernels.recurrence import AffineRecurrence
 from megatron_balance.runtime.recurrent import RecurrentBound, causal_convolution, recurrent_layer
+from megatron_balance.torch import compiled
 from megatron_balance.training.binding import RecurrentBounds
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
@@ -41,6 +42,8 @@ from megatron_balance.workloads.rollouts import IGNORED, Rollouts
 
 # Looks a plan up for this rank. The shape is of a layer's heads; None: as the balancer's model.
 _Bind: TypeAlias = Callable[[MicrobatchPlan, torch.dtype, torch.device, AttentionShape | None], Bound]
+# What a layer asks a plan for (`BalancedBatch.bound`).
+_Asked: TypeAlias = tuple[torch.dtype, torch.device, Mask | None, AttentionShape | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class BalancedBatch:
         dealt: Dealt,
         loss_scale: LossScale,
         bind: _Bind,
+        asked: dict[_Asked, None],
         accept: Collection[str] = (),
     ) -> None:
         self.tokens = tokens
@@ -140,6 +144,11 @@ class BalancedBatch:
         self._bind = bind
         self.accept = accept
         self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape | None], Bound] = {}
+        self._asked = asked  # by layers, of all batches so far
+        # What stands for the batch in graphs of torch.compile (`in_graphs`), and by window and own
+        # heads of a layer what says how much it receives; none: graphs break at attention.
+        self.number: Tensor | None = None
+        self.rooms: dict[tuple[int | None, bool], Tensor] = {}
         self._recurrent = RecurrentBounds.of_plan(dealt.plan, dealt.pool.groups, tokens.device, dealt.state_wire)
         # since values were taken last: attention calls by layers of their model (0: not known), and
         # forwards begun
@@ -192,6 +201,18 @@ class BalancedBatch:
     def num_targets(self) -> Tensor:
         """Labels of the whole step, of all ranks, that count; a scalar."""
         return self._scale.num_targets
+
+    def in_graphs(self, dtype: torch.dtype) -> None:
+        """Let graphs of torch.compile hold the attention of this batch: look its plan up for all that
+        layers of batches before asked for, at first for the plan's mask and tensors of `dtype`.
+        """
+        self.number = compiled.number_of(self)
+        first: _Asked = (dtype, self.tokens.device, None, None)
+        for of_type, device, mask, shape in [*self._asked] or [first]:
+            bound = self.bound(of_type, device, mask, shape)
+            self.rooms[mask and mask.window_size, shape is not None] = compiled.room_for(bound)
+        for x in (self.tokens, self.position_ids, self.labels):
+            compiled.mark_dynamic(x)
 
     def begin_forward(self) -> None:
         """Expect the attention of one more forward: `hf.inputs` were handed to a model."""
@@ -503,6 +524,7 @@ class BalancedBatch:
         heads of keys that do not divide those of queries.
         """
         plan = self.plan
+        self._asked[dtype, device, mask, shape] = None
         if shape is not None:
             if shape.num_heads % shape.num_kv_heads:
                 raise ConfigError(f"{shape.num_kv_heads} heads of keys do not divide {shape.num_heads} of queries")
@@ -605,7 +627,6 @@ class _Exchanged(torch.autograd.Function):
         return ctx.inverse(grad), None, None
 
 
-@_outside_compiled
 def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     q: Tensor,
     k: Tensor,
@@ -621,8 +642,9 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     """Attention of this rank's queries within their documents, wherever the keys lie.
 
     Differentiable. Collective: every rank of the pool calls it in every layer, in the forward, in
-    the backward, and where checkpointing computes a forward again. Under `torch.compile` the graph
-    breaks here. Rows of padding give zeros.
+    the backward, and where checkpointing computes a forward again. Under `torch.compile` it is one
+    operator of the graph with `Settings(compiled=True)`; without, the graph breaks here. Rows of
+    padding give zeros.
 
     Args:
         q: [T, H, D], or [1, T, H, D]; T as in `batch.tokens`.
@@ -644,6 +666,26 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
         ConfigError: the tensors do not have the batch's rows, or other heads than the balancer's
             model, or are on several devices; a window under another mask than the causal one.
     """
+    if isinstance(batch, BalancedBatch) and batch.number is not None:
+        room = batch.rooms.get((window, own_heads))
+        if room is not None:
+            return compiled.attend(batch.number, room, q, k, v, sink, (scale, window, layers, own_heads))
+    return _attend(q, k, v, batch, scale, window=window, sink=sink, layers=layers, own_heads=own_heads)
+
+
+@_outside_compiled
+def _attend(  # noqa: PLR0913  as `balanced_attention`
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: BalancedBatch,
+    scale: float | None,
+    *,
+    window: int | None,
+    sink: Tensor | None,
+    layers: int | None,
+    own_heads: bool,
+) -> Tensor:
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(
             f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}; hand it through the "
