@@ -171,7 +171,7 @@ def _kept(bound: Bound) -> list[tuple[Kind, int, list[tuple[int, ...]]]]:
 
 
 def _received_in(flat: Tensor, bound: Bound) -> Received:
-    """What lies in `flat`, as views of it."""
+    """The inputs that lie in `flat`, as views of it."""
     received, at = Received(), 0
     for kind, buffer, of in _kept(bound):
         parts: list[Tensor] = []

@@ -14,6 +14,7 @@ Shapes: q [T, H, D], k [T, G, D], v [T, G, V], rows of padding included; output 
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,10 +28,10 @@ from megatron_balance.runtime.attention import attend_flat, attend_flat_back, ro
 from megatron_balance.runtime.bind import AttentionShape, Bound
 from megatron_balance.runtime.lower.memory import wide_dtype
 
-SPARE = 2  # elements of `room` beyond what is needed: torch.compile treats sizes 0 and 1 as constants
+_SPARE = 2  # elements of `room` beyond what is needed: torch.compile treats sizes 0 and 1 as constants
 
 
-_Key: TypeAlias = tuple[torch.dtype, torch.device, int | None, AttentionShape | None]
+_Key: TypeAlias = tuple[torch.dtype, torch.device, int | None, float, AttentionShape | None]
 
 
 class _InGraphs(NamedTuple):
@@ -57,7 +58,7 @@ def number_of(batch: object) -> Tensor:
 
 def room_for(bound: Bound) -> Tensor:
     """A tensor without elements, whose first size says what a call receives for its backward."""
-    return mark_dynamic(torch.empty(room_of(bound) + SPARE, 0))
+    return mark_dynamic(torch.empty(room_of(bound) + _SPARE, 0))
 
 
 def mark_dynamic(x: Tensor) -> Tensor:
@@ -68,10 +69,10 @@ def mark_dynamic(x: Tensor) -> Tensor:
     return x
 
 
-def _bound(number: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, own: bool) -> Bound:
+def _bound(number: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float, own: bool) -> Bound:
     held = _held.get(int(number))
     shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], v.shape[2]) if own else None
-    key: _Key = (q.dtype, q.device, window, shape)
+    key: _Key = (q.dtype, q.device, window, softcap, shape)
     if held is not None and (bound := held.bounds.get(key)) is not None:
         return bound
     batch = None if held is None else held.batch()
@@ -81,7 +82,8 @@ def _bound(number: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, 
             "graph saves, keep the batch until the backward is done"
         )
     mask = None if window is None else SlidingWindow(window)
-    return held.bounds.setdefault(key, batch.bound(q.dtype, q.device, mask, shape))
+    bound = batch.bound(q.dtype, q.device, mask, replace(shape or batch.shape, softcap=softcap))
+    return held.bounds.setdefault(key, bound)
 
 
 @torch.library.custom_op("megatron_balance::attention", mutates_args=())
@@ -94,11 +96,12 @@ def attention(
     sink: Tensor | None,
     scale: float | None,
     window: int | None,
+    softcap: float,
     layers: int | None,
     own_heads: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [T, H, V], LSE [T, H], and what was received for the backward. Collective."""
-    bound = _bound(number, q, k, v, window, own_heads)
+    bound = _bound(number, q, k, v, window, softcap, own_heads)
     batch, rows = _held[int(number)].batch(), bound.num_tokens
     if batch is not None and {len(q), len(k), len(v)} != {batch.num_rows}:
         raise ConfigError(
@@ -113,13 +116,13 @@ def attention(
 
 
 @attention.register_fake
-def _(number, room, q, k, v, sink, scale, window, layers, own_heads):
+def _(number, room, q, k, v, sink, scale, window, softcap, layers, own_heads):
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return out, q.new_empty(q.shape[:2], dtype=wide_dtype(q.dtype)), q.new_empty(room.shape[0])
 
 
 @torch.library.custom_op("megatron_balance::attention_backward", mutates_args=())
-def attention_backward(
+def _attention_backward(
     number: Tensor,
     grad: Tensor,
     q: Tensor,
@@ -131,10 +134,11 @@ def attention_backward(
     kept: Tensor,
     scale: float | None,
     window: int | None,
+    softcap: float,
     own_heads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the sink, an empty one where there is none. Collective."""
-    bound = _bound(number, q, k, v, window, own_heads)
+    bound = _bound(number, q, k, v, window, softcap, own_heads)
     rows = bound.num_tokens
     with torch.autocast(q.device.type, enabled=False):
         grads, of_sink = attend_flat_back(
@@ -144,8 +148,8 @@ def attention_backward(
     return _apart(*padded, q.new_empty(0) if of_sink is None else of_sink)
 
 
-@attention_backward.register_fake
-def _(number, grad, q, k, v, sink, out, lse, kept, scale, window, own_heads):
+@_attention_backward.register_fake
+def _(number, grad, q, k, v, sink, out, lse, kept, scale, window, softcap, own_heads):
     grads = (x.new_empty(x.shape) for x in (q, k, v))
     return *grads, q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
@@ -157,9 +161,9 @@ def attend(
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
-    how: tuple[float | None, int | None, int | None, bool],
+    how: tuple[float | None, int | None, float, int | None, bool],
 ) -> Tensor:
-    """`balanced_attention` as a graph has it; `how`: scale, window, layers, own heads."""
+    """`balanced_attention` as a graph has it; `how`: scale, window, softcap, layers, own heads."""
     shape = q.shape
     device = q.device.type
     if torch.is_autocast_enabled(device):
@@ -179,8 +183,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     number, q, k, v, sink, *output = ctx.saved_tensors
-    *grads, of_sink = attention_backward(number, grad, q, k, v, sink, *output, *ctx.how, ctx.own)
-    return None, None, *grads, None if sink is None else of_sink, None, None, None, None
+    *grads, of_sink = _attention_backward(number, grad, q, k, v, sink, *output, *ctx.how, ctx.own)
+    return None, None, *grads, None if sink is None else of_sink, *[None] * 5
 
 
 attention.register_autograd(_backward, setup_context=_setup)

@@ -36,9 +36,10 @@ def inputs_of(rows: int, heads: tuple[int, int, int, int] = (4, 2, 8, 8)) -> lis
         ((4, 2, 8, 8), {}),
         ((4, 2, 8, 8), {"window": 5, "scale": 0.2}),
         ((4, 2, 8, 8), {"sink": True}),
+        ((4, 2, 8, 8), {"softcap": 2}),
         ((6, 3, 4, 12), {"own_heads": True}),
     ],
-    ids=["plain", "window", "sink", "values of another width"],
+    ids=["plain", "window", "sink", "softcap", "values of another width"],
 )
 def test_the_operator_gives_the_attention_and_gradients_of_the_call(heads: Any, how: dict[str, Any]) -> None:
     found: list[list[Tensor]] = []
@@ -68,7 +69,7 @@ def batch_like(batch: BalancedBatch) -> BalancedBatch:
 def test_torch_finds_no_fault_in_the_operator() -> None:
     batch = batch_of(9, 6, compiled=True)
     assert batch.number is not None
-    given = (batch.number, batch.rooms[None, False], *inputs_of(batch.num_rows), None, None, None, None, False)
+    given = (batch.number, *batch.rooms.values(), *inputs_of(batch.num_rows), None, None, None, 0.0, None, False)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(compiled.attention, given, test_utils=checks)
 
