@@ -24,11 +24,13 @@ from tools.zoo import Case, judged
 RANKS = 4
 WAYS = [
     Way(compiled=True, steps=2),
+    Way(compiled=True, fullgraph=True, backend="aot_eager", steps=5),
     Way(planner="wlb_llm", parallel="ddp", accumulate=2, checkpointed=True, backward="replay", steps=3),
     Way(model="llama", planner="distca", parallel="ddp", steps=3),
     Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=3),
 ]
 # With it every two choices meet in one of them; all, over 20 steps: tools/torch_parity.py.
+INDUCTOR = Way(compiled=True, fullgraph=True, checkpointed=True, accumulate=2, backend="inductor", steps=5)
 COMPILED_LLAMA = Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=2)
 
 
@@ -39,7 +41,9 @@ def world() -> Iterator[Pool]:
     ranks.close()
 
 
-@pytest.mark.parametrize("way", [*WAYS, pytest.param(COMPILED_LLAMA, marks=pytest.mark.product)], ids=Way.name)
+@pytest.mark.parametrize(
+    "way", [*WAYS, *(pytest.param(way, marks=pytest.mark.product) for way in (INDUCTOR, COMPILED_LLAMA))], ids=Way.name
+)
 def test_losses_and_gradients_are_those_of_one_rank(world: Pool, way: Way) -> None:
     if way.model == "llama":
         pytest.importorskip("transformers")
@@ -47,6 +51,20 @@ def test_losses_and_gradients_are_those_of_one_rank(world: Pool, way: Way) -> No
     for (trained,) in world.run(torch_jobs.train, RANKS, [way]):
         assert torch_jobs.differences(trained, expected) == pytest.approx((0, 0, 0), abs=1e-5)
         assert (trained.graphs > 0) == way.compiled
+        if way.fullgraph:
+            assert trained.graphs <= 2, "layers share a graph: one for the sizes of the first step, one for all"
+            assert trained.late == 0, "nothing is compiled behind the third step"
+
+
+def test_what_a_graph_keeps_is_where_checkpointing_and_offloading_see_it(world: Pool) -> None:
+    for found in world.run(torch_jobs.keep_in_graphs, RANKS, "aot_eager"):
+        assert {way: (held, sized) for way, (held, sized, _) in found.items()} == {
+            "kept": (1, True),
+            "checkpoint around": (0, False),
+            "checkpoint inside": (0, False),
+            "moved": (0, False),
+        }
+        assert max(difference for *_, difference in found.values()) < 1e-6
 
 
 WAVES = [
