@@ -83,6 +83,7 @@ class Case:
     mixed: bool = False
     max_tokens: int | None = None
     fixed: bool = False
+    losses: bool = False
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -324,7 +325,7 @@ def trained(world: World, case: Case, *callbacks: TrainerCallback) -> list[dict[
         for each in callbacks:
             trainer.add_callback(each)
         if world.size > 1 and not case.mixed:
-            balance(trainer, case.planner, max_tokens=case.max_tokens)
+            balance(trainer, case.planner, losses=case.losses, max_tokens=case.max_tokens)
         trainer.train()
         assert trainer.is_fsdp_enabled == (case.sharded and world.size > 1)
         if case.kind in ("sft", "trainer"):
@@ -483,9 +484,10 @@ def refused(world: World) -> dict[str, str]:
             "metrics of packed documents": lambda: sft(packing=True, others={"compute_metrics": accuracy}),
             "expected a Trainer": model,
             "not balanced yet": lambda: balance(sft()),
+            "losses=True": sft,
         }
         for name, make in asked.items():
-            told[name] = said(balance, make())
+            told[name] = said(balance, make(), losses=name == "losses=True")
         offloading = sft()  # which is of GPUs
         offloading.args.activation_offloading = True
         told["offloaded activations"] = said(balance, offloading)
