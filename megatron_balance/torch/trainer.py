@@ -54,6 +54,7 @@ def balance(
     settings: Settings = DEFAULTS,
     accept: Collection[str] = (),
     losses: bool = False,
+    max_tokens: int | None = None,
     **options: Any,
 ) -> _Trainer:
     """Balance a trainer that is built and did not train yet; it is returned.
@@ -66,9 +67,11 @@ def balance(
         trainer: of a causal language model.
         planner: its name (docs/planners.md). All ranks share their documents.
         settings: of the balancer; `shift_labels` is the trainer's.
+        accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), if it is on its device.
         losses: of Transformers' `Trainer`: compute the loss in chunks of rows, without the logits in
             memory (`torch.losses`). TRL's trainers have a head that does so.
-        accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), if it is on its device.
+        max_tokens: of trainers of samples: most tokens of a call on a rank, proved, by plans that a
+            driver would make (`rl.plan_step`); calls with the same samples then share one plan.
         options: of the planner.
 
     Raises:
@@ -81,7 +84,7 @@ def balance(
     made = type(trainer)
     kept = {"__module__": made.__module__, "_losses": losses}
     trainer.__class__ = type(f"Balanced{made.__name__}", (BalancedTrainer, made), kept)
-    _begin(trainer, planner, settings, accept, options)
+    _begin(trainer, planner, settings, accept, max_tokens, options)
     return trainer
 
 
@@ -105,7 +108,7 @@ class BalancedTrainer(_Base):
         self._losses = bool(options.pop("losses", False))
         _check(self, self._losses)
         planner, settings = options.pop("planner", "zeppelin"), options.pop("settings", DEFAULTS)
-        _begin(self, planner, settings, options.pop("accept", ()), options)
+        _begin(self, planner, settings, options.pop("accept", ()), options.pop("max_tokens", None), options)
 
     def train(self, *args: Any, **given: Any) -> Any:
         """Theirs; the other ranks hear of a rank that fails."""
@@ -209,8 +212,20 @@ class BalancedTrainer(_Base):
         return args.train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
 
-def _begin(trainer: Any, planner: str, settings: Settings, accept: Collection[str], options: Mapping[str, Any]) -> None:
+def _begin(
+    trainer: Any,
+    planner: str,
+    settings: Settings,
+    accept: Collection[str],
+    max_tokens: int | None,
+    options: Mapping[str, Any],
+) -> None:
     """Make the balancer, and set what is behind the trainer's constructor."""
+    if max_tokens is not None and _kind(trainer) not in BY_SAMPLES:
+        raise ConfigError(
+            f"max_tokens: expected a trainer of samples ({', '.join(BY_SAMPLES)}), got {_kind(trainer)}, whose "
+            "documents a planner's own tokens_per_rank caps"
+        )
     args, accelerator = trainer.args, trainer.accelerator
     settings = replace(settings, shift_labels=False, device=settings.device or args.device)
     trainer.balancer = SequenceBalancer.for_model(
@@ -223,7 +238,7 @@ def _begin(trainer: Any, planner: str, settings: Settings, accept: Collection[st
     trainer._by_samples, scores = _kind(trainer) in BY_SAMPLES, _kind(trainer) == "RewardTrainer"
     model = unwrapped(trainer.model)
     if trainer._by_samples:  # its sums over ranks take as many samples of each
-        samples.begin(trainer, scores=scores)
+        samples.begin(trainer, scores=scores, max_tokens=max_tokens)
     else:
         model.set_attn_implementation(hf.register())
         hf.register(model)

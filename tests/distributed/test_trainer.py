@@ -87,6 +87,32 @@ def test_further_and_longer_runs_are_those_of_one_rank_alone(alone: Pool, world:
             assert_alike(got, expected[name], name, 5.0)
 
 
+def clipping(updates: int) -> Case:
+    # Rollouts of 3 to 300 tokens, groups on two ranks, a reference; steps that clip ratios.
+    args = (("beta", 0.05), ("num_iterations", 2), ("learning_rate", 2.0), ("epsilon", 0.1), ("optim", "sgd"))
+    more = (("max_grad_norm", 1e9),)
+    return Case("grpo", updates, 8 * updates, args=args + more, max_tokens=900, fixed=True)
+
+
+@pytest.mark.parametrize("updates", [4, pytest.param(20, marks=pytest.mark.product)])
+def test_grpo_by_plans_of_its_driver_is_that_of_one_rank_alone(alone: Pool, world: Pool, updates: int) -> None:
+    case = clipping(updates)
+    ((logs, gradients, *_),) = alone.run(trainer_jobs.updated, 1, case)
+    assert len(gradients) == updates
+    clipped = (
+        [each["clip_ratio/low_mean"] for each in logs[1:-1:2]],
+        [each["clip_ratio/high_mean"] for each in logs[1:-1:2]],
+    )
+    assert min(map(max, clipped)) > 0, "of advantages of both signs"
+    for got, own, plans, bound in world.run(trainer_jobs.updated, RANKS, case):
+        assert_alike(got, logs, "grpo")
+        for mine, theirs in zip(own, gradients, strict=True):
+            worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, theirs, strict=True))
+            assert worst < 1e-5
+        # two updates of the same samples by one plan, and what drew them and the reference by another
+        assert (plans, bound) == (updates, updates)
+
+
 def test_packed_documents_do_not_see_one_another(alone: Pool, world: Pool) -> None:
     for packed in ("bfd", "padding-free", "no"):
         assert world.run(trainer_jobs.changed, RANKS, packed) == [[1.0, 0.0]] * RANKS, packed

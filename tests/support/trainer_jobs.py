@@ -9,8 +9,9 @@ import signal
 import sys
 import tempfile
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from megatron_balance import rl
+from megatron_balance.torch import balancer
 from megatron_balance.torch.trainer import BalancedTrainer, balance
 from tests.support.hybrid_jobs import Invented
 from tests.support.pool import World, said
@@ -81,6 +84,8 @@ class Case:
     metrics: bool = False
     planner: str = "zeppelin"
     mixed: bool = False
+    max_tokens: int | None = None
+    fixed: bool = False
     losses: bool = False
     experts: bool = False
     patience: int | None = None
@@ -226,6 +231,8 @@ def built_by_samples(case: Case, world: World, folder: Path) -> Any:
             for at, each in enumerate(pairs)
             for which in (("chosen", "rejected")[at % 2],)
         ]
+    if case.fixed:  # no two prompts are the same, and some are short
+        pairs = [{"prompt": f"{at:03}"[-2:] + each["prompt"][: at % 24]} for at, each in enumerate(pairs)]
     given["train_dataset"] = Dataset.from_list(pairs[: case.documents])
     if case.evaluated:
         given["eval_dataset"] = Dataset.from_list(pairs[case.documents :])
@@ -248,10 +255,13 @@ def built_by_samples(case: Case, world: World, folder: Path) -> Any:
             return RewardTrainer(args=RewardConfig(max_length=512, **args), **given | {"model": scoring()})
         case _:
             config, kind = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[case.kind]
-            args |= {"num_generations": 2, "max_completion_length": 24, "generation_kwargs": {"do_sample": False}}
+            args |= {"num_generations": 4 if case.fixed else 2, "max_completion_length": 300 if case.fixed else 24}
+            args |= {"generation_kwargs": {"do_sample": False}}
             given["train_dataset"] = given["train_dataset"].select_columns("prompt")
-            made = cast("Any", kind)(args=config(**args), reward_funcs=score, **given)
-            made._generate_single_turn = partial(generated, made._generate_single_turn)
+            # theirs is read by name
+            with patch("trl.trainer.grpo_trainer.create_model_from_path", lambda *_, **__: model(1)):
+                made = cast("Any", kind)(args=config(**args), reward_funcs=score, **given)
+            made._generate_single_turn = written if case.fixed else partial(generated, made._generate_single_turn)
             return made
 
 
@@ -275,6 +285,19 @@ def generated(theirs: Callable[..., Any], prompts: Sequence[Sequence[int]], *oth
         for at, (each, prompt) in enumerate(zip(completions, prompts, strict=True))
     ]
     return (changed, *rest) if rest else changed
+
+
+def written(prompts: Sequence[Sequence[int]], *_: Any, **__: Any) -> Any:
+    # Completions by the prompts alone, each of a group another one; rollouts have 3 to 300 tokens.
+    made, seen = [], Counter[tuple[int, ...]]()
+    # a rank has half of a group
+    half = (PartialState().process_index % 2) * 2 if PartialState().num_processes == 4 else 0
+    for prompt in map(tuple, prompts):
+        draw = np.random.default_rng([*prompt, half + seen[prompt]])
+        seen[prompt] += 1
+        length = int(np.clip(draw.lognormal(3.5, 1.5), 1, 300 - len(prompt)))
+        made.append(draw.integers(len(SPECIAL), 260, length).tolist())
+    return made, None
 
 
 def built(case: Case, world: World, folder: Path) -> Any:
@@ -306,12 +329,14 @@ def built(case: Case, world: World, folder: Path) -> Any:
     return SFTTrainer(args=args, **given)
 
 
-def trained(world: World, case: Case) -> list[dict[str, float]]:
+def trained(world: World, case: Case, *callbacks: TrainerCallback) -> list[dict[str, float]]:
     # What the run logs. More ranks than one are balanced.
     with world_of(world) as folder:
         trainer = built(case, world, folder)
+        for each in callbacks:
+            trainer.add_callback(each)
         if world.size > 1 and not case.mixed:
-            balance(trainer, case.planner, losses=case.losses)
+            balance(trainer, case.planner, losses=case.losses, max_tokens=case.max_tokens)
         trainer.train()
         assert trainer.is_fsdp_enabled == (case.sharded and world.size > 1)
         if case.kind in ("sft", "trainer"):
@@ -319,6 +344,21 @@ def trained(world: World, case: Case) -> list[dict[str, float]]:
         names = (name for each in trainer.state.log_history for name in each)
         kept = {name for name in names if not any(word in name for word in OF_MACHINE)}
         return [{name: each[name] for name in each if name in kept} for each in trainer.state.log_history]
+
+
+def updated(world: World, case: Case) -> tuple[list[dict[str, float]], list[list[torch.Tensor]], int, int]:
+    # What a run logs, its gradients by update, plans that were made, and how many were looked up.
+    gradients: list[list[torch.Tensor]] = []
+
+    class Noted(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            gradients.append([each.grad.clone() for each in model.parameters()])
+
+    with ExitStack() as counting:
+        plan = counting.enter_context(patch.object(rl, "plan_step", wraps=rl.plan_step))
+        bind = counting.enter_context(patch.object(balancer, "bind", wraps=balancer.bind))
+        logs = trained(world, case, Noted())
+        return logs, gradients, plan.call_count, bind.call_count
 
 
 def all_trained(world: World, cases: dict[str, Case]) -> dict[str, list[dict[str, float]]]:
@@ -527,6 +567,9 @@ def refused(world: World) -> dict[str, str]:
             trainer = sft()
             with patch.object(type(trainer.accelerator), "parallelism_config", sizes):
                 told[f"{name}=2"] = said(balance, trainer)
+        told["max_tokens: expected a trainer of samples"] = said(balance, sft(), max_tokens=9)
+        pairs = built(Case("dpo", steps=1, documents=8), world, folder)
+        told["lower per_device_train_batch_size"] = said(balance(pairs, max_tokens=120).train)
         waits = balance(sft(), "wlb_llm", tokens_per_rank=3)
         told["trains every document in its step"] = said(waits.train)
     return told
