@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_balance.workloads.normalisations import NORMALISATIONS
-from tests.support import rl_jobs
+from tests.support import rl_jobs, verl_jobs
 from tests.support.pool import Pool
 from tests.support.rl_jobs import Case
 
@@ -58,3 +58,28 @@ def test_normalisations_are_the_published_losses_on_ranks_that_share_groups_or_h
 def test_steps_and_samples_that_cannot_be_are_refused_on_every_rank(world: Pool) -> None:
     for told in world.run(rl_jobs.tell, 4):
         assert {expected: said for expected, said in told.items() if expected not in said} == {}
+
+
+def test_verls_engine_with_plans_gives_the_results_losses_and_gradients_of_one_rank(world: Pool) -> None:
+    rows, whole, alone = verl_jobs.alone()
+    ranks = world.run(verl_jobs.call, 4, [70, 400])  # one is cut
+    for at, cut in enumerate((True, False)):
+        order = [[n for n in range(len(rows)) if max(0, n - 3) % 4 == rank] for rank in range(4)]
+        for rank, own in zip(ranks, order, strict=True):
+            results, _, gradients, synced, same = rank[at]
+            assert same
+            assert len(results) == len(own)
+            for found, number in zip(results, own, strict=True):
+                for mine, theirs in zip(found, rows[number], strict=True):
+                    assert float((mine - theirs).abs().max()) < 2e-5
+            for mine, theirs in zip(gradients, alone, strict=True):
+                assert float((mine - theirs).abs().max() / theirs.abs().max()) < 1e-5
+            # gradients are reduced behind the last microbatch alone
+            assert synced == [False] * (len(synced) - 1) + [True]
+            assert (len(synced) > 1) == cut
+        assert sum(rank[at][1] for rank in ranks) / 4 == pytest.approx(whole, rel=1e-5)
+    for rank in ranks:
+        for told, said in zip(
+            rank[-1], ("use_fused_kernels", "multi_modal_inputs", "a temperature", "ulysses"), strict=True
+        ):
+            assert said in told
