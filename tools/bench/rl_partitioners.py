@@ -6,9 +6,9 @@ python -m tools.bench.rl_partitioners [--gpus 8 64 256] [--model qwen3-8b] [--sh
 
 Rules are written from what the libraries do, not copied: verl 0.8.0 (0.9.0 has the same file) and
 0.9.1 by their wheels, TRL 1.16's `TokenBudgetBatcher` by its own (samples in the order drawn, no
-prefix shared), slime by descriptions alone; Megatron's scheduler is that of `planners/megatron.py`.
-Lengths are drawn: of `agent` from those of Mooncake's trace of conversations (`conversation` of
-`workloads.distributions`), of `grpo` from no trace, median, spread and cut are ours.
+prefix shared), slime of 2026-08-21 by its `dp_schedule.py`; Megatron's scheduler is that of
+`planners/megatron.py`. Lengths are drawn: of `agent` from those of Mooncake's trace of conversations
+(`conversation` of `workloads.distributions`), of `grpo` from no trace, median, spread and cut are ours.
 
 `each` is the step of ranks that meet in every layer, as FSDP's do to gather weights; `end` of ranks
 that meet at its end alone; both over even computation, without synchronisation and optimizer. A rank
@@ -139,25 +139,31 @@ def _parted(own: Sequence[int], work: Sequence[int], count: int) -> list[list[in
     return parts[::2][::-1] + parts[1::2]  # small ones at both ends
 
 
-def slime(lengths: Sequence[int], data: int, cap: int, flops: Callable[[int], float] | None = None) -> Dealt:
-    """Karmarkar-Karp over ranks, then over microbatches, as many as first fit needs; by tokens, or by
-    `flops`.
+def slime(
+    lengths: Sequence[int], data: int, cap: int, flops: Callable[[int], float], *, balances: bool = False
+) -> Dealt:
+    """First fit over all ranks; `balances`: Karmarkar-Karp of FLOPs into as few as tokens need. The
+    largest are halved until every rank has as many; dealt by FLOPs.
     """
-    work = [length if flops is None else int(flops(length)) for length in lengths]
-    of_ranks = karmarkar_karp(work, data, equal=True)
-    parts = max(_first_fit([lengths[at] for at in own], cap) for own in of_ranks)
-    return [_parted(own, work, parts) for own in of_ranks]
-
-
-def _first_fit(lengths: Sequence[int], cap: int) -> int:
-    bins: list[int] = []
-    for length in lengths:
-        at = next((at for at, held in enumerate(bins) if held + length <= cap), None)
-        if at is None:
-            bins.append(length)
+    work, fewest = [int(flops(length)) for length in lengths], -(-sum(lengths) // cap)
+    bins: list[list[int]] = []
+    if balances:
+        bins = karmarkar_karp(work, min(fewest, len(lengths)), equal=False)
+    for at, length in enumerate(() if balances else lengths):
+        room = next((own for own in bins if sum(lengths[seq] for seq in own) + length <= cap), None)
+        if room is None:
+            bins.append([at])
         else:
-            bins[at] += length
-    return len(bins)
+            room.append(at)
+    while len(bins) % data:
+        largest = max((sum(lengths[at] for at in own), number) for number, own in enumerate(bins) if len(own) > 1)[1]
+        halves: tuple[list[int], list[int]] = ([], [])
+        for at in sorted(bins[largest], key=lambda at: -lengths[at]):
+            min(halves, key=lambda half: sum(lengths[seq] for seq in half)).append(at)
+        bins[largest] = halves[0]
+        bins.append(halves[1])
+    of_ranks = karmarkar_karp([sum(work[at] for at in own) for own in bins], data, equal=True)
+    return [[bins[at] for at in own] for own in of_ranks]
 
 
 def trl(lengths: Sequence[int], data: int, cap: int, groups: Sequence[Hashable]) -> Dealt:
@@ -210,8 +216,8 @@ class Case:
 
         yield "verl 0.8.0, 0.9.0", self._whole(verl(lengths, self.data, cap, keeps=False))
         yield "verl 0.9.1", self._whole(verl(lengths, self.data, cap, keeps=True))
-        yield "slime, tokens", self._whole(slime(lengths, self.data, cap))
-        yield "slime, FLOPs", self._whole(slime(lengths, self.data, cap, flops))
+        yield "slime, first fit", self._whole(slime(lengths, self.data, cap, flops))
+        yield "slime, FLOPs", self._whole(slime(lengths, self.data, cap, flops, balances=True))
         yield "TRL 1.16, token budget", self._whole(trl(lengths, self.data, cap, self.groups))
         machine = self.machine
         given = Batch(tuple(lengths)), machine.cluster, model, machine.cost

@@ -21,9 +21,12 @@ def test_verl_passes_a_cap_until_0_9_1_and_slimes_flops_do() -> None:
     # Figures of verl's own functions for these lengths.
     assert sorted(7 * len(each) for each in verl([7] * 8, 1, 8, keeps=False)[0]) == [7] * 6 + [14]
     assert [7 * len(each) for each in verl([7] * 8, 1, 8, keeps=True)[0]] == [7] * 8
-    # First fit counts two bins of 8; by squares 7 is alone, and the others have 9.
-    (found,) = slime([7, 1, 2, 2, 2, 2], 1, 8, lambda length: length**2)
-    assert max(sum([7, 1, 2, 2, 2, 2][at] for at in each) for each in found) == 9
+    # Two microbatches hold 16 tokens under 8; by squares 7 is alone, and the others have 9.
+    lengths = [7, 1, 2, 2, 2, 2]
+    (found,) = slime(lengths, 1, 8, lambda length: length**2, balances=True)
+    assert max(sum(lengths[at] for at in each) for each in found) == 9
+    # First fit: 7 and 1, then 8; as many on three ranks, by halves of the largest, the later of two.
+    assert sorted(slime(lengths, 3, 8, lambda length: length**2)) == [[[0, 1]], [[2, 4]], [[3, 5]]]
 
 
 def test_rows_take_their_group_and_close_where_one_has_no_room() -> None:
