@@ -24,13 +24,18 @@ CASES = [
     Case(trees=True, cap=200),
     Case(trees=True, cap=250, planner="distca"),
 ]
+MODELS = [
+    Case(cap=150, planner="zeppelin", model="Llama", fsdp=True),
+    Case(trees=True, cap=200, model="Qwen3", fsdp=True),
+]
 
 
-def test_the_passes_of_a_step_are_those_of_one_rank_and_look_up_each_plan_once(world: Pool) -> None:
-    expected = rl_jobs.alone()
-    ranks = world.run(rl_jobs.train, 4, CASES)
-    for at, case in enumerate(CASES):
-        runs = [rank[at] for rank in ranks]
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MODELS, marks=pytest.mark.product)], ids=len)
+def test_the_passes_of_a_step_are_those_of_one_rank_and_look_up_each_plan_once(world: Pool, cases: list[Case]) -> None:
+    alone_of = {name: rl_jobs.alone(name) for name in {case.model for case in cases}}
+    ranks = world.run(rl_jobs.train, 4, cases)
+    for at, case in enumerate(cases):
+        runs, expected = [rank[at] for rank in ranks], alone_of[case.model]
         for run in runs:
             for (loss, gradients), (whole, alone) in zip(run.epochs, expected, strict=True):
                 assert loss == pytest.approx(whole, rel=1e-12)

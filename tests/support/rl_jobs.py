@@ -9,6 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from megatron_balance import Cluster, rl
 from megatron_balance.ir import step as steps
@@ -32,6 +35,8 @@ class Case:
     forward_cap: int | None = None
     planner: str | None = None
     trees: bool = False
+    model: str = "gpt"
+    fsdp: bool = False
 
 
 def drawn() -> list[Rollout]:
@@ -49,9 +54,9 @@ def drawn() -> list[Rollout]:
     return made
 
 
-def policy(seed: int) -> nn.Module:
+def policy(seed: int, name: str = "gpt", *, balanced: bool = False) -> nn.Module:
     """The model of all ranks, moved by what another one would have learnt; 0: as it is."""
-    model, noise = model_of("gpt", torch.float64, balanced=False), torch.Generator().manual_seed(seed)
+    model, noise = model_of(name, torch.float64, balanced=balanced), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for each in model.parameters():
             each.add_(torch.randn(each.shape, generator=noise, dtype=torch.float64), alpha=0.03 * bool(seed))
@@ -63,13 +68,13 @@ def behind(logp: Tensor) -> Tensor:
     return torch.cat([logp.new_zeros(1), logp.detach()])
 
 
-def alone() -> list[tuple[float, list[Tensor]]]:
+def alone(name: str) -> list[tuple[float, list[Tensor]]]:
     """By epoch, the loss and its gradients, sample by sample."""
-    others = [policy(seed) for seed in (1, 2)]
+    others = [policy(seed, name) for seed in (1, 2)]
     with torch.no_grad():
         old, reference = ([behind(logp_of(other, each.tokens)) for each in drawn()] for other in others)
     rollouts = [replace(each, old=a, reference=b) for each, a, b in zip(drawn(), old, reference, strict=True)]
-    model, made = policy(0), []
+    model, made = policy(0, name), []
     for _ in range(EPOCHS):
         model.zero_grad()
         loss = sum((grpo(logp_of(model, each.tokens), each) for each in rollouts), torch.zeros(())) / len(rollouts)
@@ -80,12 +85,16 @@ def alone() -> list[tuple[float, list[Tensor]]]:
 
 def _descend(model: nn.Module) -> list[Tensor]:
     # The gradients, once they have moved the model.
-    gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    gradients = [_whole(each.grad).clone() for each in model.parameters() if each.grad is not None]
     with torch.no_grad():
         for each in model.parameters():
             assert each.grad is not None
             each.sub_(each.grad, alpha=RATE)
     return gradients
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def samples_of(case: Case) -> list[list[int]]:
@@ -163,12 +172,15 @@ def _train(world: World, case: Case) -> Run:
     with balancer() as balanced, patch.object(SequenceBalancer, "_bind", _counting(original, bound)):
         passes = balanced.from_plan(planned(world, case), given(world, case))
         found: list[dict[int, Tensor]] = []
-        for other in map(policy, (1, 2)):  # when they were drawn, and a reference
+        for seed in (1, 2):  # when they were drawn, and a reference
+            other = policy(seed, case.model, balanced=True)
             with torch.no_grad():
                 results = [by_sample(case, each, log_probabilities(other, each)) for each in passes.forward]
             found.append({at: behind(of[at][:-1]) for of in results for at in of})
         own = {at: replace(rollouts[at], old=found[0][at], reference=found[1][at]) for at in found[0]}
-        model = policy(0)
+        model: Any = policy(0, case.model, balanced=True)
+        if case.fsdp:
+            fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
         for epoch in range(EPOCHS):
             model.zero_grad()
             total = torch.zeros((), dtype=torch.float64)
@@ -189,9 +201,8 @@ def _train(world: World, case: Case) -> Run:
                     )
                 loss.backward()
                 total += loss.detach() / world.size
-            for each in model.parameters():
+            for each in () if case.fsdp else model.parameters():
                 dist.all_reduce(each.grad)
-                assert each.grad is not None
                 each.grad /= world.size
             dist.all_reduce(total)
             made.append((total.item(), _descend(model)))

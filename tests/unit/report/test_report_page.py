@@ -102,6 +102,7 @@ def test_a_step_of_reinforcement_learning_shows_its_passes(tmp_path, run):
     model, cluster = load_model("llama3-8b"), load_cluster("h100").build(num_ranks=4, ranks_per_node=4)
     lengths = [9000, 300, 700, 4000, 2500, 2500, 60, 8000]
     step = rl.plan_step(lengths, None, cluster, model, max_tokens=9000, forward_max_tokens=20000, min_microbatches=2)
+    assert step.forward is not None
     (tmp_path / "step.json").write_text(to_json(step))
     asked = f"report --json --cluster h100 --ranks 4 --model llama3-8b --rl {tmp_path / 'step.json'}"
     found = run.json(f"{asked} --out", tmp_path / "rl.html")
