@@ -320,6 +320,9 @@ def furnish(desk: Path) -> None:
     (desk / "balance.yaml").write_text("planner: zeppelin\ncluster: cluster.yaml\nplan_costs: costs.json\n")
     (desk / "lengths.json").write_text("[[9000, 700, 300], [4000, 4000, 2000]]")
     (desk / "trees.json").write_text("[[[[900, -1], [300, 0], [250, 0]], 400]]")
+    sizes = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu"}
+    (desk / "qwen3-8b.json").write_text(json.dumps({"model_type": "qwen3", **sizes, **heads}))
     with CorpusWriter(desk / "PREFIX") as corpus:
         for length in (30000, 70000, 40000, 900):
             corpus.add_document(np.ones(length, dtype=np.uint16))
