@@ -324,6 +324,9 @@ def furnish(desk: Path) -> None:
     step = rl.plan_step([9000, 700, 300, 4000], None, Cluster(64, 8), load_model("llama3-8b"), max_tokens=9000)
     (desk / "step.json").write_text(to_json(step))
     (desk / "trees.json").write_text("[[[[900, -1], [300, 0], [250, 0]], 400]]")
+    sizes = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu"}
+    (desk / "qwen3-8b.json").write_text(json.dumps({"model_type": "qwen3", **sizes, **heads}))
     with CorpusWriter(desk / "PREFIX") as corpus:
         for length in (30000, 70000, 40000, 900):
             corpus.add_document(np.ones(length, dtype=np.uint16))
