@@ -119,6 +119,7 @@ class BalancedBatch:
     """
 
     rollouts: Rollouts | None = None
+    as_losses = False  # whether the forward at hand gives losses in place of logits (`hf.inputs`)
 
     def __init__(  # noqa: PLR0913  the balancer alone makes it
         self,

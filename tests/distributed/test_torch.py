@@ -1,5 +1,6 @@
 """Balanced training in plain PyTorch gives the losses and gradients of one rank."""
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from tests.support.pool import Pool
 from tests.support.torch_jobs import Trained, Way
 from tools.zoo import Case, judged
 
+log = logging.getLogger(__name__)
 RANKS = 4
 WAYS = [
     Way(compiled=True, steps=2),
@@ -297,6 +299,16 @@ def test_models_of_transformers_are_equal_to_eager_attention_or_refused(world: P
     for rows in world.run(torch_jobs.zoo, RANKS, list(ZOO)):
         found = {row.name: row.status for row in judged(rows, list(ZOO), proved())}
         assert found == {case.name: status for case, status in ZOO.items()}
+
+
+@pytest.mark.parametrize("vocabulary", [2048, *(pytest.param(n, marks=pytest.mark.product) for n in (8192, 32768))])
+def test_the_loss_in_chunks_is_that_of_all_logits_with_a_sharded_head_too(world: Pool, vocabulary: int) -> None:
+    pytest.importorskip("transformers")
+    for found in world.run(torch_jobs.chunked_loss, RANKS, vocabulary):
+        for way, (loss, gradient, chunked, whole) in found.items():
+            log.info("%d words, %s: %.1e, %.1e; %d and %d bytes", vocabulary, way, loss, gradient, chunked, whole)
+            assert max(loss, gradient) < 1e-6, way
+            assert chunked < 0.8 * whole, way
 
 
 # KnapFormer's printed interface, and a diffusion transformer that trains as on one rank.

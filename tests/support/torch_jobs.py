@@ -30,6 +30,8 @@ from megatron_balance import Model
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.attention import attend_flat
 from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention, hf, knapformer
+from megatron_balance.torch.losses import token_losses
+from tests.support.peak_bytes import PeakBytes
 from tests.support.pool import World, said
 from tools.zoo import Case, Found, run_case
 
@@ -374,6 +376,55 @@ def dealt(world: World, model: Any) -> BalancedBatch:
 def zoo(world: World, cases: Sequence[Case]) -> list[Found]:
     # Rows of models of Transformers, each against eager attention.
     return [run_case(case, world.rank) for case in cases]
+
+
+def chunked_loss(world: World, vocabulary: int) -> dict[str, tuple[float, float, int, int]]:
+    # By how the head is sharded, the largest differences of a Llama's loss and gradients (over the
+    # largest entry) by chunks from those of its logits; and peak bytes both ways.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    found: dict[str, tuple[float, float, int, int]] = {}
+    for way in ("alone", "with the model", "by itself", "as a parameter"):
+        losses: list[float] = []
+        grads: list[dict[str, Tensor]] = []
+        peaks: list[int] = []
+        for chunked in (True, False):
+            torch.manual_seed(0)
+            sizes: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": WIDTH, "intermediate_size": WIDTH}
+            sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": LAYERS}
+            config = LlamaConfig(**sizes)
+            config._attn_implementation = hf.register()
+            model: Any = LlamaForCausalLM(config)
+            balancer = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))
+            batch = balancer(documents(0, 0)[world.rank :: world.size])
+            if way != "alone":
+                mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_cp",))
+                for part in (*model.model.layers, *([] if way == "with the model" else [model.lm_head, model.model])):
+                    fully_shard(part, mesh=mesh)
+                if way != "as a parameter":
+                    fully_shard(model, mesh=mesh)
+            with PeakBytes() as counted, patch.object(hf, "token_losses", partial(token_losses, chunk=16)):
+                if way == "as a parameter" and chunked:
+                    hidden = model.model(**hf.inputs(batch)).last_hidden_state
+                    loss = token_losses(hidden, model.lm_head.weight, batch.labels, chunk=16).loss
+                elif chunked:
+                    loss = model(**hf.inputs(batch, losses=True)).logits.loss
+                else:
+                    logits = model(**hf.inputs(batch)).logits[0]
+                    loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
+                    del logits
+                batch.mean_loss(loss).backward()
+            peaks.append(counted.peak)
+            losses.append(float(batch.global_loss(loss, attended=0)))
+            named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            grads.append({name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in named.items()})
+            balancer.close()
+        assert grads[0].keys() == grads[1].keys()
+        worst = max(
+            float((a - grads[1][name]).abs().max() / grads[1][name].abs().max()) for name, a in grads[0].items()
+        )
+        found[way] = (abs(losses[0] - losses[1]) / losses[1], worst, peaks[0], peaks[1])
+    return found
 
 
 def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gathered:
