@@ -10,7 +10,7 @@ Written for torchtitan 0.3 (docs/titan.md).
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 import torch
@@ -31,14 +31,17 @@ from megatron_balance.torch.settings import Settings
 OVERRIDES = [f"{__name__}.{name}" for name in ("attention", "checkpointing")]
 
 
-class BalancedAttention(Module):
+def _config(base: type) -> Any:
+    """A class of configurations like `base`: torchtitan finds a class by that of its configuration."""
+    return make_dataclass("Config", [], bases=(base,), kw_only=True, slots=True)
+
+
+class TitanAttention(Module):
     """Inner attention of a layer: the batch comes in the place of torchtitan's mask."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        """Without settings."""
+    Config = _config(Module.Config)
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Module.Config) -> None:
         super().__init__()
         del config
 
@@ -64,7 +67,7 @@ def attention(config: BaseAttention.Config) -> BaseAttention.Config:
             f"expected layers with torchtitan's GQAttention or DeepSeek-V3's attention, got "
             f"{type(config).__qualname__}, which was not tried"
         )
-    inner = BalancedAttention.Config(sharding_config=config.inner_attention.sharding_config)
+    inner = TitanAttention.Config(sharding_config=config.inner_attention.sharding_config)
     return dataclasses.replace(config, inner_attention=inner)
 
 
@@ -73,9 +76,7 @@ class SavingAC(SelectiveAC):
     would be sent again.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        """As there."""
+    Config = _config(SelectiveAC.Config)
 
     def get_save_ops(self) -> set[Any]:
         """torchtitan's, and attention."""
@@ -83,12 +84,12 @@ class SavingAC(SelectiveAC):
 
 
 @override(target=SelectiveAC.Config, description="selective checkpointing that saves balanced attention")
-def checkpointing(config: SelectiveAC.Config) -> SavingAC.Config:
+def checkpointing(config: SelectiveAC.Config) -> SelectiveAC.Config:
     """The configuration of checkpointing, with attention among what is saved."""
     return derive(config, SavingAC.Config)
 
 
-class BalancedTrainer(Trainer):
+class TitanTrainer(Trainer):
     """torchtitan's trainer; each data-parallel rank gives the documents that it read."""
 
     @dataclass(kw_only=True, slots=True)
@@ -132,12 +133,10 @@ class BalancedTrainer(Trainer):
         super().close()
 
 
-class BalancedValidator(Validator):
+class TitanValidator(Validator):
     """torchtitan's validator, on the trainer's balancer."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Validator.Config):
-        """As there."""
+    Config = _config(Validator.Config)
 
     balancer: SequenceBalancer
 
@@ -165,7 +164,7 @@ def documents(input_dict: dict[str, Tensor], labels: Tensor) -> list[tuple[Tenso
 
 
 def arguments(batch: BalancedBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """What a trainer hands its model and its loss: rows [1, T]."""
+    """Rows [1, T] of a batch as a trainer hands them to its model and its loss."""
     return batch.tokens[None], batch.labels[None], {"positions": batch.position_ids[None], "attention_masks": batch}
 
 
@@ -192,12 +191,12 @@ def sizes(model: Any) -> dict[str, Any]:
     }
 
 
-def balanced(config: Trainer.Config, planner: str = "zeppelin", **options: Any) -> BalancedTrainer.Config:
+def balanced(config: Trainer.Config, planner: str = "zeppelin", **options: Any) -> TitanTrainer.Config:
     """A run of torchtitan's, balanced; `options`: of the planner, such as `tokens_per_rank`."""
     given = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    made = BalancedTrainer.Config(**given, planner=planner, planner_options=options)
+    made = TitanTrainer.Config(**given, planner=planner, planner_options=options)
     made.override.imports = [*made.override.imports, *OVERRIDES]
-    made.validator = derive(config.validator, BalancedValidator.Config)
+    made.validator = derive(config.validator, TitanValidator.Config)
     made.training.disable_cuda_graphs = True  # rows differ from step to step
     made.parallelism.spmd_backend = "partial_dtensor"  # the others want to type what a trainer feeds
     return made

@@ -6,9 +6,9 @@ PYTHONPATH=scripts/examples torchrun --nproc-per-node 4 -m torchtitan.train \
 
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-from megatron_balance.torch.titan import BalancedTrainer, balanced
+from megatron_balance.torch.titan import TitanTrainer, balanced
 
 
-def llama3_debugmodel_balanced() -> BalancedTrainer.Config:
+def llama3_debugmodel_balanced() -> TitanTrainer.Config:
     """The debug model's run; a model of yours likewise, with options of the planner."""
     return balanced(llama3_debugmodel(), planner="zeppelin")

@@ -1,4 +1,4 @@
-"""What torchtitan's configurations and rows become, and what is refused of them."""
+"""torchtitan's configurations and rows, as a balanced run has them, and refusals."""
 
 from importlib import import_module
 
@@ -23,7 +23,7 @@ def test_sizes_of_debug_models_are_read(name: str, heads: tuple[int, int], width
     assert ((model.num_heads, model.num_kv_heads), (model.head_dim, model.value_dim)) == (heads, widths)
     assert model.num_layers == len(spec.model.layers)
     inner = titan.attention(spec.model.layers[0].attention).inner_attention
-    assert isinstance(inner, titan.BalancedAttention.Config)
+    assert type(inner) is titan.TitanAttention.Config
 
 
 def test_attention_that_was_not_tried_is_refused_by_name() -> None:
