@@ -14,7 +14,7 @@ source scripts/setup_env.sh
 # What the tests and the demo were measured with. pyproject.toml allows more; a cluster brings its own torch.
 TESTED_TORCH="torch==2.13.0"
 TESTED_MEGATRON="megatron-core==0.19.2"
-TESTED_TRAINERS=("transformers==5.23.0" "trl==1.16.0" "accelerate==1.15.0" "peft==0.21.2" "datasets==4.7.0")
+TESTED_TRAINERS=("transformers==5.23.0" "trl==1.16.0" "accelerate==1.15.0" "peft==0.21.2" "datasets==4.7.0" "torchtitan==0.3.0")
 PYDANTIC=(pydantic pydantic-core annotated-types typing-inspection)
 # From pyproject.toml's minimum up, and below where Megatron 0.19 caps it for what Transformer Engine imports.
 PYDANTIC_OF_IMAGE=">=2.7,<2.14"
@@ -40,7 +40,7 @@ lock() {
 pins() { printf '%s\n' "$TESTED_TORCH" "$TESTED_MEGATRON" "setuptools>=77"; }
 
 # Of the others, versions are those of dev: an environment for the tests also serves the demo.
-lock dev --extra train --extra hf --extra dev "$@" pyproject.toml - < <(pins; printf '%s\n' "${TESTED_TRAINERS[@]}")
+lock dev --extra train --extra hf --extra titan --extra dev "$@" pyproject.toml - < <(pins; printf '%s\n' "${TESTED_TRAINERS[@]}")
 versions() { grep -oE '^[a-z0-9._-]+==[^ ]+' "$locks/dev.txt"; }
 # The demo ends with a report.
 lock train --extra train --extra report --constraint <(versions) pyproject.toml - < <(pins)

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 
 TOP = Path(__file__).resolve().parents[1]
 
-BESIDE = {"README.md": "readme_page.md", "CONTRIBUTING.md": "contributing.md", "scripts/examples/titan.md": "titan.md"}
+BESIDE = {"README.md": "readme_page.md", "CONTRIBUTING.md": "contributing.md"}
 """By path in the repository, the page's name on the site. (A page README.md would be the index.)"""
 
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\]\([^)]*\))*)\]\(([^)\s#]+)(#[^)\s]*)?\)")

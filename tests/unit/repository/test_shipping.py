@@ -499,7 +499,7 @@ def test_a_mistake_is_one_sentence_before_anything_starts(cluster):
 
 def test_locks_hold_what_the_package_asks_for_with_hashes_and_no_host():
     wanted = {"image": [""], "train": ["", "train", "report"]}
-    wanted["dev"] = ["", "train", "hf", "dev", "docs", "gurobi", "highs"]
+    wanted["dev"] = ["", "train", "hf", "titan", "dev", "docs", "gurobi", "highs"]
     versions: dict[str, dict[str, str]] = {}
     for path in sorted(LOCKS.glob("*.txt")):
         inside = packages(path.read_text())  # raises for an entry without a hash
