@@ -5,6 +5,7 @@ import io
 import os
 import runpy
 import shutil
+import signal
 import sys
 import tempfile
 import textwrap
@@ -29,8 +30,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DataCollatorForLanguageModeling,
+    EarlyStoppingCallback,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -63,7 +66,7 @@ TEMPLATE = (
     "{% else %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
 )
 LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "epoch", "step", "eval_loss")
-LOGGED += ("eval_accuracy", "eval_counted", "eval_entropy", "eval_mean_token_accuracy", "train_loss")
+LOGGED += ("aux_loss", "eval_accuracy", "eval_counted", "eval_entropy", "eval_mean_token_accuracy", "train_loss")
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 
 
@@ -84,6 +87,8 @@ class Case:
     max_tokens: int | None = None
     fixed: bool = False
     losses: bool = False
+    experts: bool = False
+    patience: int | None = None
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -117,12 +122,16 @@ def chats(count: int, skipped: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def model(seed: int = 0) -> Any:
+def model(seed: int = 0, *, experts: bool = False) -> Any:
     torch.manual_seed(seed)
     sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     words: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads, **words))
+    if not experts:
+        return AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads, **words))
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.1}
+    more = {"decoder_sparse_step": 1, "output_router_logits": True, "initializer_range": 0.2}
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, **words, **routed, **more))
 
 
 @contextmanager
@@ -298,7 +307,9 @@ def built(case: Case, world: World, folder: Path) -> Any:
     rows: Callable[..., Any] = (lambda data: data) if case.kind == "sft" else (lambda data: rows_of(data, words))
     data = rows(chats(case.documents))
     train = Dataset.from_list(data)
-    given: dict[str, Any] = {"model": model(), "processing_class": words, "train_dataset": train}
+    given: dict[str, Any] = {"model": model(experts=case.experts), "processing_class": words, "train_dataset": train}
+    if case.patience:
+        given["callbacks"] = [EarlyStoppingCallback(case.patience)]
     if case.stream:
         given["train_dataset"] = IterableDataset.from_generator(lambda: iter(data))
     if case.evaluated:
@@ -358,14 +369,71 @@ def logged(trainer: Trainer) -> list[dict[str, float]]:
     return [{name: each[name] for name in each if name in LOGGED} for each in trainer.state.log_history]
 
 
-def resumed(world: World, steps: int, folder: str, batch: int = 0) -> list[dict[str, float]] | str:
+class Marked(TrainerCallback):
+    # Notes, at some steps, weights and gradients of one rank alone; later the largest difference of
+    # a gradient from these weights, over the largest entry of all.
+    def __init__(self, marks: Sequence[int], alone: dict[int, tuple[Any, Any]] | None) -> None:
+        self.marks, self.alone = marks, alone
+        self.noted: dict[int, tuple[Any, Any]] = {}
+        self.worst: dict[int, float] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        del args, control
+        if (at := state.global_step + 1) in self.marks and self.alone is not None:
+            with torch.no_grad():
+                for name, parameter in given["model"].named_parameters():
+                    parameter.copy_(self.alone[at][0][name.removeprefix("module.")])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        del args, control
+        if (at := state.global_step + 1) not in self.marks:
+            return
+        named = {name.removeprefix("module."): p for name, p in given["model"].named_parameters()}
+        grads = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        if self.alone is None:
+            self.noted[at] = {name: p.detach().clone() for name, p in named.items()}, grads
+        else:
+            right = self.alone[at][1]
+            assert grads.keys() == right.keys()
+            largest = max(float(each.abs().max()) for each in right.values())
+            self.worst[at] = max(float((grads[name] - right[name]).abs().max()) for name in right) / largest
+
+
+def gradients(world: World, case: Case, marks: Sequence[int], alone: Any = None) -> Any:
+    # Of one rank alone: what `Marked` notes. Of more, balanced: how far its gradients are.
+    with world_of(world) as folder:
+        trainer = built(case, world, folder)
+        if world.size > 1:
+            balance(trainer, case.planner)
+        marked = Marked(marks, alone)
+        trainer.add_callback(marked)
+        trainer.train()
+        return marked.noted if alone is None else marked.worst
+
+
+class Killed(TrainerCallback):
+    # The end of a rank, without a word, behind a step.
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        del args, control, given
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resumed(
+    world: World, steps: int, folder: str, batch: int = 0, killed: int | None = None
+) -> list[dict[str, float]] | str:
     # A balanced run of so many steps that saves its second, and goes on from it where it was saved;
-    # what it logs, or the error.
+    # what it logs, or the error. `killed`: the step behind which rank 1 is.
     saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": folder, "save_only_model": False}
     if batch:
         saving["per_device_train_batch_size"] = batch
     with world_of(world) as other:
         trainer = balance(built(Case(steps=steps, args=tuple(saving.items())), world, other))
+        if killed is not None and world.rank == 1:
+            trainer.add_callback(Killed(killed))
         checkpoint = Path(folder) / "checkpoint-2"
         if error := said(trainer.train, resume_from_checkpoint=str(checkpoint) if checkpoint.exists() else None):
             return error
