@@ -7,8 +7,9 @@ python -m tools.bench.rl_partitioners [--gpus 8 64 256] [--model qwen3-8b] [--sh
 Rules are written from what the libraries do, not copied: verl 0.8.0 (0.9.0 has the same file) and
 0.9.1 by their wheels, TRL 1.16's `TokenBudgetBatcher` by its own (samples in the order drawn, no
 prefix shared), slime of 2026-08-21 by its `dp_schedule.py`; Megatron's scheduler is that of
-`planners/megatron.py`. Lengths are drawn: of `agent` from those of Mooncake's trace of conversations
-(`conversation` of `workloads.distributions`), of `grpo` from no trace, median, spread and cut are ours.
+`planners/megatron.py`. Lengths are drawn: of `agent` from those of Mooncake's trace of
+conversations (`conversation` of `workloads.distributions`), of `grpo` from no trace: median, spread
+and cut are ours.
 
 `each` is the step of ranks that meet in every layer, as FSDP's do to gather weights; `end` of ranks
 that meet at its end alone; both over even computation, without synchronisation and optimizer. A rank
