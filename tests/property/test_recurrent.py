@@ -3,9 +3,7 @@ whatever is changed in a program is refused."""
 
 import random
 from collections import Counter
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,20 +12,12 @@ from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.proof.recurrent import verify_recurrent
 from megatron_balance.compile.recurrent import compile_recurrent, program_of
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import as_array, as_rows
+from megatron_balance.ir.arrays import as_rows
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Transfer
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.program import Exchange
-from megatron_balance.ir.recurrent import (
-    RecurrentOp,
-    RecurrentProgram,
-    parse_recurrent,
-    recurrent_text,
-)
+from megatron_balance.ir.recurrent import RecurrentProgram, parse_recurrent, recurrent_text
 from megatron_balance.planners import PLANNERS
-from megatron_balance.recurrent_reference import run_recurrent
 from tests.support import recurrent
 from tests.support.strategies import ALL_PLANNERS, Case, cases, examples, plan
 
@@ -45,10 +35,7 @@ def assert_right(program: RecurrentProgram, seed: int) -> None:
     # Proved as it stands; read back; equal to each sequence alone.
     verify_recurrent(program)
     assert parse_recurrent(recurrent_text(program)) == program
-    if program.lengths and program.num_heads:
-        kind = recurrent.KINDS[seed % len(recurrent.KINDS)]
-        x, taps, dout = recurrent.draw(kind, program.lengths, program.num_heads, program.halo, seed)
-        assert recurrent.worst(run_recurrent(program, x, taps, dout), recurrent.alone(x, taps, dout)) < 1e-12
+    assert recurrent.off(program, seed, recurrent.KINDS[seed % len(recurrent.KINDS)]) < 1e-12
 
 
 @pytest.mark.parametrize("part", range(5))
@@ -79,57 +66,19 @@ def test_plans_of_64_ranks_are_proved(planner: str) -> None:
     assert len(program.forward) > 3
 
 
-# One change of a program: its name and the rows of an op, changed.
-def changed(program: RecurrentProgram, rng: random.Random) -> tuple[str, RecurrentProgram]:
-    ops = [*program.forward, *program.backward]
-    at = rng.randrange(len(ops))
-    op, first = ops[at], len(program.forward)
-    table = as_array(op.transfers if isinstance(op, Exchange) else op.rows).copy()
-    row = rng.randrange(len(table))
-    what = rng.choice(["op dropped", "row dropped", "row twice", "column", "heads", "order", "one op earlier"])
-    if what == "op dropped":
-        del ops[at]
-        first -= at < first
-    elif what == "one op earlier":
-        earlier = max(at - 1, 0 if at < first else first)
-        ops[at], ops[earlier] = ops[earlier], op
-        ids = iter(sorted(each.id for each in ops if isinstance(each, Exchange)))
-        ops = [replace(each, id=next(ids)) if isinstance(each, Exchange) else each for each in ops]
-    else:
-        if what == "row dropped":
-            table = np.delete(table, row, axis=0)
-        elif what == "row twice":
-            table = np.insert(table, row, table[row], axis=0)
-        elif what == "order":
-            table[[row, row - 1]] = table[[row - 1, row]]
-        else:
-            heads = [Transfer.HEAD_START, Transfer.HEAD_STOP] if isinstance(op, Exchange) else [5, 6]
-            column = rng.choice(heads) if what == "heads" else rng.randrange(table.shape[1])
-            table[row, column] += rng.choice([-1, 1])
-        ops[at] = with_rows(op, table)
-    return what, replace(program, forward=tuple(ops[:first]), backward=tuple(ops[first:]))
-
-
-def with_rows(op: RecurrentOp, table: np.ndarray) -> RecurrentOp:
-    return replace(op, transfers=as_rows(table)) if isinstance(op, Exchange) else replace(op, rows=as_rows(table))
-
-
 def test_whatever_is_changed_is_refused_or_computes_the_same() -> None:
     refused, same = Counter[str](), Counter[str]()
     for seed in range(NUM_MUTATED):
         program, rng = drawn(seed, 12), random.Random(seed)
         for _ in range(8 if program.forward else 0):
-            what, mutant = changed(program, rng)
+            what, mutant = recurrent.changed(program, rng)
             try:
                 verify_recurrent(mutant)
             except InvalidProgramError:
                 refused[what] += 1
             else:
                 same[what] += 1
-                if program.num_heads:
-                    x, taps, dout = recurrent.draw("kda", program.lengths, program.num_heads, program.halo, seed)
-                    got, wanted = run_recurrent(mutant, x, taps, dout), recurrent.alone(x, taps, dout)
-                    assert recurrent.worst(got, wanted) < 1e-12, (what, recurrent_text(mutant))
+                assert recurrent.off(mutant, seed, "kda") < 1e-12, (what, recurrent_text(mutant))
     # An op may stand before one that it has nothing to do with, a row before one of another sequence.
     assert set(same) <= {"order", "one op earlier"}, same
     assert refused.pop("order") > 4

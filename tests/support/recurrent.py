@@ -1,13 +1,16 @@
 """Recurrent layers: layouts cut at random, inputs with long memory, a document alone."""
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal
 
 import numpy as np
 
 from megatron_balance.compile.recurrent import program_of
-from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.arrays import as_array, as_rows
+from megatron_balance.ir.columns import Rows, Transfer
+from megatron_balance.ir.program import Exchange
+from megatron_balance.ir.recurrent import RecurrentOp, RecurrentProgram
 from megatron_balance.recurrent_reference import Floats, Recurrence, RecurrentResult, run_recurrent
 
 LayerKind = Literal["gated delta net", "kda", "mamba-2"]
@@ -71,3 +74,46 @@ def worst(one: RecurrentResult, other: RecurrentResult) -> float:
     if one.taps_grad is not None and other.taps_grad is not None:
         pairs.append((one.taps_grad, other.taps_grad))
     return max((float(np.abs(a - b).max()) / max(1.0, float(np.abs(b).max())) for a, b in pairs if a.size), default=0.0)
+
+
+def off(program: RecurrentProgram, seed: int, kind: LayerKind) -> float:
+    # How far a program is from each sequence alone.
+    if not program.lengths or not program.num_heads:
+        return 0.0
+    x, taps, dout = draw(kind, program.lengths, program.num_heads, program.halo, seed)
+    return worst(run_recurrent(program, x, taps, dout), alone(x, taps, dout))
+
+
+# One change of a program: its name and the rows of an op, changed.
+def changed(program: RecurrentProgram, rng: random.Random) -> tuple[str, RecurrentProgram]:
+    ops = [*program.forward, *program.backward]
+    at = rng.randrange(len(ops))
+    op, first = ops[at], len(program.forward)
+    table = as_array(op.transfers if isinstance(op, Exchange) else op.rows).copy()
+    row = rng.randrange(len(table))
+    what = rng.choice(["op dropped", "row dropped", "row twice", "column", "heads", "order", "one op earlier"])
+    if what == "op dropped":
+        del ops[at]
+        first -= at < first
+    elif what == "one op earlier":
+        earlier = max(at - 1, 0 if at < first else first)
+        ops[at], ops[earlier] = ops[earlier], op
+        ids = iter(sorted(each.id for each in ops if isinstance(each, Exchange)))
+        ops = [replace(each, id=next(ids)) if isinstance(each, Exchange) else each for each in ops]
+    else:
+        if what == "row dropped":
+            table = np.delete(table, row, axis=0)
+        elif what == "row twice":
+            table = np.insert(table, row, table[row], axis=0)
+        elif what == "order":
+            table[[row, row - 1]] = table[[row - 1, row]]
+        else:
+            heads = [Transfer.HEAD_START, Transfer.HEAD_STOP] if isinstance(op, Exchange) else [5, 6]
+            column = rng.choice(heads) if what == "heads" else rng.randrange(table.shape[1])
+            table[row, column] += rng.choice([-1, 1])
+        ops[at] = with_rows(op, table)
+    return what, replace(program, forward=tuple(ops[:first]), backward=tuple(ops[first:]))
+
+
+def with_rows(op: RecurrentOp, table: np.ndarray) -> RecurrentOp:
+    return replace(op, transfers=as_rows(table)) if isinstance(op, Exchange) else replace(op, rows=as_rows(table))
