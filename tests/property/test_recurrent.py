@@ -3,7 +3,9 @@ whatever is changed in a program is refused."""
 
 import random
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,14 +13,15 @@ from hypothesis import strategies as st
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.proof.recurrent import verify_recurrent
 from megatron_balance.compile.recurrent import compile_recurrent, program_of
-from megatron_balance.errors import InvalidProgramError
+from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.arrays import as_rows
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import Forest, Segment, num_tokens
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.recurrent import RecurrentProgram, parse_recurrent, recurrent_text
 from megatron_balance.planners import PLANNERS
-from tests.support import recurrent
+from tests.support import forests, recurrent
 from tests.support.strategies import ALL_PLANNERS, Case, cases, examples, plan
 
 NUM_LAYOUTS = 500
@@ -44,6 +47,37 @@ def test_any_layout_is_proved_read_back_and_equal_to_each_sequence_alone(part: i
         assert_right(drawn(seed), seed)
 
 
+def of_trees(seed: int) -> RecurrentProgram:
+    rng = random.Random(seed)
+    trees, owned = recurrent.random_trees(rng, rng.choice([1, 2, 4, 8]))
+    return program_of([*map(num_tokens, trees)], owned, rng.choice([0, 1, 2, 5]), rng.choice([0, 1, 3]), trees)
+
+
+def test_any_layout_of_trees_is_proved_read_back_and_equal_to_each_path_alone() -> None:
+    for seed in range(NUM_LAYOUTS // 5):
+        assert_right(of_trees(seed), seed)
+
+
+@pytest.mark.parametrize("planner", [*ALL_PLANNERS, *forests.GATHERS])
+def test_any_plan_of_trees_is_proved_and_equal_to_each_path_alone(planner: str) -> None:
+    for seed in range(3):
+        forest, case = forests.drawn(random.Random(seed))
+        causal = Forest(
+            tuple(tuple(each._replace(full=False) for each in tree) for tree in forest.trees), forest.window
+        )
+        case = replace(case, batch=Batch(causal.lengths, causal.trees))
+        planned = forests.with_layers(random.Random(seed), forests.planned(planner, causal, case))
+        program = compile_recurrent(planned, 2, 3)
+        assert program.trees == causal.trees
+        assert_right(program, seed)
+
+
+def test_full_segments_are_refused_since_no_recurrence_shows_later_tokens() -> None:
+    trees = ((Segment(3, -1, full=True), Segment(2, 0)),)
+    with pytest.raises(ConfigError, match="expected causal segments for recurrent layers, got full ones"):
+        program_of((5,), [as_rows(np.array([[0, 0, 5]]))], 1, 3, trees)
+
+
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 @examples(6)
 @given(case=cases((2, 4, 8), max_length=60, max_sequences=5), heads=st.integers(1, 5), halo=st.integers(0, 3))
@@ -66,10 +100,11 @@ def test_plans_of_64_ranks_are_proved(planner: str) -> None:
     assert len(program.forward) > 3
 
 
-def test_whatever_is_changed_is_refused_or_computes_the_same() -> None:
+@pytest.mark.parametrize("trees", [False, True])
+def test_whatever_is_changed_is_refused_or_computes_the_same(trees: bool) -> None:
     refused, same = Counter[str](), Counter[str]()
     for seed in range(NUM_MUTATED):
-        program, rng = drawn(seed, 12), random.Random(seed)
+        program, rng = of_trees(seed) if trees else drawn(seed, 12), random.Random(seed)
         for _ in range(8 if program.forward else 0):
             what, mutant = recurrent.changed(program, rng)
             try:

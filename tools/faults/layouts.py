@@ -11,6 +11,7 @@ from megatron_balance.compile.recurrent import compile_recurrent, program_of
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.forest import num_tokens
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.recurrent import RecurrentProgram, parse_recurrent, recurrent_text
 from tools.faults.cases import Outcome
@@ -18,13 +19,15 @@ from tools.faults.forests import EXACT
 
 PER_PROGRAM = 20
 """Mutants of one program."""
+JUDGED = 40
+"""Of so many programs four are run, one of each sort; all are proved."""
 _RANKS = (2, 3, 4, 8, 8, 16, 64)  # of layouts; plans have 8 at most
 
 
 @contextmanager
 def layouts() -> Iterator[Callable[[int], Outcome]]:
-    """Prove programs of layouts cut at random and of one planner's plans after the other's, read them
-    back from text, and run them for each sequence alone to agree with.
+    """Prove programs of layouts cut at random, of documents and of trees, and of one planner's plans
+    after the other's; read them back from text; run a tenth for each sequence alone to agree with.
     """
     from tests.support import recurrent
 
@@ -35,7 +38,8 @@ def layouts() -> Iterator[Callable[[int], Outcome]]:
         try:
             verify_recurrent(drawn)
             same = parse_recurrent(recurrent_text(drawn)) == drawn
-            worst = recurrent.off(drawn, number, recurrent.KINDS[number // 2 % len(recurrent.KINDS)])
+            kind = recurrent.KINDS[number % len(recurrent.KINDS)]
+            worst = recurrent.off(drawn, number, kind) if number % JUDGED < 4 else 0.0
         except Exception as error:  # a proof or the judge that raises anything is a fault
             return Outcome(f"{of}: raises", f"{type(error).__name__}: {error}")
         sent = "sent something" if drawn.forward else "sent nothing"
@@ -83,10 +87,13 @@ def _drawn(number: int) -> tuple[str, RecurrentProgram | None]:
 
     rng = random.Random(f"layouts {number}")
     heads, halo, ranks = rng.choice((0, 1, 2, 5)), rng.choice((0, 1, 3)), rng.choice(_RANKS)
-    if number % 2 == 0:
+    if number % 4 == 0:
         lengths, owned = recurrent.random_layout(rng, ranks, rng.choice((12, 30, 30, 90)))
-        return "random layout", program_of(lengths, owned, heads, halo)
-    name = ALL_PLANNERS[number // 2 % len(ALL_PLANNERS)]
+        return "documents", program_of(lengths, owned, heads, halo)
+    if number % 4 == 1:
+        trees, owned = recurrent.random_trees(rng, ranks, rng.choice((3, 6, 12)))
+        return "trees", program_of([*map(num_tokens, trees)], owned, heads, halo, trees)
+    name = ALL_PLANNERS[(number // 4 * 2 + number % 2) % len(ALL_PLANNERS)]
     lengths = tuple(rng.choice((1, 2, rng.randint(1, 12), rng.randint(1, 90))) for _ in range(rng.randint(1, 5)))
     ranks = min(ranks, 8)
     cluster = Cluster(ranks, rng.choice([size for size in (1, 2, 4, ranks) if ranks % size == 0]))
