@@ -96,7 +96,7 @@ class RecurrentBound:
         return [stop - start for _, start, stop in self.pieces]
 
     def behind(self, at: int) -> _Span | None:
-        """What reads the state behind piece number `at`; None: it is the last of its path."""
+        """Tokens that read the state behind piece number `at`; None: it is the last of its path."""
         seq, _, stop = self.pieces[at]
         return (seq, stop, self.end[at]) if stop < self.end[at] else None
 
