@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.compile.recurrent import pieces
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.forest import Tree, document
 from megatron_balance.ir.program import Exchange
 from megatron_balance.ir.recurrent import Compose, RecurrentKind, RecurrentOp, RecurrentProgram, recurrent_lines
 
@@ -38,7 +39,7 @@ class Recurrence:
     write: Floats
     erase: Floats
 
-    def at(self, tokens: slice) -> Recurrence:
+    def at(self, tokens: slice | NDArray[np.int64]) -> Recurrence:
         return Recurrence(*(getattr(self, each.name)[tokens] for each in fields(self)))
 
 
@@ -89,8 +90,11 @@ class _RecurrentRanks:
     ) -> None:
         self.program, self.inputs, self.taps, self.dout = program, inputs, taps, dout
         self.pieces: list[_Piece] = [
-            (rank, seq, start, stop) for rank, seq, start, stop in pieces(program.owned).tolist()
+            (rank, seq, start, stop) for rank, seq, start, stop in pieces(program.owned, program.trees).tolist()
         ]
+        # By sequence, of each token the one before it on its path, -1: it is the first; and where all
+        # that lies below its segment ends.
+        self.above, self.end = zip(*map(_path, program.trees or map(document, program.lengths)), strict=True)
         owned = ((seq, token, rank) for rank, seq, start, stop in self.pieces for token in range(start, stop))
         self.owner = {(seq, token): rank for seq, token, rank in owned}
         # By rank: rows of others; values by head, a summary with its M where it has one; gradients of
@@ -139,8 +143,13 @@ class _RecurrentRanks:
 
     def compose(self, rank: int, made: _Value, middle: int, head: int) -> None:
         kind, seq, start, stop = made
-        one = self.value(rank, (kind, seq, start, middle), head)
+        before = self.above[seq][middle] + 1
+        siblings = before == self.above[seq][start] + 1
+        one = self.value(rank, (kind, seq, start, before if kind == RecurrentKind.SUMMARY else middle), head)
         two = self.value(rank, (kind, seq, middle, stop), head)
+        if kind == RecurrentKind.SUMMARY_GRAD and siblings:
+            self.values[rank][made, head] = (None, one[1] + two[1])
+            return
         if kind == RecurrentKind.SUMMARY_GRAD:
             m = self.map_of(rank, (RecurrentKind.SUMMARY, seq, start, middle), head)
             self.values[rank][made, head] = (None, one[1] + m.T @ two[1])
@@ -188,8 +197,14 @@ class _RecurrentRanks:
         return self.rows[rank][seq, token]
 
     def window(self, piece: _Piece) -> Floats:
-        rank, seq, start, stop = piece
-        return np.array([self.row(rank, seq, token) for token in range(start - self.program.halo, stop)])
+        rank, seq, _, stop = piece
+        return np.array([self.row(rank, seq, token) for token in [*self.halo(piece), *range(piece[2], stop)]])
+
+    def halo(self, piece: _Piece) -> list[int]:
+        # Tokens before a piece on its path, the last one last.
+        _, seq, token, _ = piece
+        tokens = [token := self.above[seq][token] if token >= 0 else -1 for _ in range(self.program.halo)]
+        return tokens[::-1]
 
     def inputs_of(self, piece: _Piece) -> Recurrence:
         _, seq, start, stop = piece
@@ -206,7 +221,8 @@ class _RecurrentRanks:
         _, seq, start, _ = piece
         x = self.inputs_of(piece)
         state = np.zeros((*x.k.shape[1:], x.v.shape[2]))
-        return _run(x, self.of_heads(piece, (RecurrentKind.SUMMARY, seq, 0, start)) if start else state)
+        before = self.above[seq][start] + 1
+        return _run(x, self.of_heads(piece, (RecurrentKind.SUMMARY, seq, 0, before)) if start else state)
 
     def back(self, piece: _Piece, dstate: Floats) -> tuple[Recurrence, Floats]:
         _, seq, start, stop = piece
@@ -222,18 +238,18 @@ class _RecurrentRanks:
 
     def finish_piece(self, piece: _Piece) -> None:
         rank, seq, start, stop = piece
-        length = self.program.lengths[seq]
+        end = self.end[seq][start]
         dstate = np.zeros((*self.inputs[seq].k.shape[1:], self.taps.shape[2]))
-        if stop < length:
-            dstate = self.of_heads(piece, (RecurrentKind.SUMMARY_GRAD, seq, stop, length))
+        if stop < end:
+            dstate = self.of_heads(piece, (RecurrentKind.SUMMARY_GRAD, seq, stop, end))
         grads, _ = self.back(piece, dstate)
-        window = self.window(piece)
+        window, tokens = self.window(piece), [*self.halo(piece), *range(start, stop)]
         for each in fields(grads):
             if each.name != "v":
                 getattr(self.grads[seq], each.name)[start:stop] = getattr(grads, each.name)
         for at, tap in enumerate(self.taps):
             self.taps_grad[at] += (grads.v * window[at : at + stop - start]).sum(axis=0)
-            for token, dv in enumerate(grads.v, start - self.program.halo + at):
+            for token, dv in zip(tokens[at:], grads.v, strict=False):
                 if token >= 0 and self.owner[seq, token] == rank:
                     self.grads[seq].v[token] += tap * dv
                 elif token >= 0:
@@ -241,6 +257,22 @@ class _RecurrentRanks:
 
     def error(self, rank: int, what: str) -> InvalidProgramError:
         return InvalidProgramError(f"reference: rank {rank} does not have {what}, at {self.now}")
+
+
+def _path(tree: Tree) -> tuple[list[int], list[int]]:
+    above, starts = list[int](), list[int]()
+    for length, parent, _ in tree:
+        starts.append(len(above))
+        last = starts[parent] + tree[parent].length - 1 if parent >= 0 else -1
+        above += [last, *range(len(above), len(above) + length - 1)]
+    end = list[int]()
+    for at, (length, _, _) in enumerate(tree):
+        below = {at}
+        for other in range(at + 1, len(tree)):
+            if tree[other].parent in below:
+                below.add(other)
+        end += [starts[max(below)] + tree[max(below)].length] * length
+    return above, end
 
 
 def _run(x: Recurrence, state: Floats) -> tuple[Floats, list[Floats]]:

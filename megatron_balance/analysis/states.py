@@ -67,7 +67,7 @@ def states_cost(plan: MicrobatchPlan, machine: Machine) -> StatesCost | None:
         if known is plan and (on.cost is machine.cost or on.cost == machine.cost) and on.cluster == machine.cluster:
             return found
     if isinstance(plan.mask, Forest):
-        raise ConfigError("a plan of trees: recurrent layers hand states on along documents alone, not along paths")
+        raise ConfigError("a plan of trees: what recurrent layers hand on along their paths has no price")
     found = _Priced(plan, machine, own).cost()
     _RECENT[:] = [(plan, machine, found), *_RECENT[:3]]
     return found
@@ -238,7 +238,7 @@ def mean_layer_s(
     """Seconds of the mean layer of a model on each rank, in step in `group` (`rounds.coupled`).
 
     `attended`: of layers that attend, by their share of all; `linear`: outside attention; `states`:
-    None where every layer attends, and of trees, whose states nobody hands on.
+    None where every layer attends, and of trees, whose states have no price.
     """
     if model.recurrent is None:
         return attended

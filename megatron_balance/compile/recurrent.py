@@ -4,20 +4,22 @@ The ranks of a sequence share its heads: each composes the summaries of all piec
 hands the states back. So there are two rounds however many ranks there are, and what a rank sends
 grows with the pieces that it holds (an all-gather of summaries grows with all pieces). The rows of
 the convolution's halo come in a round before, since summaries are made of its outputs.
+
+Of trees the two rounds are the same: a branch begins with the state at its parent's end, which
+composers hand to each rank once, and of the gradients of branches they make the sum.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import assert_never
 
 import numpy as np
 
 from megatron_balance.compile.remap import layouts
+from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import (
     Bools,
     Ints,
-    as_array,
     as_rows,
-    key,
+    key_seq,
     numbered,
     overlaps,
     ranges,
@@ -25,9 +27,10 @@ from megatron_balance.ir.arrays import (
     union,
 )
 from megatron_balance.ir.columns import Fragment, Neighbours, Placed, Rows, Transfer
+from megatron_balance.ir.forest import Forest, Tree
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange
-from megatron_balance.ir.recurrent import Compose, RecurrentKind, RecurrentOp, RecurrentProgram
+from megatron_balance.ir.recurrent import Compose, PathEnds, RecurrentKind, RecurrentOp, RecurrentProgram
 
 
 def compile_recurrent(plan: MicrobatchPlan, num_heads: int, halo: int) -> RecurrentProgram:
@@ -36,32 +39,59 @@ def compile_recurrent(plan: MicrobatchPlan, num_heads: int, halo: int) -> Recurr
     """
     placed = layouts(plan)
     owned = [as_rows(placed[placed[:, Placed.RANK] == rank][:, Placed.FRAGMENT]) for rank in range(plan.num_ranks)]
-    return program_of(plan.lengths, owned, num_heads, halo)
+    trees = plan.mask.trees if isinstance(plan.mask, Forest) else ()
+    return program_of(plan.lengths, owned, num_heads, halo, trees)
 
 
-def program_of(lengths: Sequence[int], owned: Sequence[Rows], num_heads: int, halo: int) -> RecurrentProgram:
-    """As `compile_recurrent`, for a linear layout: `Fragment` rows by rank."""
-    held = pieces(owned)
-    forward = tuple(_forward(held, num_heads, halo))
-    backward = tuple(_transposed(forward, held, np.array(lengths, dtype=np.int64)))
-    return RecurrentProgram(tuple(lengths), num_heads, halo, tuple(owned), forward, backward)
+def program_of(
+    lengths: Sequence[int], owned: Sequence[Rows], num_heads: int, halo: int, trees: tuple[Tree, ...] = ()
+) -> RecurrentProgram:
+    """As `compile_recurrent`, for a linear layout: `Fragment` rows by rank.
+
+    ConfigError: a tree has full segments, which no recurrence can show.
+    """
+    if any(segment.full for tree in trees for segment in tree):
+        raise ConfigError(
+            "expected causal segments for recurrent layers, got full ones, whose tokens see later ones, which no "
+            "recurrence shows; give causal segments, or a model whose layers all attend"
+        )
+    laid = _Laid(pieces(owned, trees), PathEnds.of(lengths, trees), num_heads, halo)
+    forward, backward = tuple(laid.forward()), tuple(laid.backward())
+    return RecurrentProgram(tuple(lengths), num_heads, halo, tuple(owned), forward, backward, trees)
 
 
-def pieces(owned: Sequence[Rows]) -> Ints:
-    """The pieces of all ranks, `Placed` rows by sequence, then by start."""
+def pieces(owned: Sequence[Rows], trees: tuple[Tree, ...] = ()) -> Ints:
+    """All ranks' pieces, `Placed` rows by sequence, then by start; in trees each is of one segment."""
     rows, ranks = numbered(list(enumerate(owned)), Fragment.WIDTH)
     runs = union(np.column_stack([ranks, rows]))
+    if trees:
+        of = Forest(trees).segments
+        segments = np.column_stack([key_seq(of.begin), of.start, of.stop])
+        run, at = overlaps(runs[:, Placed.FRAGMENT], segments)
+        runs, segments = runs[run], segments[at]
+        runs[:, Placed.START] = np.maximum(runs[:, Placed.START], segments[:, Fragment.START])
+        runs[:, Placed.STOP] = np.minimum(runs[:, Placed.STOP], segments[:, Fragment.STOP])
     return runs[np.lexsort((runs[:, Placed.START], runs[:, Placed.SEQ]))]
 
 
-def halos(held: Ints, halo: int) -> Ints:
+def halos(held: Ints, halo: int, paths: PathEnds | None = None) -> Ints:
     """Rows before a rank's `pieces` that their convolution reads and another rank owns: `Transfer`
-    rows, each token once to a rank, from as many owners as they have.
+    rows, each token once to a rank, from as many owners as they have. `paths`: None: of documents.
     """
     inside = held[held[:, Placed.START] > 0]
-    start = inside[:, Placed.START]
-    before = np.column_stack([inside[:, : Placed.START], np.maximum(start - halo, 0), start])
-    wanted = union(before)  # pieces of few tokens lie in one another's halos
+    rank_seq, stop = inside[:, : Placed.START], inside[:, Placed.START]
+    left, before = np.full(len(inside), halo), [inside[:0]]
+    while len(stop):
+        first = 0 * stop
+        if paths is not None:
+            stop = paths.before(rank_seq[:, 1], stop)
+            first = paths.start[paths.at(rank_seq[:, 1], stop - 1)]
+        start = np.maximum(stop - left, first)
+        before.append(np.column_stack([rank_seq, start, stop]))
+        left = left - (stop - start)
+        more = (left > 0) & (start > 0)
+        rank_seq, stop, left = rank_seq[more], start[more], left[more]
+    wanted = union(np.concatenate(before))  # pieces of few tokens lie in one another's halos
     want, have = overlaps(wanted[:, Placed.FRAGMENT], held[:, Placed.FRAGMENT])
     seq, (src, dst) = held[have, Placed.SEQ], (held[have, Placed.RANK], wanted[want, Placed.RANK])
     start = np.maximum(held[have, Placed.START], wanted[want, Placed.START])
@@ -90,56 +120,73 @@ def composers(held: Ints, num_heads: int) -> Ints:
     return table[table[:, 2] < table[:, 3]]
 
 
-def _forward(held: Ints, num_heads: int, halo: int) -> Iterator[RecurrentOp]:
-    rows = halos(held, halo)
-    if len(rows):
-        yield Exchange(0, as_rows(rows))
-    table = composers(held, num_heads)
-    first = np.searchsorted(held[:, Placed.SEQ], table[:, 1], side="left")
-    end = np.searchsorted(held[:, Placed.SEQ], table[:, 1], side="right")
-    composer, at = ranges(first, end)  # every piece of a sequence, for each of its composers
-    by, (rank, seq, start, stop), heads = table[composer, 0], held[at].T, table[composer, 2:]
-    begins, ends, remote = at == first[composer], at + 1 == end[composer], rank != by
-    begin = held[first[composer], Placed.START]
-    kind = np.full(len(at), RecurrentKind.SUMMARY)
-    summaries = np.column_stack([kind, seq, start, stop, heads, rank, by])[~ends & remote]
-    joins = np.column_stack([kind, seq, begin, start, stop, heads])[~begins & ~ends]
-    states = np.column_stack([kind, seq, begin, start, heads, by, rank])[~begins & remote]
-    if len(summaries):
-        yield Exchange(1, as_rows(summaries))
-    composing = by[~begins & ~ends]
-    for each in np.unique(composing).tolist():
-        yield Compose(each, as_rows(joins[composing == each]))
-    if len(states):
-        yield Exchange(2, as_rows(states))
-
-
 # Of the state at a token boundary: what was sent to make it was the SUMMARY that ends there, what is
 # sent back is the SUMMARY_GRAD that begins there. A composer answers for all tokens behind it; a rank
 # that was handed the state for its own piece answers for that piece.
-def _transposed(forward: Sequence[RecurrentOp], held: Ints, lengths: Ints) -> Iterator[RecurrentOp]:
-    begins = key(held[:, Placed.SEQ], held[:, Placed.START])
-    composed = False
-    for op in reversed(forward):
-        match op:
-            case Compose(rank, table):
-                composed = True
-                rows = as_array(table)[::-1].copy()
-                rows[:, Neighbours.KIND] = RecurrentKind.SUMMARY_GRAD
-                rows[:, Neighbours.START] = rows[:, Neighbours.MIDDLE]
-                rows[:, Neighbours.MIDDLE] = rows[:, Neighbours.STOP]
-                rows[:, Neighbours.STOP] = lengths[rows[:, Neighbours.SEQ]]
-                yield Compose(rank, as_rows(rows))
-            case Exchange(number, transfers):
-                rows = as_array(transfers).copy()
-                rows[:, Transfer.ENDS] = rows[:, [Transfer.DST, Transfer.SRC]]
-                states = rows[:, Transfer.KIND] == RecurrentKind.SUMMARY
-                rows[:, Transfer.KIND] = np.where(states, RecurrentKind.SUMMARY_GRAD, RecurrentKind.ROWS_GRAD)
-                seq: Ints = rows[states, Transfer.SEQ]
-                at: Ints = rows[states, Transfer.STOP]
-                behind = held[np.searchsorted(begins, key(seq, at)), Placed.STOP]
-                rows[states, Transfer.START] = at
-                rows[states, Transfer.STOP] = lengths[seq] if composed else behind
-                yield Exchange(5 - number, as_rows(rows))
-            case _:
-                assert_never(op)
+class _Laid:
+    """Rows of a layout: every piece of a cut sequence, once for each of its composers."""
+
+    def __init__(self, held: Ints, paths: PathEnds, num_heads: int, halo: int) -> None:
+        self.halo, table = halos(held, halo, paths), composers(held, num_heads)
+        first = np.searchsorted(held[:, Placed.SEQ], table[:, 1], side="left")
+        end = np.searchsorted(held[:, Placed.SEQ], table[:, 1], side="right")
+        composer, at = ranges(first, end)
+        self.by, self.heads = table[composer, 0], table[composer, 2:]
+        self.held, (self.rank, self.seq, self.start, self.stop) = held, held[at].T
+        segment = paths.at(self.seq, self.start)
+        self.zero, self.before, self.end = 0 * self.start, paths.before(self.seq, self.start), paths.end[segment]
+        self.begins, self.ends = self.start == 0, self.stop == self.end
+        # Where what lies below the segment's parent ends: there are more siblings up to there.
+        self.whole = paths.end[paths.at(self.seq, np.maximum(paths.above[segment] - 1, 0))]
+        self.sibling = (self.start == paths.start[segment]) & (self.end != self.whole)
+
+    def forward(self) -> Iterator[RecurrentOp]:
+        if len(self.halo):
+            yield Exchange(0, as_rows(self.halo))
+        kind, middle = RecurrentKind.SUMMARY, ~self.begins & ~self.ends
+        yield from self.sent(1, kind, (self.start, self.stop), ~self.ends)
+        yield from self.composed(kind, [((self.zero, self.start, self.stop), middle)])
+        yield from self.handed(2, kind, (self.zero, self.before), ~self.begins)
+
+    def backward(self) -> Iterator[RecurrentOp]:
+        kind, middle = RecurrentKind.SUMMARY_GRAD, ~self.begins & ~self.ends
+        yield from self.sent(3, kind, (self.start, self.stop), ~self.begins)
+        sums = (self.start, self.end, self.whole), self.sibling
+        joins = (self.start, self.stop, self.end), middle
+        yield from reversed([*self.composed(kind, [sums, joins], turn=-1)])
+        yield from self.handed(4, kind, (self.stop, self.end), ~self.ends)
+        if len(self.halo):
+            rows = self.halo.copy()
+            rows[:, Transfer.ENDS] = rows[:, [Transfer.DST, Transfer.SRC]]
+            rows[:, Transfer.KIND] = RecurrentKind.ROWS_GRAD
+            yield Exchange(5, as_rows(rows))
+
+    def sent(self, number: int, kind: RecurrentKind, span: tuple[Ints, Ints], which: Bools) -> Iterator[RecurrentOp]:
+        """To who composes."""
+        which = which & (self.rank != self.by)
+        if which.any():
+            kinds = np.full(len(which), kind)
+            yield Exchange(
+                number, as_rows(np.column_stack([kinds, self.seq, *span, self.heads, self.rank, self.by])[which])
+            )
+
+    def handed(self, number: int, kind: RecurrentKind, span: tuple[Ints, Ints], which: Bools) -> Iterator[RecurrentOp]:
+        """From who composed: once to a rank, where it is not the value of a piece there."""
+        kinds = np.full(len(which), kind)
+        rows = np.column_stack([kinds, self.seq, *span, self.heads, self.by, self.rank])[which & (self.rank != self.by)]
+        value = rows[:, [Transfer.DST, Transfer.SEQ, Transfer.START, Transfer.STOP]]
+        number_of = np.unique(np.concatenate([self.held, value]), axis=0, return_inverse=True)[1].ravel()
+        rows = rows[~np.isin(number_of[len(self.held) :], number_of[: len(self.held)])]
+        rows = rows[np.sort(np.unique(rows, axis=0, return_index=True)[1])]
+        if len(rows):
+            yield Exchange(number, as_rows(rows))
+
+    def composed(
+        self, kind: RecurrentKind, joins: Sequence[tuple[tuple[Ints, ...], Bools]], turn: int = 1
+    ) -> Iterator[RecurrentOp]:
+        """One op for each composer; of each piece the rows `joins`, those of all in turn."""
+        rows = [np.column_stack([np.full(len(self.by), kind), self.seq, *span, self.heads]) for span, _ in joins]
+        which = np.column_stack([each for _, each in joins]).ravel()
+        table, by = np.stack(rows, axis=1).reshape(-1, Neighbours.WIDTH)[which], np.repeat(self.by, len(joins))[which]
+        for each in np.unique(by).tolist():
+            yield Compose(each, as_rows(table[by == each][::turn]))

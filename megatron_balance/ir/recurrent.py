@@ -17,6 +17,10 @@ SUMMARY_GRAD [start, length) is the whole gradient of a state. M does not travel
 in the backward has it from the forward. No gradient goes through M and U themselves, since the
 gradients of all states come from those behind them.
 
+Of trees (`ir.forest`) a piece is of one segment, and what is before it is so along its path
+(`PathEnds`). SUMMARY [0, stop) is the state behind the path that ends there. All that lies below a
+segment stands right behind it, so siblings are neighbours, too: SUMMARY_GRAD of two is the sum.
+
 `Exchange` and its `Transfer` rows are attention's (`ir.program`): what is sent is copied, but for
 ROWS_GRAD, which its owner adds up. `Compose` makes the value of [start, stop) of those of [start,
 middle) and [middle, stop), row by row, so that a row may take what the one before it made.
@@ -35,19 +39,25 @@ middle) and [middle, stop), row by row, so that a row may take what the one befo
       summary s0[0:4) + s0[4:6) h[0:1)
     ...
 
-Heads are written where a region has not all of them.
+Heads are written where a region has not all of them; trees, as attention's, behind the first line.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
-from typing import TypeAlias, assert_never
+from typing import NamedTuple, TypeAlias, assert_never
 
-from megatron_balance.errors import InvalidProgramError
+import numpy as np
+
+from megatron_balance.ir.arrays import Ints, key
 from megatron_balance.ir.columns import Fragment, Neighbours, Rows, Transfer
+from megatron_balance.ir.forest import Forest, Segment, Tree, checked
 from megatron_balance.ir.program import Exchange
+from megatron_balance.ir.text import parse_tree, tree_lines, wrong
 
 
 class RecurrentKind(IntEnum):
@@ -74,6 +84,34 @@ class Compose:
 RecurrentOp: TypeAlias = Exchange | Compose
 
 
+class PathEnds(NamedTuple):
+    """By segment of all sequences, ascending (a document is one): `arrays.key` of its first token,
+    where it begins, where all that lies below it ends, where its parent ends (0: it is a root).
+    """
+
+    begin: Ints
+    start: Ints
+    end: Ints
+    above: Ints
+
+    @staticmethod
+    def of(lengths: Sequence[int], trees: tuple[Tree, ...] = ()) -> PathEnds:
+        if trees:
+            of = Forest(trees).segments
+            return PathEnds(of.begin, of.start, of.end, of.above + 1)
+        number = np.arange(len(lengths))
+        return PathEnds(key(number, 0), 0 * number, np.array(lengths, dtype=np.int64), 0 * number)
+
+    def at(self, seq: Ints, token: Ints) -> Ints:
+        """The segments of tokens."""
+        return np.searchsorted(self.begin, key(seq, token), side="right") - 1
+
+    def before(self, seq: Ints, token: Ints) -> Ints:
+        """Where the path ends that leads to each token."""
+        at = self.at(seq, token)
+        return np.where(token == self.start[at], self.above[at], token)
+
+
 # A class beside `Program`: attention's key-value heads, policy, mask and remap mean nothing here, and
 # the four ops of attention are a closed set for all its readers, none of which runs a Compose.
 @dataclass(frozen=True, slots=True)
@@ -81,7 +119,8 @@ class RecurrentProgram:
     """All ranks' ops of one recurrent layer, in one global order.
 
     `owned[rank]`: that rank's linear layout, `Fragment` rows in the order of its tokens. `halo`:
-    rows before a token that the convolution reads, its width less one.
+    rows before a token that the convolution reads, its width less one. `trees`: of the sequences;
+    none: all are documents.
     """
 
     lengths: tuple[int, ...]
@@ -90,6 +129,11 @@ class RecurrentProgram:
     owned: tuple[Rows, ...]
     forward: tuple[RecurrentOp, ...]
     backward: tuple[RecurrentOp, ...]
+    trees: tuple[Tree, ...] = ()
+
+    @property
+    def paths(self) -> PathEnds:
+        return PathEnds.of(self.lengths, self.trees)
 
     @property
     def num_ranks(self) -> int:
@@ -117,7 +161,7 @@ _NEIGHBOURS = re.compile(rf"(\w+) s{_N}\[{_N}:{_N}\) \+ s\2\[\4:{_N}\){_HEADS}")
 def recurrent_text(program: RecurrentProgram) -> str:
     """The program as text that `parse_recurrent` reads back."""
     lengths = " ".join(["recurrent lengths", *map(str, program.lengths)])
-    lines = [f"{lengths} heads {program.num_heads} halo {program.halo}"]
+    lines = [f"{lengths} heads {program.num_heads} halo {program.halo}", *tree_lines(program.trees)]
     for rank, owned in enumerate(program.owned):
         lines.append(" ".join([f"owner r{rank}", *(f"s{s}[{a}:{b})" for s, a, b in owned)]))
     for name, ops in (("forward", program.forward), ("backward", program.backward)):
@@ -161,14 +205,17 @@ def parse_recurrent(source: str) -> RecurrentProgram:
     number, line = lines[0] if lines else (1, "")
     head = _HEADER.fullmatch(line)
     if head is None:
-        raise _wrong(number, line, "expected 'recurrent lengths ... heads H halo N'")
+        raise wrong(number, line, "expected 'recurrent lengths ... heads H halo N'")
     num_heads = int(head[2])
     owned: list[Rows] = []
+    trees: list[list[Segment]] = []
     phases: dict[str, list[tuple[str, list[tuple[int, ...]]]]] = {"forward": [], "backward": []}
     ops = phases["forward"]
     for number, line in lines[1:]:
         word, rows = ops[-1] if ops else ("", [])
-        if (owner := _OWNER.fullmatch(line)) is not None and int(owner[1]) == len(owned):
+        if line.startswith("tree ") and not owned:
+            trees.append(parse_tree(line, number, len(trees)))
+        elif (owner := _OWNER.fullmatch(line)) is not None and int(owner[1]) == len(owned):
             owned.append(Rows.of(Fragment.WIDTH, [tuple(map(int, span)) for span in _SPAN.findall(owner[2])]))
         elif line in phases:
             ops = phases[line]
@@ -183,14 +230,15 @@ def parse_recurrent(source: str) -> RecurrentProgram:
             name, seq, start, middle, stop, *heads = row.groups()
             rows.append((_KINDS[name], *map(int, (seq, start, middle, stop)), *_heads(name, heads, num_heads)))
         else:
-            raise _wrong(
+            raise wrong(
                 number,
                 line,
                 "expected the next owner, forward, backward, 'exchange N' with rows 'rD <- rS kind sN[a:b)', or "
                 "'compose rN' with rows 'kind sN[a:b) + sN[b:c)'",
             )
     forward, backward = (tuple(_op(word, rows) for word, rows in ops) for ops in phases.values())
-    return RecurrentProgram(tuple(map(int, head[1].split())), num_heads, int(head[3]), tuple(owned), forward, backward)
+    lengths = tuple(map(int, head[1].split()))
+    return RecurrentProgram(lengths, num_heads, int(head[3]), tuple(owned), forward, backward, checked(trees))
 
 
 def _op(header: str, rows: list[tuple[int, ...]]) -> RecurrentOp:
@@ -203,7 +251,3 @@ def _op(header: str, rows: list[tuple[int, ...]]) -> RecurrentOp:
 def _heads(name: str, listed: Sequence[str | None], num_heads: int) -> tuple[int, int]:
     first, last = listed
     return (int(first), int(last)) if first and last else (0, _whole(_KINDS[name], num_heads))
-
-
-def _wrong(number: int, line: str, wanted: str) -> InvalidProgramError:
-    return InvalidProgramError(f"program text, line {number}: {wanted}, got {line!r}")

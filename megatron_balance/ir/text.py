@@ -52,8 +52,7 @@ def text(program: Program) -> str:
     heads += f" remap_in {program.remap_in}" if program.remap_in else ""
     heads += f" mask {program.mask.name}" if program.mask != CAUSAL else ""
     lines = [" ".join(["program lengths", *map(str, program.lengths), heads])]
-    for seq, tree in enumerate(program.mask.trees if isinstance(program.mask, Forest) else ()):
-        lines.append(" ".join([f"tree s{seq}", *map(_segment_text, tree)]))
+    lines += tree_lines(program.mask.trees if isinstance(program.mask, Forest) else ())
     for rank, owned in enumerate(program.owned):
         lines.append(" ".join([f"owner r{rank}", *(f"s{s}[{a}:{b})" for s, a, b in owned)]))
     for name, ops in (("forward", program.forward), ("backward", program.backward)):
@@ -107,7 +106,7 @@ class _TextParser:
         self.num_heads = 0
         self.num_kv_heads = 0
         if _BEYOND.search(source):
-            raise self.error(
+            raise wrong(
                 *next(each for each in self.lines if _BEYOND.search(each[1])), "expected numbers of at most 18 digits"
             )
 
@@ -121,7 +120,7 @@ class _TextParser:
         trees = self.trees()
         mask = None if head is None else _mask(head[6], trees)
         if head is None or mask is None:
-            raise self.error(
+            raise wrong(
                 number, line, "expected 'program lengths ... heads H kv_heads G policy P [remap_in N] [mask M]'"
             )
         self.num_heads, self.num_kv_heads = int(head[2]), int(head[3])
@@ -131,10 +130,10 @@ class _TextParser:
         for number, header, rows in self.blocks():
             words = header.split()
             if rows and (words[0] == "owner" or header in ops):
-                raise self.error(*rows[0], "a row belongs to an exchange, attend, attend_grad or merge")
+                raise wrong(*rows[0], "a row belongs to an exchange, attend, attend_grad or merge")
             if words[0] == "owner":
                 if words[1:2] != [f"r{len(owned)}"]:
-                    raise self.error(number, header, f"owners are listed in order; expected r{len(owned)}")
+                    raise wrong(number, header, f"owners are listed in order; expected r{len(owned)}")
                 spans = [self.region(number, Kind.Q, w)[: Fragment.WIDTH] for w in words[2:]]
                 owned.append(Rows.of(Fragment.WIDTH, spans))
             elif header in ops:
@@ -159,11 +158,7 @@ class _TextParser:
         trees: list[list[Segment]] = []
         while len(self.lines) > 1 and self.lines[1][1].startswith("tree "):
             number, line = self.lines.pop(1)
-            _, name, *words = line.split()
-            matches = [_SEGMENT.fullmatch(word) for word in words]
-            if name != f"s{len(trees)}" or not all(matches):
-                raise self.error(number, line, f"expected 'tree s{len(trees)} TOKENS[f][<PARENT] ...'")
-            trees.append([Segment(int(m[1]), int(m[3] or -1), bool(m[2])) for m in matches if m])
+            trees.append(parse_tree(line, number, len(trees)))
         return trees
 
     def blocks(self) -> Iterator[tuple[int, str, list[tuple[int, str]]]]:
@@ -191,49 +186,65 @@ class _TextParser:
             return (Attend if words[0] == "attend" else AttendGrad)(self.rank(number, words[1]), pairs)
         if words[0] == "merge" and len(words) == 2:
             return Merge(self.rank(number, words[1]), Rows.of(Value.WIDTH, [self.value(*row) for row in rows]))
-        raise self.error(number, header, "expected owner, forward, backward, exchange, attend, attend_grad or merge")
+        raise wrong(number, header, "expected owner, forward, backward, exchange, attend, attend_grad or merge")
 
     def transfer(self, number: int, line: str) -> tuple[int, ...]:
         match = _TRANSFER.fullmatch(line)
         if match is None or match[3] not in _KINDS:
-            raise self.error(number, line, "expected 'rD <- rS kind sN[a:b)'")
+            raise wrong(number, line, "expected 'rD <- rS kind sN[a:b)'")
         kind = _KINDS[match[3]]
         return (kind, *self.region(number, kind, match[4]), int(match[2]), int(match[1]))
 
     def pairs(self, number: int, line: str) -> Iterator[tuple[int, ...]]:
         query_text, separator, keys_text = line.removeprefix("q ").partition(" over ")
         if not line.startswith("q ") or not separator:
-            raise self.error(number, line, "expected 'q sN[a:b) over sN[a:b) ...'")
+            raise wrong(number, line, "expected 'q sN[a:b) over sN[a:b) ...'")
         query = self.region(number, Kind.Q, query_text)
         if not re.fullmatch(rf"{_REGION.pattern}(?: {_REGION.pattern})*", keys_text):
-            raise self.error(number, line, "expected regions like s0[0:8) behind 'over'")
+            raise wrong(number, line, "expected regions like s0[0:8) behind 'over'")
         for match in _REGION.finditer(keys_text):
             key = self.region(number, Kind.KV, match[0])
             if key[0] != query[0]:
-                raise self.error(number, line, "a query attends only to its own sequence")
+                raise wrong(number, line, "a query attends only to its own sequence")
             yield (*query, *key[1:])
 
     def value(self, number: int, line: str) -> tuple[int, ...]:
         name, _, rest = line.partition(" ")
         if name not in _KINDS:
-            raise self.error(number, line, f"expected one of {', '.join(_KINDS)}")
+            raise wrong(number, line, f"expected one of {', '.join(_KINDS)}")
         return (_KINDS[name], *self.region(number, _KINDS[name], rest))
 
     def region(self, number: int, kind: Kind, line: str) -> tuple[int, int, int, int, int]:
         match = _REGION.fullmatch(line.strip())
         if match is None:
-            raise self.error(number, line, "expected a region like s0[0:8) or s0[0:8) h[0:2)")
+            raise wrong(number, line, "expected a region like s0[0:8) or s0[0:8) h[0:2)")
         whole = self.num_kv_heads if kind in KEY_SIDE else self.num_heads
         head_start, head_stop = (int(match[4]), int(match[5])) if match[4] else (0, whole)
         return int(match[1]), int(match[2]), int(match[3]), head_start, head_stop
 
     def rank(self, number: int, word: str) -> int:
         if not re.fullmatch(r"r\d+", word):
-            raise self.error(number, word, "expected a rank like r0")
+            raise wrong(number, word, "expected a rank like r0")
         return int(word[1:])
 
-    def error(self, number: int, line: str, wanted: str) -> InvalidProgramError:
-        return InvalidProgramError(f"program text, line {number}: {wanted}, got {line!r}")
+
+def wrong(number: int, line: str, wanted: str) -> InvalidProgramError:
+    """The error of a line that is not of the form."""
+    return InvalidProgramError(f"program text, line {number}: {wanted}, got {line!r}")
+
+
+def tree_lines(trees: Sequence[Sequence[Segment]]) -> list[str]:
+    """A line for each tree: `tree s0 8 3<0 4f<0`."""
+    return [" ".join([f"tree s{seq}", *map(_segment_text, tree)]) for seq, tree in enumerate(trees)]
+
+
+def parse_tree(line: str, number: int, seq: int) -> list[Segment]:
+    """The tree of a line that begins with "tree"; InvalidProgramError: it is not that of `seq`."""
+    _, *words = line.split()
+    matches = [_SEGMENT.fullmatch(word) for word in words[1:]]
+    if words[:1] != [f"s{seq}"] or not all(matches):
+        raise wrong(number, line, f"expected 'tree s{seq} TOKENS[f][<PARENT] ...'")
+    return [Segment(int(m[1]), int(m[3] or -1), bool(m[2])) for m in matches if m]
 
 
 def _segment_text(segment: Segment) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import BalancedSeqParams
-from megatron_balance.runtime.kernels.recurrence import GatedDelta, Mamba2
+from megatron_balance.runtime.kernels.scans import gated_delta, mamba2
 from megatron_balance.runtime.recurrent import RecurrentBound, causal_convolution, recurrent_layer
 
 
@@ -150,7 +150,7 @@ def _delta_rule(bound: RecurrentBound) -> Callable[..., Any]:
         # Of grouped heads a kernel may be given one query and key for several values.
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
         q, k, v, g, beta = (_own(bound, x) for x in (q, k, v, g, beta))
-        return _padded(recurrent_layer(GatedDelta(), bound, q * q.shape[2] ** -0.5, k, v, g, beta), rows), None
+        return _padded(recurrent_layer(gated_delta(v), bound, q * q.shape[2] ** -0.5, k, v, g, beta), rows), None
 
     return chunk_gated_delta_rule
 
@@ -189,7 +189,7 @@ def _convolution_and_scan(bound: RecurrentBound) -> Callable[..., Tensor]:
             for each in (b, c)
         )
         dt = F.softplus(dt.float() + dt_bias)
-        y = recurrent_layer(Mamba2(), bound, x, dt, dt * A, b, c) + (D if D.dim() == 2 else D[:, None]) * x
+        y = recurrent_layer(mamba2(x), bound, x, dt, dt * A, b, c) + (D if D.dim() == 2 else D[:, None]) * x
         return _padded((y.flatten(1) * F.silu(z)).to(zxbcdt.dtype), zxbcdt.shape[1])
 
     return mamba_split_conv1d_scan_combined

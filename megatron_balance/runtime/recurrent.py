@@ -21,9 +21,9 @@ from torch.nn import functional
 from megatron_balance.compile.recurrent import carries_map, pieces
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, as_array
-from megatron_balance.ir.columns import Placed, Rows, Transfer
+from megatron_balance.ir.columns import Fragment, Neighbours, Placed, Rows, Transfer
 from megatron_balance.ir.program import Exchange
-from megatron_balance.ir.recurrent import STATE_KINDS, RecurrentKind, RecurrentOp, RecurrentProgram
+from megatron_balance.ir.recurrent import STATE_KINDS, PathEnds, RecurrentKind, RecurrentOp, RecurrentProgram
 from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.cuda import Streams
 from megatron_balance.runtime.groups import Groups
@@ -57,14 +57,14 @@ class _StateExchange(NamedTuple):
 
 
 class _Join(NamedTuple):
-    """Tokens [start, stop) of [start, middle) and [middle, stop)."""
+    """A value `made` of two. `siblings`: gradients of two branches, which are added."""
 
-    seq: int
-    start: int
-    middle: int
-    stop: int
+    one: _Span
+    two: _Span
+    made: _Span
     head_start: int
     head_stop: int
+    siblings: bool
 
 
 _StateOp: TypeAlias = _StateExchange | list[_Join]
@@ -74,13 +74,16 @@ _StateOp: TypeAlias = _StateExchange | list[_Join]
 class RecurrentBound:
     """One rank's part of a recurrent program.
 
-    `pieces`: its own; `order`: its rows, in the order of these. `wire`: the type in which states
+    `pieces`: its own; of each `before`, where the path to it ends, and `end`, where what lies below
+    its segment does. `order`: its rows, in the order of pieces. `wire`: the type in which states
     travel; None: that in which they are kept. `received`: bytes of the last call, by exchange.
     """
 
     groups: Groups
     program: RecurrentProgram
     pieces: tuple[_Span, ...]
+    before: tuple[int, ...]
+    end: tuple[int, ...]
     order: Tensor
     halo: _HaloTable
     forward: tuple[_StateOp, ...]
@@ -92,8 +95,10 @@ class RecurrentBound:
     def sizes(self) -> list[int]:
         return [stop - start for _, start, stop in self.pieces]
 
-    def is_last(self, piece: _Span) -> bool:
-        return piece[2] == self.program.lengths[piece[0]]
+    def behind(self, at: int) -> _Span | None:
+        """Tokens that read the state behind piece number `at`; None: it is the last of its path."""
+        seq, _, stop = self.pieces[at]
+        return (seq, stop, self.end[at]) if stop < self.end[at] else None
 
     def check(self, *tensors: Tensor) -> None:
         """ConfigError: tensors that have not this rank's rows."""
@@ -171,7 +176,7 @@ def bind_recurrent(
     """
     if program.num_ranks != groups.size:
         raise ConfigError(f"the program is for {program.num_ranks} ranks, the pool has {groups.size}")
-    every = pieces(program.owned)
+    every, paths = pieces(program.owned, program.trees), program.paths
     mine = every[every[:, Placed.RANK] == groups.rank][:, Placed.FRAGMENT]
     at: dict[tuple[int, int], int] = {}  # row by sequence and token
     for seq, start, stop in program.owned[groups.rank]:
@@ -179,12 +184,14 @@ def bind_recurrent(
     spans = [(seq, start, stop) for seq, start, stop in mine.tolist()]
     order = [at[seq, token] for seq, start, stop in spans for token in range(start, stop)]
     table = _halo_table(program, spans, at, groups.rank, device)
-    forward, backward = (tuple(_of_rank(ops, groups.rank)) for ops in (program.forward, program.backward))
+    forward, backward = (tuple(_of_rank(ops, groups.rank, paths)) for ops in (program.forward, program.backward))
     rows = torch.tensor(order, dtype=torch.long, device=device)
-    return RecurrentBound(groups, program, tuple(spans), rows, table, forward, backward, wire)
+    first = mine[:, Fragment.SEQ], mine[:, Fragment.START]
+    ends = tuple(paths.before(*first).tolist()), tuple(paths.end[paths.at(*first)].tolist())
+    return RecurrentBound(groups, program, tuple(spans), *ends, rows, table, forward, backward, wire)
 
 
-def _of_rank(ops: Sequence[RecurrentOp], rank: int) -> Iterator[_StateOp]:
+def _of_rank(ops: Sequence[RecurrentOp], rank: int, paths: PathEnds) -> Iterator[_StateOp]:
     for op in ops:
         if isinstance(op, Exchange):
             rows = as_array(op.transfers)
@@ -199,7 +206,15 @@ def _of_rank(ops: Sequence[RecurrentOp], rank: int) -> Iterator[_StateOp]:
                 to.setdefault(peer, []).append(_Part((seq, start, stop), head_start, head_stop, with_map))
             yield _StateExchange(op.id, sends, receives)
         elif op.rank == rank:
-            yield [_Join(*row) for _, *row in op.rows]
+            rows = as_array(op.rows)
+            seq = rows[:, Neighbours.SEQ]
+            before, of_first = (paths.before(seq, rows[:, at]) for at in (Neighbours.MIDDLE, Neighbours.START))
+            forward = rows[:, Neighbours.KIND] == RecurrentKind.SUMMARY
+            table = np.column_stack([rows, np.where(forward, before, rows[:, Neighbours.MIDDLE]), before == of_first])
+            yield [
+                _Join((s, start, end), (s, middle, stop), (s, start, stop), first, last, bool(siblings))
+                for _, s, start, middle, stop, first, last, end, siblings in table.tolist()
+            ]
 
 
 def _halo_table(
@@ -228,7 +243,7 @@ def _halo_table(
     index = [
         place[seq, token] if token >= 0 else 0
         for seq, start, _ in spans
-        for token in range(start - program.halo, start)
+        for token in _tokens_before(program.paths, seq, start, program.halo)
     ]
     # Behind the halos of pieces before its own come outputs that are of two pieces.
     number = np.repeat(np.arange(len(spans)), [stop - start for _, start, stop in spans])
@@ -244,6 +259,18 @@ def _halo_table(
         receives,
         (there.id, back.id) if there.transfers else None,
     )
+
+
+def _tokens_before(paths: PathEnds, seq: int, start: int, halo: int) -> list[int]:
+    """Tokens before `start` on its path, the last one last; -1 before the first of all."""
+    tokens: list[int] = []
+    while len(tokens) < halo and start > 0:
+        of = np.array([seq])
+        stop = int(paths.before(of, np.array([start]))[0])
+        first = int(paths.start[paths.at(of, np.array([stop - 1]))[0]])
+        start = max(first, stop - (halo - len(tokens)))
+        tokens = [*range(start, stop), *tokens]
+    return [-1] * (halo - len(tokens)) + tokens
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, bound: RecurrentBound) -> Tensor:
@@ -354,12 +381,13 @@ def _forward(
     summaries, parts = _Summaries(recurrence, bound, rows, dtype), _by_piece(rows, bound, dtype)
     zero = rows[0].new_zeros(rows[0].shape[1], *summaries.shapes[1], dtype=dtype)
     outs: dict[_Span, Tensor] = {}
-    for piece, part in zip(bound.pieces, parts, strict=True):
-        if not piece[1] or not bound.is_last(piece):
+    for at, (piece, part) in enumerate(zip(bound.pieces, parts, strict=True)):
+        if not piece[1] or bound.behind(at) is not None:
             outs[piece], state = recurrence.run(part, zero)  # a first piece's output; others run again
             summaries.put(piece, 0, recurrence.map_of(part) if piece[1] else None, state)
     summaries.execute(bound.forward)
-    states = [summaries.state((seq, 0, start)) if start else zero for seq, start, _ in bound.pieces]
+    spans = [(seq, 0, before) for (seq, _, _), before in zip(bound.pieces, bound.before, strict=True)]
+    states = [summaries.state(span) if span[2] else zero for span in spans]
     for piece, part, state in zip(bound.pieces, parts, states, strict=True):
         if piece[1]:
             outs[piece] = recurrence.run(part, state)[0]
@@ -390,9 +418,9 @@ def _backward(
             summaries.put(piece, 0, None, dstate)
     summaries.execute(bound.backward)
     grads = [torch.zeros_like(x) for x in rows]
-    for at, (piece, (leaves, out, last)) in enumerate(zip(bound.pieces, runs, strict=True)):
-        seq, _, stop = piece
-        ends = [] if bound.is_last(piece) else [summaries.state((seq, stop, bound.program.lengths[seq]))]
+    for at, (leaves, out, last) in enumerate(runs):
+        behind = bound.behind(at)
+        ends = [] if behind is None else [summaries.state(behind)]
         found = torch.autograd.grad([out, last][: 1 + len(ends)], leaves, [douts[at], *ends], allow_unused=True)
         for grad, x in zip(grads, found, strict=True):
             if x is not None:
@@ -436,10 +464,11 @@ class _Summaries:
         """M that the backward's joins take."""
         found: dict[_OfHeads, Tensor] = {}
         for join in (join for op in backward if isinstance(op, list) for join in op):
-            span = join.seq, join.start, join.middle
-            m, _ = self.of_heads(span, join.head_start, join.head_stop)
+            if join.siblings:
+                continue
+            m, _ = self.of_heads(join.one, join.head_start, join.head_stop)
             assert m is not None, "the first piece of a sequence gives no gradient to another"
-            found[span, join.head_start, join.head_stop] = m.clone()  # without what came in the same memory
+            found[join.one, join.head_start, join.head_stop] = m.clone()  # without what came in the same memory
         return found
 
     def execute(self, ops: Sequence[_StateOp]) -> None:
@@ -451,15 +480,16 @@ class _Summaries:
                     self.join(join)
 
     def join(self, join: _Join) -> None:
-        seq, start, middle, stop, head_start, head_stop = join
-        one, two = (self.of_heads((seq, *span), head_start, head_stop) for span in ((start, middle), (middle, stop)))
+        first, last = join.head_start, join.head_stop
+        one, two = (self.of_heads(span, first, last) for span in (join.one, join.two))
         if self.given is None:
             assert two[0] is not None, "only the first piece of a sequence has no M"
             state = self.recurrence.apply(two[0], one[1]) + two[1]
+        elif join.siblings:
+            state = one[1] + two[1]
         else:
-            m = self.given[(seq, start, middle), head_start, head_stop]
-            state = self.recurrence.apply(m, two[1], transposed=True) + one[1]
-        self.put((seq, start, stop), head_start, None, state)
+            state = self.recurrence.apply(self.given[join.one, first, last], two[1], transposed=True) + one[1]
+        self.put(join.made, first, None, state)
 
     def exchange(self, op: _StateExchange) -> None:
         wire = self.bound.wire or self.like.dtype

@@ -567,16 +567,12 @@ class BalancedBatch:
     def recurrent(self, num_heads: int, halo: int) -> RecurrentBound:
         """The program of recurrent layers with so many heads of states, and of convolutions that read
         `halo` rows before a token, looked up for this rank; made at the first call. ConfigError: the
-        batch is of trees, or planned for full attention.
+        batch has full segments, or is planned for full attention.
         """
-        mask = self.plan.mask
-        if isinstance(mask, Forest) or mask == FULL:
-            what = (
-                "trees, whose branches would begin with the state at their parent's end," if mask != FULL else mask.name
-            )
+        if self.plan.mask == FULL:
             raise ConfigError(
-                f"expected documents under causal attention, got a batch of {what} for a recurrent layer: it is not "
-                "built; give documents to balancer.step"
+                "expected a batch under causal attention for a recurrent layer, got one under full attention; leave "
+                "out Settings.mask"
             )
         return self._recurrent.of(num_heads, halo)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import disable
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.runtime.kernels.recurrence import GatedDelta, Mamba2
+from megatron_balance.runtime.kernels.scans import gated_delta, mamba2
 from megatron_balance.runtime.lower.memory import wide_dtype
 from megatron_balance.torch import positions
 from megatron_balance.torch.batch import BalancedBatch, balanced_convolution, balanced_recurrence
@@ -175,8 +175,7 @@ def _gated_delta(  # noqa: PLR0913, PLR0917  Transformers' signature
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (_of_heads(x, v.shape[1]) for x in (q * q.shape[-1] ** -0.5, k))
-    # Of KDA a chunk's scores have every channel of keys.
-    recurrence = GatedDelta(min(chunk_size, 16) if g.ndim == v.ndim else chunk_size)
+    recurrence = gated_delta(query, chunk_size, by_channel=g.ndim == v.ndim)
     out = balanced_recurrence(recurrence, mixing.batch, q, k, v, g, beta, layers=mixing.calls)
     return out[None].to(query.dtype), None
 
@@ -203,7 +202,9 @@ def _mamba2(  # noqa: PLR0913, PLR0917  Transformers' signature
     dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(x.dtype)
     b, c = (_of_heads(each, x.shape[1]) for each in (b, c))
-    out = balanced_recurrence(Mamba2(chunk_size), mixing.batch, x, dt, dt * A.to(x.dtype), b, c, layers=mixing.calls)
+    out = balanced_recurrence(
+        mamba2(hidden_states, chunk_size), mixing.batch, x, dt, dt * A.to(x.dtype), b, c, layers=mixing.calls
+    )
     return (out if D is None else out + D[:, None].to(x.dtype) * x)[None]
 
 

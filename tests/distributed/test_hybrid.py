@@ -62,6 +62,26 @@ def assert_alike(world: Pool, ways: list[Hybrid]) -> None:
             assert cut, "no document was cut, so that no state travelled"
 
 
+BRANCHES = [
+    Hybrid("qwen3_next", sharded=True, again="not reentrant"),
+    Hybrid("nemotron_h", "distca"),
+    Hybrid("falcon_h1", "te_ring", again="reentrant"),
+]
+MORE_BRANCHES = [
+    *(Hybrid(name, "distca") for name in ("kimi_linear", "lfm2", "olmo_hybrid", "bamba")),
+    *(Hybrid(name, "zeppelin", sharded=True) for name in ("granitemoehybrid", "qwen3_5_text", "nemotron_h")),
+]
+
+
+@pytest.mark.parametrize("ways", [BRANCHES, pytest.param(MORE_BRANCHES, marks=pytest.mark.product)], ids=len)
+def test_rollouts_as_trees_are_those_of_each_by_itself(world: Pool, ways: list[Hybrid]) -> None:
+    for found in world.run(hybrid_jobs.branches, RANKS, ways):
+        for way, (loss, gradient, cut) in zip(ways, found, strict=True):
+            log.info("%s, rollouts as trees: loss %.1e, gradient %.1e", way.model, loss, gradient)
+            assert max(loss, gradient) < 1e-5, way
+            assert cut, "no tree was cut, so that no state travelled"
+
+
 def test_what_a_plan_does_not_reach_is_refused_by_name(world: Pool) -> None:
     for jamba, rwkv, lost, none, cache, trees in world.run(hybrid_jobs.refuse, RANKS):
         assert jamba.startswith("JambaMambaMixer of JambaModel is Mamba-1, which mixes tokens past any plan")
@@ -69,7 +89,7 @@ def test_what_a_plan_does_not_reach_is_refused_by_name(world: Pool) -> None:
         assert lost == "Lfm2ShortConv runs in a forward with a batch and was not handed it; hand keywords through"
         assert none.startswith("Lfm2ShortConv did not call causal_conv1d_fn and mixed tokens past the plan")
         assert cache.startswith("expected no cache of states beside a batch, got one")
-        assert trees.startswith("expected documents under causal attention, got a batch of trees, whose branches")
+        assert trees.startswith("expected causal segments for recurrent layers, got full ones")
 
 
 def test_a_check_by_behaviour_finds_what_mixes_documents_and_what_loses_states(world: Pool) -> None:

@@ -11,6 +11,7 @@ from megatron_balance import Batch, Cluster, Model
 from megatron_balance.analysis.recurrent import SummarySizes, bytes_moved
 from megatron_balance.compile.recurrent import compile_recurrent, program_of
 from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.forest import Segment, num_tokens
 from megatron_balance.ir.recurrent import RecurrentProgram
 from megatron_balance.recurrent_reference import Recurrence
 from megatron_balance.reference import owned_rows
@@ -41,7 +42,7 @@ def assert_equal_alone(pool: Pool, program: RecurrentProgram, seed: int, fault: 
     ranks: list[RecurrentRun] = pool.run(
         job[0], program.num_ranks, *job[1:], program, (kind, dtype, rng.random() < 0.3), x, taps, dout
     )
-    alone = recurrent.alone(x, taps, dout)
+    alone = recurrent.by_path(program.trees, x, taps, dout) if program.trees else recurrent.alone(x, taps, dout)
 
     def assert_close(got: np.ndarray, wanted: np.ndarray, what: str) -> None:
         assert got.shape == wanted.shape, what
@@ -80,6 +81,14 @@ def test_any_layout_equals_each_sequence_alone(pool: Pool, num_ranks: int) -> No
         assert_equal_alone(pool, program_of(lengths, owned, HEADS, HALO), seed)
 
 
+def test_any_layout_of_trees_equals_each_path_alone(pool: Pool) -> None:
+    # Branches begin with the state at their parent's end, which gets the gradients of all of them.
+    for seed in range(NUM_LAYOUTS // 2):
+        trees, owned = recurrent.random_trees(random.Random(seed), 4)
+        program = program_of([*map(num_tokens, trees)], owned, HEADS, HALO, trees)
+        assert_equal_alone(pool, program, seed)
+
+
 OTHERS = sorted({*strategies.ALL_PLANNERS}.difference(strategies.EVERY_PATTERN))
 
 
@@ -102,10 +111,12 @@ def test_a_layer_keeps_its_inputs_the_states_before_its_pieces_and_the_maps_of_i
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_runtime_is_noticed(pool: Pool, fault: str) -> None:
-    # Pieces of one sequence on both ranks, in turns, and some behind the first token.
+    # Pieces of one sequence on both ranks, in turns, and some behind the first token. Of a tree three
+    # branches.
     owned = [Rows.of(3, [(0, 0, 20), (0, 30, 40)]), Rows.of(3, [(0, 20, 30), (0, 40, 61)])]
+    trees = ((Segment(25, -1), Segment(10, 0), Segment(9, 0), Segment(17, 0)),) if "branches" in fault else ()
     with pytest.raises(AssertionError, match=r"^\('.*'kda'"):
-        assert_equal_alone(pool, program_of((61,), owned, HEADS, HALO), 0, fault)
+        assert_equal_alone(pool, program_of((61,), owned, HEADS, HALO, trees), 0, fault)
 
 
 @pytest.mark.parametrize("planner", ["te_ring", "zeppelin", "distca"])

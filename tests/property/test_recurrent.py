@@ -13,22 +13,15 @@ from hypothesis import strategies as st
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.proof.recurrent import verify_recurrent
 from megatron_balance.compile.recurrent import compile_recurrent, program_of
-from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import as_array, as_rows
+from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.ir.arrays import as_rows
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Transfer
+from megatron_balance.ir.forest import Forest, Segment, num_tokens
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.program import Exchange
-from megatron_balance.ir.recurrent import (
-    RecurrentOp,
-    RecurrentProgram,
-    parse_recurrent,
-    recurrent_text,
-)
+from megatron_balance.ir.recurrent import RecurrentProgram, parse_recurrent, recurrent_text
 from megatron_balance.planners import PLANNERS
-from megatron_balance.recurrent_reference import run_recurrent
-from tests.support import recurrent
+from tests.support import forests, recurrent
 from tests.support.strategies import ALL_PLANNERS, Case, cases, examples, plan
 
 NUM_LAYOUTS = 500
@@ -45,16 +38,44 @@ def assert_right(program: RecurrentProgram, seed: int) -> None:
     # Proved as it stands; read back; equal to each sequence alone.
     verify_recurrent(program)
     assert parse_recurrent(recurrent_text(program)) == program
-    if program.lengths and program.num_heads:
-        kind = recurrent.KINDS[seed % len(recurrent.KINDS)]
-        x, taps, dout = recurrent.draw(kind, program.lengths, program.num_heads, program.halo, seed)
-        assert recurrent.worst(run_recurrent(program, x, taps, dout), recurrent.alone(x, taps, dout)) < 1e-12
+    assert recurrent.off(program, seed, recurrent.KINDS[seed % len(recurrent.KINDS)]) < 1e-12
 
 
 @pytest.mark.parametrize("part", range(5))
 def test_any_layout_is_proved_read_back_and_equal_to_each_sequence_alone(part: int) -> None:
     for seed in range(part, NUM_LAYOUTS, 5):
         assert_right(drawn(seed), seed)
+
+
+def of_trees(seed: int) -> RecurrentProgram:
+    rng = random.Random(seed)
+    trees, owned = recurrent.random_trees(rng, rng.choice([1, 2, 4, 8]))
+    return program_of([*map(num_tokens, trees)], owned, rng.choice([0, 1, 2, 5]), rng.choice([0, 1, 3]), trees)
+
+
+def test_any_layout_of_trees_is_proved_read_back_and_equal_to_each_path_alone() -> None:
+    for seed in range(NUM_LAYOUTS // 5):
+        assert_right(of_trees(seed), seed)
+
+
+@pytest.mark.parametrize("planner", [*ALL_PLANNERS, *forests.GATHERS])
+def test_any_plan_of_trees_is_proved_and_equal_to_each_path_alone(planner: str) -> None:
+    for seed in range(3):
+        forest, case = forests.drawn(random.Random(seed))
+        causal = Forest(
+            tuple(tuple(each._replace(full=False) for each in tree) for tree in forest.trees), forest.window
+        )
+        case = replace(case, batch=Batch(causal.lengths, causal.trees))
+        planned = forests.with_layers(random.Random(seed), forests.planned(planner, causal, case))
+        program = compile_recurrent(planned, 2, 3)
+        assert program.trees == causal.trees
+        assert_right(program, seed)
+
+
+def test_full_segments_are_refused_since_no_recurrence_shows_later_tokens() -> None:
+    trees = ((Segment(3, -1, full=True), Segment(2, 0)),)
+    with pytest.raises(ConfigError, match="expected causal segments for recurrent layers, got full ones"):
+        program_of((5,), [as_rows(np.array([[0, 0, 5]]))], 1, 3, trees)
 
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
@@ -79,57 +100,20 @@ def test_plans_of_64_ranks_are_proved(planner: str) -> None:
     assert len(program.forward) > 3
 
 
-# One change of a program: its name and the rows of an op, changed.
-def changed(program: RecurrentProgram, rng: random.Random) -> tuple[str, RecurrentProgram]:
-    ops = [*program.forward, *program.backward]
-    at = rng.randrange(len(ops))
-    op, first = ops[at], len(program.forward)
-    table = as_array(op.transfers if isinstance(op, Exchange) else op.rows).copy()
-    row = rng.randrange(len(table))
-    what = rng.choice(["op dropped", "row dropped", "row twice", "column", "heads", "order", "one op earlier"])
-    if what == "op dropped":
-        del ops[at]
-        first -= at < first
-    elif what == "one op earlier":
-        earlier = max(at - 1, 0 if at < first else first)
-        ops[at], ops[earlier] = ops[earlier], op
-        ids = iter(sorted(each.id for each in ops if isinstance(each, Exchange)))
-        ops = [replace(each, id=next(ids)) if isinstance(each, Exchange) else each for each in ops]
-    else:
-        if what == "row dropped":
-            table = np.delete(table, row, axis=0)
-        elif what == "row twice":
-            table = np.insert(table, row, table[row], axis=0)
-        elif what == "order":
-            table[[row, row - 1]] = table[[row - 1, row]]
-        else:
-            heads = [Transfer.HEAD_START, Transfer.HEAD_STOP] if isinstance(op, Exchange) else [5, 6]
-            column = rng.choice(heads) if what == "heads" else rng.randrange(table.shape[1])
-            table[row, column] += rng.choice([-1, 1])
-        ops[at] = with_rows(op, table)
-    return what, replace(program, forward=tuple(ops[:first]), backward=tuple(ops[first:]))
-
-
-def with_rows(op: RecurrentOp, table: np.ndarray) -> RecurrentOp:
-    return replace(op, transfers=as_rows(table)) if isinstance(op, Exchange) else replace(op, rows=as_rows(table))
-
-
-def test_whatever_is_changed_is_refused_or_computes_the_same() -> None:
+@pytest.mark.parametrize("trees", [False, True])
+def test_whatever_is_changed_is_refused_or_computes_the_same(trees: bool) -> None:
     refused, same = Counter[str](), Counter[str]()
     for seed in range(NUM_MUTATED):
-        program, rng = drawn(seed, 12), random.Random(seed)
+        program, rng = of_trees(seed) if trees else drawn(seed, 12), random.Random(seed)
         for _ in range(8 if program.forward else 0):
-            what, mutant = changed(program, rng)
+            what, mutant = recurrent.changed(program, rng)
             try:
                 verify_recurrent(mutant)
             except InvalidProgramError:
                 refused[what] += 1
             else:
                 same[what] += 1
-                if program.num_heads:
-                    x, taps, dout = recurrent.draw("kda", program.lengths, program.num_heads, program.halo, seed)
-                    got, wanted = run_recurrent(mutant, x, taps, dout), recurrent.alone(x, taps, dout)
-                    assert recurrent.worst(got, wanted) < 1e-12, (what, recurrent_text(mutant))
+                assert recurrent.off(mutant, seed, "kda") < 1e-12, (what, recurrent_text(mutant))
     # An op may stand before one that it has nothing to do with, a row before one of another sequence.
     assert set(same) <= {"order", "one op earlier"}, same
     assert refused.pop("order") > 4

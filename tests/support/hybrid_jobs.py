@@ -232,13 +232,63 @@ def _set(parameter: Tensor, weight: Tensor) -> None:
     parameter.copy_(weight)
 
 
+def rollouts(rank: int) -> list[Tensor]:
+    # Of a prompt, which branch again; of another rank others; rank 1 has none.
+    draw = random.Random(rank)
+
+    def words(most: int) -> Tensor:
+        return torch.tensor([draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, most))])
+
+    prompt, found = words(60 + 60 * (rank == 0)), list[Tensor]()
+    for _ in range(0 if rank == 1 else 3):
+        turn = torch.cat([prompt, words(20)])
+        found += [torch.cat([turn, words(30)]) for _ in range(draw.randrange(1, 4))]
+    return found
+
+
+def branches(world: World, ways: Sequence[Hybrid]) -> list[tuple[float, float, int]]:
+    # Rollouts as trees against each by itself, of each way: the loss, relative, gradients over the
+    # largest entry, and trees that are cut.
+    return [_branches(world, way) for way in ways]
+
+
+def _branches(world: World, way: Hybrid) -> tuple[float, float, int]:
+    reference, total = make(way.model, "eager"), 0.0
+    for rank in range(world.size):
+        for each in rollouts(rank):
+            logits = reference(each[None], use_cache=False).logits[0]
+            loss = F.cross_entropy(logits[:-1], each[1:], reduction="sum")
+            loss.backward()
+            total += loss.item()
+    model, mine = balanced(world, way), rollouts(world.rank)
+    settings = Settings(ranks_per_node=max(1, world.size // 2))
+    with SequenceBalancer.for_model(model.config, way.planner, settings=settings) as balancer:
+        batch = balancer.rollouts(mine, [torch.ones(len(each)) for each in mine])
+        loss = batch.weighted_nll(model(**hf.inputs(batch)).logits[0])
+        loss.backward()
+        owners = [set(batch.layout(rank)[:, 0].tolist()) for rank in range(world.size)]
+        cut = sum(sum(each in of for of in owners) > 1 for each in range(len(batch.plan.lengths)))
+    value = loss.detach().clone()
+    dist.all_reduce(value)
+    named = {name: x.grad for name, x in reference.named_parameters() if x.grad is not None}
+    worst, largest = 0.0, max(float(x.abs().max()) for x in named.values())
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros(parameter.shape) if parameter.grad is None else _whole(parameter.grad)
+        if not way.sharded:
+            dist.all_reduce(gradient)
+            gradient = gradient / world.size
+        if name in named:
+            worst = max(worst, float((gradient - named[name]).abs().max()) / largest)
+    return abs(value.item() / world.size / total - 1), worst, cut
+
+
 def refuse(world: World) -> list[str]:
     # What is said of models and calls that a plan does not reach.
     told = [said(make, "jamba", hf.register()), said(hf.register, make("rwkv", "eager"))]
     model: Any = make("lfm2", hf.register())
     balancer = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))
     batch = balancer(documents(world.rank, 0))
-    trees = balancer.trees([(torch.arange(5), torch.arange(5), [(2, -1, False), (2, 0, False), (1, 0, False)])])
+    trees = balancer.trees([(torch.arange(5), torch.arange(5), [(2, -1, False), (2, 0, True), (1, 0, False)])])
     mixer, hidden = model.model.layers[0].conv, torch.zeros(1, batch.num_rows, SIZES["hidden_size"])
     of_decoder = model.model.register_forward_pre_hook(lambda *_: mixer(hidden) and None)
     told.append(said(model, **hf.inputs(batch)))

@@ -7,6 +7,7 @@
 import json
 import random
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -30,7 +31,6 @@ from megatron_balance.ir.step import Layers
 from megatron_balance.megatron import recurrent
 from megatron_balance.megatron.core_attention import BalancedSeqParams
 from megatron_balance.megatron.groups import make_pool
-from megatron_balance.runtime.recurrent import RecurrentBound
 from megatron_balance.training.binding import MaskBounds, RecurrentBounds
 from tests.support.recurrent_jobs import FAULTS
 
@@ -100,9 +100,7 @@ _BOUND_OF = recurrent._bound_of
 
 
 def _reversed(bound):
-    return RecurrentBound(
-        bound.groups, bound.program, bound.pieces, bound.order.flip(0), bound.halo, bound.forward, bound.backward
-    )
+    return replace(bound, order=bound.order.flip(0))
 
 
 def differences(groups, ours, planned, reference, alone, case):

@@ -59,11 +59,19 @@ def _shifted(self: Any, number: int, sends: Any, receives: Any, *, exchange: Any
         x.copy_(x.roll(1, 0) * 0.5)
 
 
+def _one_branch(self: Any, join: Any, *, whole: Any = _Summaries.join) -> None:
+    if join.siblings:
+        self.put(join.made, join.head_start, None, self.of_heads(join.one, join.head_start, join.head_stop)[1])
+    else:
+        whole(self, join)
+
+
 # Faults of a runtime: what is put in place of what.
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "M not transposed": (GatedDelta, "apply", lambda _self, m, state, **_: m @ state),
     "no M": (GatedDelta, "apply", lambda _self, _m, state, **_: state),
     "states and their gradients lost": (_Summaries, "state", _none),
+    "gradients of other branches lost": (_Summaries, "join", _one_branch),
     "halo rows shifted": (RecurrentBound, "exchange", _shifted),
     "gradient of halo rows lost": (_Halo, "backward", staticmethod(_lost_rows)),
 }

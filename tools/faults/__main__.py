@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tools.faults import cases, digests, files, forests, mutants, plans, races, rendezvous, soak, training
+from tools.faults import cases, digests, files, forests, layouts, mutants, plans, races, rendezvous, soak, training
 from tools.faults.cases import Suite, Tally
 
 SUITES = {
@@ -40,6 +40,10 @@ SUITES = {
             "forests", "random trees under every planner, proved, and dense attention", 100_000, 100, forests.forests
         ),
         Suite("tree mutants", "programs of trees with a row or the mask changed", 20_000, 100, forests.mutants),
+        Suite(
+            "layouts", "random layouts and plans of recurrent layers, proved and judged", 100_000, 500, layouts.layouts
+        ),
+        Suite("layout mutants", "programs of these with one thing changed", 20_000, 200, layouts.mutants),
         Suite("races", "what a rank gives to its streams, on a model of the GPU", 1_000, 5, races.races),
     )
 }

@@ -5,6 +5,7 @@ NCCL carries states in one all-to-all of all ranks; here it shows that they arri
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from tests.support.strategies import Case, plan
 from tools.gpu import ranks
 from tools.gpu.ranks import Place
-from tools.gpu.rows import Context, Figure, Row, Target
+from tools.gpu.rows import NEEDS_GPU, Context, Figure, Row, Target
 
 BUDGET_S = 15.0
 PLANNERS = ("zeppelin", "te_ring")
@@ -24,7 +25,10 @@ HEADS, WIDTH, HALO = 4, 16, 3
 LENGTHS = (300, 129, 64, 33, 1)
 
 WORST = Figure("largest error of recurrent layers under plans, fp32", "of the largest value", Target("at most", 2e-5))
-FIGURES = (WORST,)
+KERNELS = Figure(
+    "largest error of fla's recurrences against plain torch, fp32", "of the largest value", Target("at most", 5e-3)
+)
+FIGURES = (WORST, KERNELS)
 
 
 def measure(context: Context) -> Iterator[Row]:
@@ -32,11 +36,31 @@ def measure(context: Context) -> Iterator[Row]:
     case = Case(Batch(LENGTHS), Cluster(size, size // 2), Model(HEADS, HEADS, WIDTH), None, seed=5, remapped=True)
     plans = [plan(name, case) for name in PLANNERS]
     found = ranks.run_ranks(_rank, size, (plans,), context, seconds=context.left_s() - 2.0).results()
-    yield WORST.measured(max(found), f"gated delta rule, KDA, Mamba-2; {', '.join(PLANNERS)} on {size} ranks")
+    worst, libraries = zip(*found, strict=True)
+    yield WORST.measured(max(worst), f"gated delta rule, KDA, Mamba-2; {', '.join(PLANNERS)} on {size} ranks")
+    if not context.on_gpu:
+        yield KERNELS.not_measured(NEEDS_GPU)
+    elif isinstance(libraries[0], str):
+        yield KERNELS.not_measured(libraries[0])
+    else:
+        yield KERNELS.measured(libraries[0], "outputs, states, M, gradients; gated delta rule, KDA, Mamba-2")
 
 
-def _rank(place: Place, plans: Sequence[MicrobatchPlan]) -> float:
-    """The largest error of this rank's outputs and gradients, of each tensor's largest value."""
+def _of_libraries(place: Place) -> float | str:
+    """The largest error of fla's kernels on this rank's device, or why there is none."""
+    import torch
+
+    from megatron_balance.runtime.kernels import scans
+
+    if importlib.util.find_spec("fla") is None or place.device == "cpu":
+        return "fla-core is not installed"
+    device, kept = torch.device(place.device), torch.float32
+    kernels = ((scans.FlaGatedDelta(), False), (scans.FlaGatedDelta(), True), (scans.FlaMamba2(), False))
+    return max(max(scans.differences(each, by, device, kept).values()) for each, by in kernels)
+
+
+def _rank(place: Place, plans: Sequence[MicrobatchPlan]) -> tuple[float, float | str]:
+    """The largest error of this rank's outputs and gradients, of each tensor's largest; fla's."""
     import torch
 
     from megatron_balance.training.binding import RecurrentBounds
@@ -56,8 +80,9 @@ def _rank(place: Place, plans: Sequence[MicrobatchPlan]) -> float:
                 if len(own):
                     apart = float((ours - whole[own]).abs().max() / whole.abs().max())
                     worst = max(worst, apart if apart == apart else float("inf"))  # noqa: PLR0124  not a number
+    libraries = _of_libraries(place) if place.rank == 0 else ""
     ranks.leave()
-    return worst
+    return worst, libraries
 
 
 def _inputs(kind: str, rows: int) -> list[Any]:

@@ -45,17 +45,18 @@ def verify_recurrent(program: RecurrentProgram) -> None:
 
 # A rank has the SUMMARY [start, stop) of its own pieces; an exchange copies one, a Compose makes one
 # of two neighbours. So a value is what its name says. Each piece takes SUMMARY [0, start): the state
-# before it. In the backward likewise from the end, where a Compose also takes the forward's SUMMARY of
-# its first part, for M. Each value is given once and before it is taken, and what an op gives is
-# taken, so that no op can be dropped and none come too late. Summaries are made once the rows of all
-# halos are there; gradients of rows are made once those of all states are.
+# before it, of a branch the one at its parent's end. In the backward likewise from the end, where a
+# Compose also takes the forward's SUMMARY of its first part, for M, or adds what siblings give. Each
+# value is given once and before it is taken, and what an op gives is taken, so that no op can be
+# dropped and none come too late. Summaries are made once the rows of all halos are there; gradients of
+# rows are made once those of all states are.
 class _Handed:
     def __init__(self, program: RecurrentProgram) -> None:
         self.program = program
         self.ops: list[RecurrentOp] = [*program.forward, *program.backward]
         self.backward = len(program.forward)  # the first op of the backward
         self.lengths = np.array(program.lengths, dtype=np.int64)
-        self.pieces = pieces(program.owned)
+        self.pieces, self.paths = pieces(program.owned, program.trees), program.paths
         self.heads = np.empty(0, dtype=np.int64)
 
     def prove(self) -> None:
@@ -116,7 +117,20 @@ class _Handed:
         whole = np.where(np.isin(kinds, STATE_KINDS), self.program.num_heads, 1)
         inside = (heads[:, 0] >= 0) & (heads[:, 1] <= whole) & (heads[:, 0] < heads[:, 1])
         self.require(inside, at, "heads that are not there, or none")
+        if isinstance(op, Compose) and self.program.trees:
+            self.check_compose(at, rows)
         return heads.ravel()
+
+    def check_compose(self, at: int, rows: Ints) -> None:
+        # Forward behind a path, or in a segment. Backward what goes on behind tokens of a segment and
+        # lies below it, or siblings.
+        seq, start, middle, stop = rows[:, 1 : Neighbours.STOP + 1].T
+        first, last, before = self.paths.at(seq, start), self.paths.at(seq, middle - 1), self.paths.before(seq, middle)
+        inside = (first == last) & (before == middle) & (stop <= self.paths.end[first])
+        forward = rows[:, Neighbours.KIND] == RecurrentKind.SUMMARY
+        inside &= ~forward | (self.paths.at(seq, stop - 1) == first)
+        inside |= (forward & (start == 0)) | (~forward & (before == self.paths.before(seq, start)))
+        self.require(inside, at, "not neighbours on a path, and no siblings")
 
     def of_op(self, at: int, op: RecurrentOp) -> tuple[_Told, _Told]:
         # What an op gives, and what it takes.
@@ -141,10 +155,13 @@ class _Handed:
                 rows = as_array(op.rows)
                 row, heads, time = np.arange(len(rows)), rows[:, Neighbours.HEADS], begin + 2 * np.arange(len(rows))
                 parts = [rows[:, [0, 1, *columns]] for columns in ((2, 4), (2, 3), (3, 4))]
+                seq, before = rows[:, 1], self.paths.before(rows[:, 1], rows[:, Neighbours.MIDDLE])
+                forward = rows[:, Neighbours.KIND] == RecurrentKind.SUMMARY
+                parts[1][:, 3] = np.where(forward, before, parts[1][:, 3])
                 made, *of = (self.told(op.rank, part, heads, time + 1, at, row) for part in parts)
                 for each in of:
                     each[:, _TIME] -= 1
-                grads = rows[:, Neighbours.KIND] == RecurrentKind.SUMMARY_GRAD
+                grads = ~forward & (before != self.paths.before(seq, rows[:, Neighbours.START]))
                 map_of = parts[1][grads]
                 map_of[:, 0] = RecurrentKind.SUMMARY
                 of.append(self.told(op.rank, map_of, heads[grads], time[grads], at, row[grads]))
@@ -154,24 +171,31 @@ class _Handed:
 
     def of_layout(self) -> tuple[_Told, _Told]:
         # What pieces give, and what they take.
-        between, end = self.backward * _LONG, len(self.ops) * _LONG
+        between, done = self.backward * _LONG, len(self.ops) * _LONG
         of_states = [at for at, op in enumerate(self.ops) if isinstance(op, Compose) or _moves_states(op)]
         given: list[_Told] = []
         taken: list[_Told] = []
         rank, seq, start, stop = (self.pieces[:, column] for column in range(Placed.WIDTH))
-        length = self.lengths[seq]
+        before, end = self.paths.before(seq, start), self.paths.end[self.paths.at(seq, start)]
         all_heads = np.tile([0, self.program.num_heads], (len(rank), 1))
 
         def tell(to: list[_Told], kind: RecurrentKind, which: Bools, span: tuple[Ints, Ints], time: int) -> None:
             value = np.column_stack([np.full(len(rank), kind), seq, *span])[which]
             to.append(self.told(rank[which], value, all_heads[which], time, _OF_NONE, np.full(len(value), _OF_NONE)))
 
-        tell(given, RecurrentKind.SUMMARY, stop < length, (start, stop), -1)
-        tell(taken, RecurrentKind.SUMMARY, start > 0, (0 * start, start), between)
+        tell(given, RecurrentKind.SUMMARY, stop < end, (start, stop), -1)
+        tell(taken, RecurrentKind.SUMMARY, start > 0, (0 * start, before), between)
         # The halo: tokens of other owners, and the ranks that read them.
-        inside = np.flatnonzero(start > 0)
-        row, token = ranges(np.maximum(start[inside] - self.program.halo, 0), start[inside])
-        reads, of = rank[inside][row], seq[inside][row]
+        token, row = start, np.arange(len(start))
+        found: list[tuple[Ints, Ints]] = []
+        for _ in range(self.program.halo):
+            token = self.paths.before(seq[row], token) - 1
+            row, token = row[token >= 0], token[token >= 0]
+            found.append((row, token))
+        row, token = (
+            (np.concatenate([start[:0], *each]) for each in zip(*found, strict=True)) if found else (row[:0],) * 2
+        )
+        reads, of = rank[row], seq[row]
         at = np.searchsorted(key(seq, start), key(of, token), side="right") - 1
         table = np.unique(np.column_stack([of, token, rank[at], reads])[rank[at] != reads], axis=0)
         of, token, owner, reads = table.T
@@ -184,9 +208,9 @@ class _Handed:
         rows(given, RecurrentKind.ROWS, owner, token + 1, -1)
         rows(taken, RecurrentKind.ROWS, reads, token + 1, first_states * _LONG)
         tell(given, RecurrentKind.SUMMARY_GRAD, start > 0, (start, stop), between - 1)
-        tell(taken, RecurrentKind.SUMMARY_GRAD, stop < length, (stop, length), end)
+        tell(taken, RecurrentKind.SUMMARY_GRAD, stop < end, (stop, end), done)
         rows(given, RecurrentKind.ROWS_GRAD, reads, reads, max(of_states, default=self.backward - 1) * _LONG)
-        rows(taken, RecurrentKind.ROWS_GRAD, owner, reads, end)
+        rows(taken, RecurrentKind.ROWS_GRAD, owner, reads, done)
         # Several ranks read one row.
         return np.unique(np.concatenate(given), axis=0), np.concatenate(taken)
 

@@ -187,5 +187,5 @@ def test_a_plan_of_trees_is_refused() -> None:
     (trees,) = draw_trees("agents", 20_000, 1, 0)
     machine = machine_of(replace(MODEL, recurrent=None))
     plan = make_planner("distca", machine.cluster, machine.model)(Batch(tuple(map(num_tokens, trees)), trees))
-    with pytest.raises(ConfigError, match="hand states on along documents alone"):
+    with pytest.raises(ConfigError, match="along their paths has no price"):
         states_cost(plan, machine_of(MODEL))

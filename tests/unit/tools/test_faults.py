@@ -20,7 +20,7 @@ from megatron_balance.ir.text import parse
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.step_planner import StepPlanner
 from tools.faults import __main__ as command
-from tools.faults import cases, digests, files, mutants, plans, races, rendezvous, soak
+from tools.faults import cases, digests, files, layouts, mutants, plans, races, rendezvous, soak
 from tools.faults.cases import Outcome, Suite, within
 from tools.gpu_model.races import Recorded
 
@@ -131,6 +131,18 @@ def test_changed_programs_are_refused_or_compute_the_same(monkeypatch: pytest.Mo
         # a program that no rank refuses though the whole is refused
         monkeypatch.setattr(mutants, "refused_by_a_rank", lambda _: False)
         assert any(one(number).fault.startswith("no rank refuses: ") for number in range(4))
+
+
+def test_layouts_of_recurrent_layers_are_judged_and_changed_programs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with layouts.layouts() as one, layouts.mutants() as change:
+        assert not [outcome for outcome in map(one, range(24)) if outcome.fault]
+        outcomes = [change(number) for number in range(80)]
+        assert not [outcome for outcome in outcomes if outcome.fault]
+        assert sum(outcome.kind.endswith(": refused") for outcome in outcomes) > 10
+        monkeypatch.setattr(layouts, "verify_recurrent", lambda _: None)
+        assert any(change(number).fault == "accepted, and computes something else" for number in range(80))
+        monkeypatch.setattr(layouts, "EXACT", 0.0)
+        assert any(one(number).fault.endswith(" off") for number in range(24))
 
 
 def test_damaged_files_are_read_or_refused_in_one_sentence(tmp_path: Path) -> None:
