@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -42,6 +43,8 @@ MOST_STEPS = 4
 # Capacities tried of a planner whose groups follow from it (`Planner.sized_by`), and the factor from
 # one to the next: four lead to groups of twice as many ranks.
 MOST_CAPACITIES, CAPACITY_STEP = 10, 2**0.25
+# Planners of plain batches that trees are held against, as the same rollouts one by one.
+FLAT = ("zeppelin", "distca")
 # What a found size is to a reader, by that option.
 SIZES_IN_WORDS = {"tokens_per_rank": "{:,} tokens a rank", "group_size": "heads in groups of {}"}
 
@@ -378,6 +381,18 @@ class Bench:
             return None
         batches = tuple(batch.flattened() for batch in self.given.batches)
         return replace(self, given=replace(self.given, batches=batches))
+
+    def one_by_one(self, choices: Sequence[PlannerChoice]) -> dict[str, Any] | None:
+        """The row of the same rollouts one by one, by the fastest of those of `FLAT` that are among
+        `choices`; None: no trees, or the ranks cannot hold them.
+        """
+        flat, rows = self.flattened(), list[dict[str, Any]]()
+        if flat is None:
+            return None
+        for choice in (each for each in choices if each.name in FLAT):
+            with suppress(InfeasibleError):
+                rows.append(flat.play(choice).row)
+        return min(rows, key=lambda row: row["step_s"], default=None)
 
     def sharing(self) -> dict[str, Any] | None:
         """Figures of trees and of the same rollouts one by one, over all batches; None: no trees."""
