@@ -6,7 +6,7 @@ A row is a token: its id, its label, and the bytes of whatever else the document
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from megatron_balance.workloads.rollouts import IGNORED, Rollouts, as_trees
 # Token ids [n], or a tuple of them and of other tensors per token: (tokens, labels, others [n,
 # ...]). Whatever `torch.as_tensor` takes is a tensor here.
 Document: TypeAlias = Any
+# What a microbatch is a list of; with weights, rollouts are a tuple (rollouts, weights).
+Of: TypeAlias = Literal["documents", "trees", "rollouts"]
 TOKEN, LABEL = range(2)  # columns of a row; those of other tensors follow
 WORD = 8  # bytes of a column
 
@@ -172,6 +174,21 @@ def read_rollouts(rollouts: Sequence[Any], weights: Sequence[Any] | None) -> tup
     sizes = list(map(num_tokens, made.trees))
     parts = zip(*(column.split(sizes) for column in columns), made.trees, strict=True)
     return made, [Parts(ids, labels, tuple(others), tree) for ids, labels, *others, tree in parts]
+
+
+def read_as(
+    of: Of, microbatches: Sequence[Sequence[Document]], *, shift_labels: bool
+) -> tuple[list[list[Parts]], list[Rollouts]]:
+    """What each microbatch is a list of; of rollouts, they as trees, too. DataError: it is none."""
+    if of == "documents":
+        return read(microbatches, shift_labels=shift_labels), []
+    if of == "trees":
+        return [read_trees(trees) for trees in microbatches], []
+    given: list[tuple[Any, ...]] = [each if isinstance(each, tuple) else (each, None) for each in microbatches]
+    if any(len(each) != 2 for each in given):
+        raise DataError("expected a list of rollouts, or a tuple (rollouts, weights), for each microbatch")
+    made = [read_rollouts(*each) for each in given]
+    return [parts for _, parts in made], [rollouts for rollouts, _ in made]
 
 
 def check_form(documents: Sequence[Sequence[Parts]], form: Form | None) -> Form | None:

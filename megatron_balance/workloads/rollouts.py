@@ -8,7 +8,7 @@ same rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import DataError
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.ir.forest import Segment, Tree, num_pairs, path_positions
+from megatron_balance.ir.forest import Segment, Tree, checked, num_pairs, num_tokens, path_positions
 
 IGNORED = -100  # the label of a token that has none, as `torch.nn.functional.cross_entropy` has it
 
@@ -99,6 +99,28 @@ class Rollouts:
                 weights = weights[stop - start :]
         return total
 
+    def by_tree(self) -> list[tuple[tuple[int, ...], Rollouts]]:
+        """Of each tree, which of the rollouts are its own, and these alone."""
+        bounds = [0, *accumulate(map(num_tokens, self.trees))]
+        tree = np.searchsorted(bounds, [path[0][0] for path in self.paths], side="right") - 1
+        made: list[tuple[tuple[int, ...], Rollouts]] = []
+        for at, (start, stop) in enumerate(pairwise(bounds)):
+            own = tuple(np.flatnonzero(tree == at).tolist())
+            paths = tuple(tuple((a - start, b - start) for a, b in self.paths[each]) for each in own)
+            made.append((own, Rollouts((self.trees[at],), self.tokens[start:stop], self.labels[start:stop], paths)))
+        return made
+
+    def state(self) -> tuple[Any, ...]:
+        """Lists of plain numbers, for `of_state`."""
+        trees = [[*map(list, tree)] for tree in self.trees]
+        return trees, self.tokens.tolist(), self.labels.tolist(), [*map(list, self.paths)]
+
+    @classmethod
+    def of_state(cls, trees: Any, tokens: Any, labels: Any, paths: Any) -> Rollouts:
+        """TypeError or ValueError: no state of rollouts."""
+        ids, targets = (np.array(each, dtype=np.int64) for each in (tokens, labels))
+        return cls(checked(trees), ids, targets, tuple(tuple((int(a), int(b)) for a, b in path) for path in paths))
+
     @property
     def sharing(self) -> Sharing:
         """Tokens and pairs of the rollouts, and of their trees."""
@@ -149,6 +171,26 @@ def as_trees(rollouts: Sequence[Any]) -> Rollouts:
         own = len(trees[-1]) - 1
         waiting += [(*part, stop, own, path) for part in parting(low, high, stop) if stop < sizes[low]]
     return Rollouts(tuple(map(tuple, trees)), np.concatenate(tokens), np.concatenate(labels), tuple(map(tuple, paths)))
+
+
+def joined(parts: Iterable[tuple[Sequence[int], Rollouts]]) -> tuple[tuple[int, ...], Rollouts]:
+    """Rollouts of several, each with its numbers: these in ascending order, and the rollouts in that
+    order, their trees in the order given.
+    """
+    given = list(parts)
+    starts = accumulate((len(each.tokens) for _, each in given), initial=0)
+    paths = {
+        number: tuple((a + start, b + start) for a, b in path)
+        for (numbers, each), start in zip(given, starts, strict=False)
+        for number, path in zip(numbers, each.paths, strict=True)
+    }
+    order = tuple(sorted(paths))
+    trees = tuple(tree for _, each in given for tree in each.trees)
+    none = np.empty(0, dtype=np.int64)
+    tokens, labels = (
+        np.concatenate([none, *of]) for of in ([each.tokens for _, each in given], [each.labels for _, each in given])
+    )
+    return order, Rollouts(trees, tokens, labels, tuple(paths[number] for number in order))
 
 
 def _tokens(at: int, given: Any) -> Ints:

@@ -221,9 +221,16 @@ def _shared(sharing: Figures, alone: Figures | None, best: Figures) -> str:
     if alone is None:
         return f"{said}; one by one no planner here places them."
     room = "" if alone["fits"] else ", which needs more memory than a rank has"
+    fitting = alone["fitting"]
+    parts = (
+        ""
+        if alone["fits"] or fitting is None
+        else (f"; in {fitting['microbatches']} microbatches, which fit, {page.seconds(fitting['step_s'])}")
+    )
     return (
         f"{said}; a step of {best['planner']} takes {page.seconds(best['step_s'])}, one by one {named(alone)} takes "
-        f"{page.seconds(alone['step_s'])}{room}: {alone['step_s'] / best['step_s']:.2f} times as fast (simulated)."
+        f"{page.seconds(alone['step_s'])}{room}: {alone['step_s'] / best['step_s']:.2f} times as fast{parts} "
+        "(simulated)."
     )
 
 

@@ -127,6 +127,21 @@ def test_a_piece_of_a_drawing_is_what_a_rank_has_of_a_segment() -> None:
     assert [tree["paths"] for tree in drawn_trees(wide)["trees"]] == [60]
 
 
+def test_rollouts_one_by_one_are_held_against_trees_in_as_many_microbatches_as_fit(
+    run: CommandLine, tmp_path: Path
+) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text("base: h100\nmemory_bytes: 0.5e+9\n")
+    drawn = "--dataset rollouts:prompt=16k,responses=8,shortest=200,longest=2000 --tokens 60k"
+    on = f"--planner zeppelin --baseline zeppelin {drawn} --cluster {small} {ON} --tokens-per-rank 4m"
+    flat = run.json(f"compare {on} --json")["flattened"]
+    assert not flat["fits"]
+    assert flat["fitting"]["fits"]
+    assert 1 < flat["fitting"]["microbatches"] <= 16
+    said = " ".join(run.printed(f"compare {on}").split())
+    assert f"in {flat['fitting']['microbatches']} microbatches, which fit, {flat['fitting']['step_s']:.3f} s" in said
+
+
 def test_nano_batches_of_trees_take_as_long_by_rounds_as_by_events(run: CommandLine, tmp_path: Path) -> None:
     # Two halves of other trees, one of them of plain documents or full; each at its own prices.
     path = tmp_path / "trees.json"
