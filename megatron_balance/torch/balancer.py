@@ -576,13 +576,12 @@ class SequenceBalancer:
         plan: MicrobatchPlan,
         dtype: torch.dtype,
         device: torch.device,
-        shape: AttentionShape | None,
+        shape: AttentionShape,
         *,
         number: int,
         training: bool,
     ) -> Bound:
-        model, recorder = self.model, self._tracer.recorder if training else None
-        shape = shape or AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim)
+        recorder = self._tracer.recorder if training else None
         build_variants(device, dtype, shape, self.settings.gradient_wire)
         bound = bind(
             plan,

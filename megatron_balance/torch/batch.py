@@ -1,5 +1,6 @@
 """The rows that this rank computes of a microbatch, with all that a training loop asks of them."""
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -39,8 +40,8 @@ from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths, TokenExchange
 from megatron_balance.workloads.rollouts import IGNORED, Rollouts
 
-# Looks a plan up for this rank. The shape is of a layer's heads; None: as the balancer's model.
-_Bind: TypeAlias = Callable[[MicrobatchPlan, torch.dtype, torch.device, AttentionShape | None], Bound]
+# Looks a plan up for this rank. The shape is of a layer's heads.
+_Bind: TypeAlias = Callable[[MicrobatchPlan, torch.dtype, torch.device, AttentionShape], Bound]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class BalancedBatch:
         self._scale = loss_scale
         self._bind = bind
         self.accept = accept
-        self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape | None], Bound] = {}
+        self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape], Bound] = {}
         self._recurrent = RecurrentBounds.of_plan(dealt.plan, dealt.pool.groups, tokens.device, dealt.state_wire)
         # since values were taken last: attention calls by layers of their model (0: not known), and
         # forwards begun
@@ -478,6 +479,12 @@ class BalancedBatch:
         """
         return megatron_balance.layout(self.plan, self._dealt.pool.rank if rank is None else rank)
 
+    @property
+    def shape(self) -> AttentionShape:
+        """Of the heads of the balancer's model."""
+        model = self._dealt.model
+        return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim)
+
     @cached_property
     def statistics(self) -> dict[str, Any]:
         """Loads and traffic of the plan, as `megatron-balance plan --json` has them."""
@@ -504,12 +511,11 @@ class BalancedBatch:
         balancer's model. ConfigError: the plan was made for another mask, and not the causal one;
         heads of keys that do not divide those of queries.
         """
-        plan = self.plan
-        if shape is not None:
-            if shape.num_heads % shape.num_kv_heads:
-                raise ConfigError(f"{shape.num_kv_heads} heads of keys do not divide {shape.num_heads} of queries")
-            if (shape.num_heads, shape.num_kv_heads) != (plan.num_heads, plan.num_kv_heads):
-                plan = replace(plan, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
+        plan, shape = self.plan, shape or self.shape
+        if shape.num_heads % shape.num_kv_heads:
+            raise ConfigError(f"{shape.num_kv_heads} heads of keys do not divide {shape.num_heads} of queries")
+        if (shape.num_heads, shape.num_kv_heads) != (plan.num_heads, plan.num_kv_heads):
+            plan = replace(plan, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
         if mask is not None and mask != plan.mask:
             if plan.mask.window_size or plan.mask == FULL:
                 raise ConfigError(
@@ -617,6 +623,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     *,
     window: int | None = None,
     sink: Tensor | None = None,
+    softcap: float = 0.0,
     layers: int | None = None,
     own_heads: bool = False,
 ) -> Tensor:
@@ -634,6 +641,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
         scale: of the scores; default 1 / sqrt(D).
         window: keys that a query sees, its own the last; None: all that the batch's mask shows.
         sink: [H], a logit of each head beside the keys of every query, without a value.
+        softcap: what is left of a score is softcap * tanh(score / softcap); 0: all of it.
         layers: calls of this that a forward makes, where the model is another than the balancer's,
             as a reference model; the batch counts them (`BalancedBatch`).
         own_heads: let this layer have other heads, or other widths, than the balancer's model, for
@@ -644,7 +652,8 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
 
     Raises:
         ConfigError: the tensors do not have the batch's rows, or other heads than the balancer's
-            model, or are on several devices; a window under another mask than the causal one.
+            model, or are on several devices; a window under another mask than the causal one; a
+            softcap below 0, or that no kernel here has.
     """
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(
@@ -672,9 +681,12 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
                 f"{name}: expected [rows, heads, head_dim] with the {batch.num_rows} rows of batch.tokens, got "
                 f"{list(x.shape)}"
             )
-    shape = AttentionShape(rows[0].shape[1], rows[1].shape[1], rows[0].shape[2], rows[2].shape[2])
+    if not 0 <= softcap < math.inf:
+        raise ConfigError(f"softcap: expected a number above 0, or 0 for none, got {softcap}")
+    own = AttentionShape(rows[0].shape[1], rows[1].shape[1], rows[0].shape[2], rows[2].shape[2])
+    shape = replace(own if own_heads else batch.shape, softcap=float(softcap))
     mask = None if window is None else SlidingWindow(window)
-    bound = batch.bound(q.dtype, q.device, mask, shape if own_heads else None)
+    bound = batch.bound(q.dtype, q.device, mask, shape)
     owned = [x[: bound.num_tokens] for x in rows]
     with torch.autocast(device, enabled=False):
         out = attention.balanced_attention(owned[0], owned[1], owned[2], bound, scale, hooked=True, sink=sink)

@@ -357,7 +357,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
 
     Raises:
         ConfigError: the model was called without the batch, or asks for what a plan does not have:
-            dropout, soft-capped scores, a mask of its own or another than the plan's, positions that
+            dropout, a mask of its own or another than the plan's, positions that
             are those of a row.
     """
     name = type(module).__name__
@@ -401,11 +401,10 @@ def attend(  # noqa: PLR0913  Transformers' signature
         window = None  # it shows whole documents
     query = positions.treated(module, query, balanced)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    sink = given.get("s_aux")
     # Of other families a layer with other heads is of another model than the plan's: refused.
     own = _model_type(module).startswith(OWN_HEADS)
-    out = balanced_attention(*(q, k, v, balanced, scaling), window=window, sink=sink, layers=layers, own_heads=own)
-    return out, None
+    scored: Any = {"window": window, "sink": given.get("s_aux"), "softcap": given.get("softcap") or 0.0}
+    return balanced_attention(q, k, v, balanced, scaling, **scored, layers=layers, own_heads=own), None
 
 
 def _unlike_blocks(blocks: Tensor, balanced: BalancedBatch, model_type: str) -> dict[str, str]:
@@ -442,7 +441,6 @@ def _unlike(balanced: BalancedBatch, window: int | None, causal: bool | None, gi
         "dropout": (given.get("dropout"), "Set attention_dropout=0 in the model's configuration"),
         f"a sliding window of {shown} tokens": (shown and shown != of_plan and (planned or mask == FULL), _OF_MODEL),
         whole: (of_plan is not None and shown is None, _OF_MODEL),
-        "soft-capped scores": (given.get("softcap") is not None, "No kernel here caps scores; use another model"),
         "attention that is not causal": (
             mask != FULL and causal is False,
             'Give the balancer Settings(mask="full", shift_labels=False)',

@@ -266,7 +266,7 @@ ZOO = {
     Case("deepseek_v3"): "equal",  # latents: values of another width than keys
     Case("mimo_v2_flash"): "equal",  # more heads of keys in layers with windows, and values of another width
     Case("bert", "encoder"): "equal",
-    Case("gemma2"): "refused",  # soft-capped scores
+    Case("gemma2"): "equal",  # soft-capped scores, windows in every other layer
     Case("llama4_text"): "refused",  # chunks
     Case("kimi_linear"): "equal",  # layers without attention
     Case("jamba"): "refused",  # and no plan reaches them

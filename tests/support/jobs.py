@@ -75,6 +75,7 @@ class Run:
     device: str = "cpu"
     mover: str = "auto"
     gradient_wire: GradientWire = "fp32"
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,10 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[
     # Forward and backward of `plan` on the inputs that `inputs` draws, once per entry of `runs`;
     # values of the first call.
     owned = Rows.of(3, layout(plan, world.rank).tolist())
-    shape = AttentionShape(plan.num_heads, plan.num_kv_heads, *split(head_dim))
+    heads = AttentionShape(plan.num_heads, plan.num_kv_heads, *split(head_dim))
     results = []
     for run in runs:
+        shape = replace(heads, softcap=run.softcap)
         dtype = getattr(torch, run.dtype)
         how: Any = {"device": run.device, "policy": run.policy, "mover": run.mover, "gradient_wire": run.gradient_wire}
         bound = bind(plan, world.rank, shape, groups=world.groups, dtype=dtype, **how)

@@ -177,6 +177,8 @@ class AttentionShape:
     # Where the latent of multi-latent attention travels in place of keys and values, its rank and
     # the width of the rotary key beside it; then `num_kv_heads` is 1.
     latent: tuple[int, int] | None = None
+    # Scores stay below it in magnitude: softcap * tanh(score / softcap). 0: they are as they are.
+    softcap: float = 0.0
 
     @property
     def latent_dim(self) -> int | None:
