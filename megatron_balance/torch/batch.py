@@ -110,7 +110,7 @@ class BalancedBatch:
         plan: the plan of the microbatch, for all ranks.
         documents: numbers of the documents that this rank gave, in the order of `gather`. A rank's
             documents count from 0 over all steps; a planner may bring them in another microbatch or
-            a later step.
+            a later step. Of a step that its driver planned: numbers in its plan.
         rollouts: those that this rank gave, as trees; None: the step is of documents or trees.
         rollout_numbers: theirs. A rank's rollouts count from 0 over all steps, as documents do.
         accept: of the balancer.
@@ -433,6 +433,18 @@ class BalancedBatch:
         rows = self._rows_of(values)
         self.check_attended(values, attended=attended)
         return back(rows[: self.num_tokens], self._exchange)
+
+    def to_rows(self, values: Tensor) -> Tensor:
+        """Values [n, ...] of the tokens that `gather_rows` gives back, in its order and from the rank
+        that it gives them to, at the rows that are computed: [T, ...], 0 at padding. Collective over
+        the pool; no gradient. ConfigError: other rows.
+        """
+        expected = sum(length for _, length in self._dealt.documents)
+        if not isinstance(values, Tensor) or not values.ndim or len(values) != expected:
+            got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ConfigError(f"expected one entry for each of {expected} tokens that this rank gave, got {got}")
+        rows = self._exchange.there(values.detach())
+        return torch.cat([rows, rows.new_zeros(self.num_rows - len(rows), *rows.shape[1:])])
 
     def in_order(self, rows: Tensor) -> Tensor:
         """Rows of `gather_rows`, the documents in the order in which this rank gave them."""

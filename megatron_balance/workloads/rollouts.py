@@ -8,9 +8,9 @@ same rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,24 +173,20 @@ def as_trees(rollouts: Sequence[Any]) -> Rollouts:
     return Rollouts(tuple(map(tuple, trees)), np.concatenate(tokens), np.concatenate(labels), tuple(map(tuple, paths)))
 
 
-def joined(parts: Iterable[tuple[Sequence[int], Rollouts]]) -> tuple[tuple[int, ...], Rollouts]:
-    """Rollouts of several, each with its numbers: these in ascending order, and the rollouts in that
-    order, their trees in the order given.
-    """
-    given = list(parts)
-    starts = accumulate((len(each.tokens) for _, each in given), initial=0)
-    paths = {
-        number: tuple((a + start, b + start) for a, b in path)
-        for (numbers, each), start in zip(given, starts, strict=False)
-        for number, path in zip(numbers, each.paths, strict=True)
-    }
-    order = tuple(sorted(paths))
-    trees = tuple(tree for _, each in given for tree in each.trees)
+def joined(parts: Sequence[Rollouts]) -> Rollouts:
+    """The trees and the rollouts of several as one, one behind the other."""
+    starts = accumulate((len(each.tokens) for each in parts), initial=0)
     none = np.empty(0, dtype=np.int64)
-    tokens, labels = (
-        np.concatenate([none, *of]) for of in ([each.tokens for _, each in given], [each.labels for _, each in given])
+    return Rollouts(
+        tuple(chain.from_iterable(each.trees for each in parts)),
+        np.concatenate([none, *(each.tokens for each in parts)]),
+        np.concatenate([none, *(each.labels for each in parts)]),
+        tuple(
+            tuple((first + start, first + stop) for start, stop in path)
+            for each, first in zip(parts, starts, strict=False)
+            for path in each.paths
+        ),
     )
-    return order, Rollouts(trees, tokens, labels, tuple(paths[number] for number in order))
 
 
 def _tokens(at: int, given: Any) -> Ints:

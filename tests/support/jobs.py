@@ -29,7 +29,7 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels.latent import keys_and_values
 from megatron_balance.runtime.pool import ALIGN, BufferPool
 from megatron_balance.runtime.transport import Gloo
-from megatron_balance.training.plans import _check_announced, check_agreement
+from megatron_balance.training.plans import check_agreement, check_announced
 from megatron_balance.training.pool import Membership, Pool, TensorParallel, make_pool
 from megatron_balance.training.tokens import Sequences, TokenExchange, assemble, by_nano_batch, share_lengths
 from tests.support import dense
@@ -396,7 +396,7 @@ def announce(world: World, fingerprints: Sequence[str], tensor_parallel: int) ->
     shared = share_lengths(mine, None, 1, pool, parallel, CPU, fingerprint=fingerprints[world.rank])
     assert shared.lengths == ((3, 2) * pool.size,)
     try:
-        return _check_announced(shared.announced)
+        return check_announced(shared.announced)
     except PlanMismatchError as error:
         return str(error)
 
