@@ -228,7 +228,7 @@ def read_samples(samples: Mapping[int, Any], *, shift_labels: bool) -> tuple[dic
 def read_as(
     of: Of, microbatches: Sequence[Sequence[Document]], *, shift_labels: bool
 ) -> tuple[list[list[Parts]], list[Rollouts]]:
-    """What each microbatch is a list of; of rollouts, they as trees, too. DataError: it is none."""
+    """The documents of each microbatch; of rollouts, these as trees, too. DataError: it is none."""
     if of == "documents":
         return read(microbatches, shift_labels=shift_labels), []
     if of == "trees":
