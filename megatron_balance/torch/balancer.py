@@ -145,6 +145,7 @@ class SequenceBalancer:
         self._num_rollouts = 0
         self._last: BalancedBatch | None = None
         self._layers: int | None = None
+        self._asked: dict[Any, None] = {}  # by layers, of all batches so far
         self.planned: PlannedStep | None = None  # the plan of the last step that was dealt, and how long planning took
 
     @classmethod
@@ -613,9 +614,13 @@ class SequenceBalancer:
                     dealt=dealt,
                     loss_scale=scale,
                     bind=partial(self._bind, number=at, training=training),
+                    asked=self._asked,
                     accept=self.accept,
                 )
             )
+            if self.settings.compiled:
+                on_gpu = self.device.type == "cuda"
+                batches[-1].in_graphs(torch.bfloat16 if on_gpu else torch.get_default_dtype())
         self._last = batches[-1]
         return batches
 

@@ -34,6 +34,7 @@ from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.bind import AttentionShape, Bound
 from megatron_balance.runtime.kernels.recurrence import AffineRecurrence
 from megatron_balance.runtime.recurrent import RecurrentBound, causal_convolution, recurrent_layer
+from megatron_balance.torch import compiled
 from megatron_balance.training.binding import RecurrentBounds
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
@@ -42,6 +43,8 @@ from megatron_balance.workloads.rollouts import IGNORED, Rollouts
 
 # Looks a plan up for this rank. The shape is of a layer's heads.
 _Bind: TypeAlias = Callable[[MicrobatchPlan, torch.dtype, torch.device, AttentionShape], Bound]
+# What a layer asks a plan for (`BalancedBatch.bound`).
+_Asked: TypeAlias = tuple[torch.dtype, torch.device, Mask | None, AttentionShape]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ class BalancedBatch:
 
     rollouts: Rollouts | None = None
     rollout_numbers: tuple[int, ...] = ()
+    as_losses = False  # whether the forward at hand gives losses in place of logits (`hf.inputs`)
 
     def __init__(  # noqa: PLR0913  the balancer alone makes it
         self,
@@ -129,6 +133,7 @@ class BalancedBatch:
         dealt: Dealt,
         loss_scale: LossScale,
         bind: _Bind,
+        asked: dict[_Asked, None],
         accept: Collection[str] = (),
     ) -> None:
         self.tokens = tokens
@@ -143,6 +148,11 @@ class BalancedBatch:
         self._bind = bind
         self.accept = accept
         self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape], Bound] = {}
+        self._asked = asked  # by layers, of all batches so far
+        # What stands for the batch in graphs of torch.compile (`in_graphs`), and by window, heads and
+        # widths of a layer what says how much it receives; none: graphs break at attention.
+        self.number: Tensor | None = None
+        self.rooms: dict[tuple[int | None, int, int, int, int], Tensor] = {}
         self._recurrent = RecurrentBounds.of_plan(dealt.plan, dealt.pool.groups, tokens.device, dealt.state_wire)
         # since values were taken last: attention calls by layers of their model (0: not known), and
         # forwards begun
@@ -195,6 +205,19 @@ class BalancedBatch:
     def num_targets(self) -> Tensor:
         """Labels of the whole step, of all ranks, that count; a scalar."""
         return self._scale.num_targets
+
+    def in_graphs(self, dtype: torch.dtype) -> None:
+        """Let graphs of torch.compile hold the attention of this batch: look its plan up for all that
+        layers of batches before asked for, at first for the plan's mask and tensors of `dtype`.
+        """
+        self.number = compiled.number_of(self)
+        first: _Asked = (dtype, self.tokens.device, None, self.shape)
+        for of_type, device, mask, shape in [*self._asked] or [first]:
+            bound = self.bound(of_type, device, mask, shape)
+            key = (mask and mask.window_size, shape.num_heads, shape.num_kv_heads, *shape.widths)
+            self.rooms[key] = compiled.room_for(bound)
+        for x in (self.tokens, self.position_ids, self.labels):
+            compiled.mark_dynamic(x)
 
     def begin_forward(self) -> None:
         """Expect the attention of one more forward: `hf.inputs` were handed to a model."""
@@ -524,6 +547,7 @@ class BalancedBatch:
         heads of keys that do not divide those of queries.
         """
         plan, shape = self.plan, shape or self.shape
+        self._asked[dtype, device, mask, shape] = None
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_kv_heads} heads of keys do not divide {shape.num_heads} of queries")
         if (shape.num_heads, shape.num_kv_heads) != (plan.num_heads, plan.num_kv_heads):
@@ -625,7 +649,6 @@ class _Exchanged(torch.autograd.Function):
         return ctx.inverse(grad), None, None
 
 
-@_outside_compiled
 def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     q: Tensor,
     k: Tensor,
@@ -642,8 +665,9 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     """Attention of this rank's queries within their documents, wherever the keys lie.
 
     Differentiable. Collective: every rank of the pool calls it in every layer, in the forward, in
-    the backward, and where checkpointing computes a forward again. Under `torch.compile` the graph
-    breaks here. Rows of padding give zeros.
+    the backward, and where checkpointing computes a forward again. Under `torch.compile` it is one
+    operator of the graph with `Settings(compiled=True)`; without, the graph breaks here. Rows of
+    padding give zeros.
 
     Args:
         q: [T, H, D], or [1, T, H, D]; T as in `batch.tokens`.
@@ -667,6 +691,28 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
             model, or are on several devices; a window under another mask than the causal one; a
             softcap below 0, or that no kernel here has.
     """
+    if isinstance(batch, BalancedBatch) and batch.number is not None:
+        room = batch.rooms.get((window, q.shape[-2], k.shape[-2], k.shape[-1], v.shape[-1]))
+        if room is not None:
+            how = (scale, window, float(softcap), layers, own_heads)
+            return compiled.attend(batch.number, room, q, k, v, sink, how)
+    return _attend(q, k, v, batch, scale, window=window, sink=sink, softcap=softcap, layers=layers, own_heads=own_heads)
+
+
+@_outside_compiled
+def _attend(  # noqa: PLR0913  as `balanced_attention`
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: BalancedBatch,
+    scale: float | None,
+    *,
+    window: int | None,
+    sink: Tensor | None,
+    softcap: float,
+    layers: int | None,
+    own_heads: bool,
+) -> Tensor:
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(
             f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}; hand it through the "
