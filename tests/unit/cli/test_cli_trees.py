@@ -52,6 +52,21 @@ def test_auto_asks_all_that_price_trees(run: CommandLine) -> None:
     assert "of even computation" not in result["note"]
 
 
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        "agents --tokens 420k --ranks 32",
+        "rollouts:prompt=16k,responses=64,shortest=200,longest=8000 --tokens 450k --ranks 32",
+        "rollouts:prompt=8k,responses=8,shortest=200,longest=8000 --tokens 1m --ranks 64",
+    ],
+)
+def test_what_auto_takes_for_rollouts_and_agents_is_even(run: CommandLine, drawn: str) -> None:
+    on = "--cluster h100 --model llama3-8b --tokens-per-rank 4m"
+    (result,) = run.json(f"plan --planner auto --dataset {drawn} {on} --json")["results"]
+    assert result["imbalance"]["tokens"] <= 1.03
+    assert result["imbalance"]["attention"] <= 1.04
+
+
 def test_compare_says_what_sharing_and_balance_save(run: CommandLine, shapes: Path) -> None:
     planners = "compare --planner distca --planner te_ring --planner zeppelin"
     given = f"{planners} --trees {shapes} {ON}"
