@@ -1,7 +1,8 @@
 """`megatron-balance report`: one self-contained HTML page: where the time of a step goes, what
 limits it, and what would help.
 
-Of a simulated comparison of planners, or, with --steps, of what a training run logged.
+Of a simulated comparison of planners, with --steps of what a training run logged, with --rl of a step
+of reinforcement learning.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_balance.cli import inputs, simulation
 from megatron_balance.cli.compare import baseline_of, of_sizes
 from megatron_balance.errors import ConfigError
-from megatron_balance.files import json_text
+from megatron_balance.files import json_text, read_text
 from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
     from megatron_balance.lab.bench import Inputs
     from megatron_balance.lab.report.run import RealBatches
 
+# Options that say lengths.
+GIVEN = ("lengths", "lengths_file", "trees", "dataset", "tokens", "batches", "global_tokens")
 HELP = "one HTML page: where the time goes, what limits it, what would help"
 
 
@@ -36,6 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="simulate every planner on the batches of a training run: its --balance-log folder or steps.jsonl; "
         "cluster, model, microbatches and the baseline are the run's unless given",
     )
+    planned = "a step that rl.plan_step planned, as its JSON (ir.step.to_json), on --cluster with --model: its passes"
+    add("--rl", type=Path, metavar="STEP.json", help=planned)
     inputs.add_options(parser)
     simulation.add_options(parser, modes=False)
     over = f"the planner that others are held against (default {baseline_of(tuple(PLANNERS))})"
@@ -54,8 +59,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out {args.out}: is a folder; give a file to write, such as {args.out / 'report.html'}")
     if not args.out.parent.is_dir():
         raise ConfigError(f"--out {args.out}: there is no folder {args.out.parent}")
-    document = _trained(args) if args.steps else _simulated(args)
-    text = (trained if args.steps else simulated).page(document, library)
+    if args.rl is not None and not args.steps:
+        document, text = _rl(args, library)
+    else:
+        document = _trained(args) if args.steps else _simulated(args)
+        text = (trained if args.steps else simulated).page(document, library)
     inputs.write(args.out, text)
     if page_on_stdout:
         return 0
@@ -78,6 +86,31 @@ def _trained(args: argparse.Namespace) -> dict[str, Any]:
     if len(args.steps) > 2:
         raise ConfigError(f"--steps is given {len(args.steps)} times; one run, or two to be held against each other")
     return run.document(args.steps)
+
+
+def _rl(args: argparse.Namespace, library: str) -> tuple[dict[str, Any], str]:
+    from megatron_balance.ir.step import from_json
+    from megatron_balance.lab.report import rl_step
+
+    for name in ("planner", "trained", "microbatches", "tokens_per_rank", *GIVEN):
+        if getattr(args, name) != args.defaults[name]:
+            option = {"trained": "--run"}.get(name, f"--{name.replace('_', '-')}")
+            raise ConfigError(f"{option} does not go with --rl, whose plan says it; drop one of them")
+    try:
+        step = from_json(read_text(args.rl))
+    except OSError as error:
+        raise ConfigError(f"--rl {args.rl}: cannot be read ({error.strerror})") from None
+    args.planner, args.microbatches = ["te_ring"], len(step.plans)
+    args.tokens_per_rank = max(plan.num_tokens for plan in step.plans)  # memory was the driver's to ask
+    machine = simulation.bench(args, simulation.read(args, [plan.lengths for plan in step.plans])).machine
+    made = {plan.num_ranks for plan in step.plans}
+    if made != {machine.num_ranks}:
+        raise ConfigError(
+            f"--rl {args.rl}: planned for {sorted(made)} ranks, and --cluster has {machine.num_ranks}; give --ranks, "
+            "with --tensor-parallel and --pipeline, as it was planned"
+        )
+    found = rl_step.document(step, machine)
+    return found, rl_step.page(found, library)
 
 
 def _simulated(args: argparse.Namespace) -> dict[str, Any]:
@@ -112,7 +145,7 @@ def _real(args: argparse.Namespace) -> RealBatches:
     """The batches of a run; cluster, model and configuration are the run's unless given."""
     from megatron_balance.lab.report.run import real_batches
 
-    for name in ("lengths", "lengths_file", "trees", "dataset", "tokens", "batches", "global_tokens"):
+    for name in GIVEN:
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} does not go with --run, whose batches are the run's; drop one")

@@ -123,7 +123,7 @@ class SequenceBalancer:
         choice.check_mask(model)
         choice.num_holders(cluster)  # options that cannot be are told before a model is built
         costs = None if settings.plan_costs is None else str(settings.plan_costs)
-        self._spec = PlanSpec(planner, cluster, model, choice.layers, dict(choice.given), costs)
+        self.spec = PlanSpec(planner, cluster, model, choice.layers, dict(choice.given), costs)
         self._idle = partial(choice.idle, cluster)
         self._said_idle = False
         # `_at`: the first microbatch of the step at hand, `_read`: the first that was not read,
@@ -212,7 +212,7 @@ class SequenceBalancer:
             raise ConfigError(f"expected steps of {self._pending_of}, which were read ahead, got of {of}")
         ledger = self._plans.end_step()
         self._plans.close()
-        proving = replace(self._spec, prove_every=self.settings.prove_every, prove_as=self.pool.rank)
+        proving = replace(self.spec, prove_every=self.settings.prove_every, prove_as=self.pool.rank)
         self._plans = plans = self._make_plans(PlanAhead(proving))
         plans.restore(ledger)
         feed = _each(loader)
@@ -445,7 +445,7 @@ class SequenceBalancer:
             trees=lambda number: self._known[number][1],
         )
         return StepPlans(
-            StepPlanner(self._spec),
+            StepPlanner(self.spec),
             samples,
             lambda fingerprint: check_agreement(fingerprint, self.pool.groups, self.device),
             ahead=ahead,
@@ -546,7 +546,7 @@ class SequenceBalancer:
         self._tracer.begin_next()
         lengths, trees = dealing.shared.lengths, dealing.shared.trees
         self.planned = planned = self._plans.plan(lengths, trees, may_delay=may_delay)
-        self._tracer.planned(self._spec.name)
+        self._tracer.planned(self.spec.name)
         batches = self._deal(dealing, planned, training=True)
         self._at += self._num_microbatches
         for number in [each for each in self._known if each < self._at]:  # also of steps that could not be planned

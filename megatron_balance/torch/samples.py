@@ -6,18 +6,22 @@ the trainer reads of its output comes back by sample, padded as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
+from hashlib import sha256
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_balance import rl
 from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.ir.batch import at_least
 from megatron_balance.torch import hf
 from megatron_balance.torch.balancer import SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch
@@ -47,12 +51,54 @@ def dealt(balancer: SequenceBalancer, documents: Any, *, training: bool) -> Bala
     return batch
 
 
-def begin(trainer: Any, *, scores: bool) -> None:
-    """Deal what a trainer's models compute. `scores`: of sequences, in place of log-probabilities."""
+class _PlannedCalls:
+    """As `dealt`, by plans of a driver's `rl.plan_step` under a cap of tokens. Calls with the same
+    samples (a reference, the iterations of an update) have one plan, looked up once.
+    """
+
+    def __init__(self, balancer: SequenceBalancer, max_tokens: int, most_held: int) -> None:
+        self._balancer, self._max_tokens, self._most_held = balancer, max_tokens, most_held
+        self._held: dict[tuple[str, ...], BalancedBatch] = {}
+
+    def __call__(self, documents: Sequence[tuple[Tensor, Tensor]], *, training: bool) -> BalancedBatch:
+        """The rows of samples. ConfigError: they need more than one microbatch."""
+        del training  # the update's batches serve all passes
+        balancer, pool = self._balancer, self._balancer.pool
+        content = sha256(b"".join(each.cpu().numpy().tobytes() for of in documents for each in of)).hexdigest()
+        every: list[Any] = [(content, [len(ids) for ids, _ in documents])] * pool.size
+        if pool.size > 1:
+            with pool.groups.inside("the exchange of a call's lengths"):
+                dist.all_gather_object(every, every[0], group=pool.groups.pool)
+        key = tuple(content for content, _ in every)
+        if key not in self._held:
+            spec, lengths = balancer.spec, [length for _, of in every for length in of]
+            given: dict[str, Any] = {"planner": spec.name, "options": spec.options, "plan_costs": spec.plan_costs}
+            step = rl.plan_step(lengths, None, spec.cluster, spec.model, max_tokens=self._max_tokens, **given)
+            if len(step.members) > 1:
+                raise ConfigError(
+                    f"expected samples of one call that fit under max_tokens {self._max_tokens}, got {sum(lengths)} "
+                    f"tokens on {pool.size} ranks, which need {len(step.members)} microbatches; lower "
+                    "per_device_train_batch_size and accumulate more, or raise max_tokens"
+                )
+            first = sum(len(of) for _, of in every[: pool.rank])
+            self._held[key] = balancer.from_plan(step, dict(enumerate(documents, start=first))).update[0]
+            while len(self._held) > self._most_held:
+                del self._held[next(iter(self._held))]
+        return self._held[key]
+
+
+def begin(trainer: Any, *, scores: bool, max_tokens: int | None = None) -> None:
+    """Deal what a trainer's models compute. `scores`: of sequences, in place of log-probabilities.
+    `max_tokens`: by plans under this cap (`rl.plan_step`).
+    """
+    deal = partial(dealt, trainer.balancer)
+    if max_tokens is not None:
+        slices = getattr(trainer.args, "steps_per_generation", None) or 1
+        deal = _PlannedCalls(trainer.balancer, at_least(1, "max_tokens", max_tokens), slices + 1)
     reference = getattr(trainer, "ref_model", None)
     for model in (trainer.model, None if reference is None else trainer.accelerator.unwrap_model(reference)):
         if model is not None:
-            _SampleCalls(model, trainer.balancer, scores=scores)
+            _SampleCalls(model, deal, scores=scores)
     # A rank that calls the model once more than others waits for them, and they here for it: both are
     # calls of the pool, so it is said.
     inside, accelerator = trainer.balancer.pool.groups.inside, trainer.accelerator
@@ -133,8 +179,8 @@ class _SampleCalls:
     Calls of another kind, and generation, run with the attention that the model had.
     """
 
-    def __init__(self, model: Any, balancer: SequenceBalancer, *, scores: bool) -> None:
-        self._model, self._balancer = unwrapped(model), balancer
+    def __init__(self, model: Any, deal: Callable[..., BalancedBatch], *, scores: bool) -> None:
+        self._model, self._dealt = unwrapped(model), deal
         self._own = self._model.config._attn_implementation
         self._model.set_attn_implementation(hf.register())
         hf.register(self._model)
@@ -169,7 +215,7 @@ class _SampleCalls:
             raise ConfigError("expected a trainer that calls its model with keywords alone, got arguments by place")
         samples = _PaddedSamples.read(given)
         # a reference model has no backward, and waits for nothing
-        batch = dealt(self._balancer, samples.documents(), training=torch.is_grad_enabled())
+        batch = self._dealt(samples.documents(), training=torch.is_grad_enabled())
         self._call = samples, batch
         made = {**hf.inputs(batch)}
         # the head would divide by it a loss that these trainers do not read

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -52,6 +54,7 @@ def balance(
     settings: Settings = DEFAULTS,
     accept: Collection[str] = (),
     losses: bool = False,
+    max_tokens: int | None = None,
     **options: Any,
 ) -> _Trainer:
     """Balance a trainer that is built and did not train yet; it is returned.
@@ -64,9 +67,11 @@ def balance(
         trainer: of a causal language model.
         planner: its name (docs/planners.md). All ranks share their documents.
         settings: of the balancer; `shift_labels` is the trainer's.
+        accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), if it is on its device.
         losses: of Transformers' `Trainer`: compute the loss in chunks of rows, without the logits in
             memory (`torch.losses`). TRL's trainers have a head that does so.
-        accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), if it is on its device.
+        max_tokens: of trainers of samples: most tokens of a call on a rank, proved, by plans that a
+            driver would make (`rl.plan_step`); calls with the same samples then share one plan.
         options: of the planner.
 
     Raises:
@@ -79,7 +84,7 @@ def balance(
     made = type(trainer)
     kept = {"__module__": made.__module__, "_losses": losses}
     trainer.__class__ = type(f"Balanced{made.__name__}", (BalancedTrainer, made), kept)
-    _begin(trainer, planner, settings, accept, options)
+    _begin(trainer, planner, settings, accept, max_tokens, options)
     return trainer
 
 
@@ -103,7 +108,7 @@ class BalancedTrainer(_Base):
         self._losses = bool(options.pop("losses", False))
         _check(self, self._losses)
         planner, settings = options.pop("planner", "zeppelin"), options.pop("settings", DEFAULTS)
-        _begin(self, planner, settings, options.pop("accept", ()), options)
+        _begin(self, planner, settings, options.pop("accept", ()), options.pop("max_tokens", None), options)
 
     def train(self, *args: Any, **given: Any) -> Any:
         """Theirs; the other ranks hear of a rank that fails."""
@@ -153,7 +158,7 @@ class BalancedTrainer(_Base):
         count = batch.num_targets.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         if self._losses:
             unwrapped(self.model).loss_function = _mean_loss
-        with _whole(self.accelerator):
+        with _whole(self.accelerator), _router_loss(self):
             found: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=count)
         batch.check_attended(found[0] if return_outputs else found)
         if self.model.training and hasattr(self, "_total_train_tokens"):  # TRL's, which counts padding
@@ -207,8 +212,20 @@ class BalancedTrainer(_Base):
         return args.train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
 
-def _begin(trainer: Any, planner: str, settings: Settings, accept: Collection[str], options: Mapping[str, Any]) -> None:
+def _begin(
+    trainer: Any,
+    planner: str,
+    settings: Settings,
+    accept: Collection[str],
+    max_tokens: int | None,
+    options: Mapping[str, Any],
+) -> None:
     """Make the balancer, and set what is behind the trainer's constructor."""
+    if max_tokens is not None and _kind(trainer) not in BY_SAMPLES:
+        raise ConfigError(
+            f"max_tokens: expected a trainer of samples ({', '.join(BY_SAMPLES)}), got {_kind(trainer)}, whose "
+            "documents a planner's own tokens_per_rank caps"
+        )
     args, accelerator = trainer.args, trainer.accelerator
     settings = replace(settings, shift_labels=False, device=settings.device or args.device)
     trainer.balancer = SequenceBalancer.for_model(
@@ -221,7 +238,7 @@ def _begin(trainer: Any, planner: str, settings: Settings, accept: Collection[st
     trainer._by_samples, scores = _kind(trainer) in BY_SAMPLES, _kind(trainer) == "RewardTrainer"
     model = unwrapped(trainer.model)
     if trainer._by_samples:  # its sums over ranks take as many samples of each
-        samples.begin(trainer, scores=scores)
+        samples.begin(trainer, scores=scores, max_tokens=max_tokens)
     else:
         model.set_attn_implementation(hf.register())
         hf.register(model)
@@ -285,7 +302,7 @@ def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
     yield "compute_loss_func", f"{_OFF}: {inside}", trainer.compute_loss_func is not None
     yield "inputs for metrics", "Leave them out of include_for_metrics", "inputs" in args.include_for_metrics
     yield "offloaded activations", "Leave out activation_offloading", getattr(args, "activation_offloading", False)
-    auxiliary = getattr(trainer, "aux_loss_enabled", getattr(model.config, "output_router_logits", False))
+    auxiliary = _has_router_loss(trainer) and (by_samples or not _router_modules(model))
     yield "the loss of routers", "Set router_aux_loss_coef=0.0, or output_router_logits=False", auxiliary
     alone = "Take a causal language model of text"
     yield "images", alone, getattr(trainer, "_is_vlm", False) or hasattr(model.config, "vision_config")
@@ -418,6 +435,41 @@ def _whole(accelerator: Any) -> Iterator[None]:
     yield
     if loader is not None:
         loader.remainder = kept
+
+
+_ROUTER_LOSS = "load_balancing_loss_func"  # as Transformers' models call it
+
+
+def _has_router_loss(trainer: Any) -> bool:
+    of_model = getattr(unwrapped(trainer.model).config, "output_router_logits", False)
+    return bool(getattr(trainer, "aux_loss_enabled", of_model))
+
+
+def _router_modules(model: Any) -> list[Any]:
+    """Modules in which the loss of a model's routers is looked up: its own; TRL takes Mixtral's."""
+    if not hasattr(sys.modules[type(model).__module__], _ROUTER_LOSS):
+        return []
+    return [sys.modules[type(model).__module__], import_module("transformers.models.mixtral.modeling_mixtral")]
+
+
+@contextmanager
+def _router_loss(trainer: Any) -> Iterator[None]:
+    """Have the loss of routers be that of the tokens of all ranks: the mean of ranks' is another."""
+    modules = dict.fromkeys(_router_modules(unwrapped(trainer.model)) if _has_router_loss(trainer) else ())
+    # Transformers' `Trainer` multiplies the whole loss by it, TRL what is not of the routers.
+    ranks = 1 if hasattr(trainer, "aux_loss_enabled") else trainer.accelerator.num_processes
+
+    def of_all(logits: tuple[Tensor, ...], _: int, top_k: int = 2, *__: Any) -> Tensor:
+        return trainer._batch.router_loss(logits, top_k, attended=0) / ranks  # the loss is looked at
+
+    kept = {module: getattr(module, _ROUTER_LOSS) for module in modules}
+    for module in modules:
+        setattr(module, _ROUTER_LOSS, of_all)
+    try:
+        yield
+    finally:
+        for module, theirs in kept.items():
+            setattr(module, _ROUTER_LOSS, theirs)
 
 
 class _AllInStep(BatchSamplerShard):

@@ -38,6 +38,11 @@ million pages (the data set's viewer), 620 a page; and among 1.6 million tokens 
 card), at the 3.1 bytes a token of StarCoder's code (783 GB, 250 billion tokens; arXiv 2305.06161),
 2,800 a file. The spread is not printed; `commoncrawl`'s is assumed.
 
+`conversation`: the conversations that Mooncake's serving recorded in an hour (github.com/kvcache-ai/
+Mooncake, FAST25-release/traces/conversation_trace.jsonl, Apache 2.0): 12,031 requests, input and
+output tokens together, 12,378 in the mean, at most 126,527. The bins are counts of ours between its
+quantiles; a mean of 12,654 by them.
+
 `lognormal`: a median of 1,500 tokens and sigma 1.3: many short documents and a few that fill the
 context. Ours, no source.
 """
@@ -51,6 +56,7 @@ from math import exp, log
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError
 
@@ -76,6 +82,11 @@ class Bins:
         shares = np.array(self.shares)
         chosen = int(generator.choice(len(shares), p=shares / shares.sum()))
         return int(generator.integers(self.edges[chosen] + 1, self.edges[chosen + 1], endpoint=True))
+
+    def quantiles(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Lengths below which so large shares of the documents are."""
+        below = np.cumsum([0.0, *self.shares])
+        return np.interp(shares, below / below[-1], self.edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +138,10 @@ class _Mix:
 TABLE_2_EDGES = (128, K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K, 256 * K)
 WLB_EDGES = (0, 6 * K, 8 * K, 16 * K, 32 * K, 64 * K, 96 * K, 128 * K)
 WLB_DOCUMENTS = (95101, 2057, 1031, 449, 353, 318, 210)
+CONVERSATION_EDGES = (
+    *(894, 1121, 1343, 2038, 3635, 5291, 7255, 9886, 13574, 18246, 27723, 40048, 66754, 85858, 101102, 126527),
+)
+CONVERSATIONS = (603, 604, 1201, 1202, 1203, 1204, 1202, 1203, 1203, 1203, 601, 361, 121, 60, 60)
 PRETRAIN_KEPT, PRETRAIN_COPIES = 0.5, 4
 COMMONCRAWL = LogNormal.of_mean(620, 1.32)
 
@@ -146,6 +161,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
         ),
     ),
     "prolong": _Mix(((64 * K, 0.4), (512 * K, 0.2)), COMMONCRAWL),
+    "conversation": Bins(CONVERSATION_EDGES, tuple(map(float, CONVERSATIONS))),
     "lognormal": LogNormal(1500.0, 1.3),
 }
 

@@ -1,5 +1,6 @@
 """Trainers of Transformers and TRL: four balanced ranks log what one rank alone does."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.torch.samples import _PaddedSamples
 from megatron_balance.torch.trainer import _Flat, _row
 from tests.support import trainer_jobs
-from tests.support.pool import Pool
+from tests.support.pool import Pool, RankError
 from tests.support.trainer_jobs import Case
 
+log = logging.getLogger(__name__)
 RANKS = 4
 REENTRANT = (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", {"use_reentrant": True}))
+STOPPING = (("metric_for_best_model", "eval_loss"), ("learning_rate", 0.03), ("eval_steps", 1))
+STOPPING += (("load_best_model_at_end", False),)
 CASES = {
     "sft, evaluated": Case(evaluated=11),
     "trainer, with metrics": Case("trainer", evaluated=11, metrics=True),
@@ -26,6 +30,9 @@ CASES = {
     "DPO": Case("dpo", steps=2, documents=16, evaluated=8),
     "GRPO with LoRA": Case("grpo", steps=2, documents=8, lora=True, args=(("beta", 0.1), ("temperature", 0.7))),
     "rewards": Case("reward", steps=2, documents=16, evaluated=8),
+    "experts": Case(evaluated=11, experts=True, args=(("loss_type", "dft"), ("router_aux_loss_coef", 0.1))),
+    "trainer, experts": Case("trainer", experts=True, args=(("gradient_accumulation_steps", 2),)),
+    "stopped early": Case(steps=12, evaluated=11, patience=1, args=STOPPING),
     "LoRA of a stream under FSDP2": Case(lora=True, stream=True, sharded=True, documents=45, steps=8),
 }
 LONG = {
@@ -80,6 +87,32 @@ def test_further_and_longer_runs_are_those_of_one_rank_alone(alone: Pool, world:
             assert_alike(got, expected[name], name, 5.0)
 
 
+def clipping(updates: int) -> Case:
+    # Rollouts of 3 to 300 tokens, groups on two ranks, a reference; steps that clip ratios.
+    args = (("beta", 0.05), ("num_iterations", 2), ("learning_rate", 2.0), ("epsilon", 0.1), ("optim", "sgd"))
+    more = (("max_grad_norm", 1e9),)
+    return Case("grpo", updates, 8 * updates, args=args + more, max_tokens=900, fixed=True)
+
+
+@pytest.mark.parametrize("updates", [4, pytest.param(20, marks=pytest.mark.product)])
+def test_grpo_by_plans_of_its_driver_is_that_of_one_rank_alone(alone: Pool, world: Pool, updates: int) -> None:
+    case = clipping(updates)
+    ((logs, gradients, *_),) = alone.run(trainer_jobs.updated, 1, case)
+    assert len(gradients) == updates
+    clipped = (
+        [each["clip_ratio/low_mean"] for each in logs[1:-1:2]],
+        [each["clip_ratio/high_mean"] for each in logs[1:-1:2]],
+    )
+    assert min(map(max, clipped)) > 0, "of advantages of both signs"
+    for got, own, plans, bound in world.run(trainer_jobs.updated, RANKS, case):
+        assert_alike(got, logs, "grpo")
+        for mine, theirs in zip(own, gradients, strict=True):
+            worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, theirs, strict=True))
+            assert worst < 1e-5
+        # two updates of the same samples by one plan, and what drew them and the reference by another
+        assert (plans, bound) == (updates, updates)
+
+
 def test_packed_documents_do_not_see_one_another(alone: Pool, world: Pool) -> None:
     for packed in ("bfd", "padding-free", "no"):
         assert world.run(trainer_jobs.changed, RANKS, packed) == [[1.0, 0.0]] * RANKS, packed
@@ -105,6 +138,39 @@ def test_a_run_goes_on_with_another_number_of_ranks(alone: Pool, world: Pool, tm
     # TRL counts tokens from where it begins; the last entry is the mean over the steps of one run
     last = [{name: each[name] for name in each if name != "num_tokens"} for each in expected[2:-1]]
     assert_alike([{name: each[name] for name in each if name != "num_tokens"} for each in got[2:-1]], last, "resumed")
+
+
+@pytest.mark.parametrize("marks", [(1, 4), pytest.param((1, 25, 50), marks=pytest.mark.product)], ids=str)
+def test_gradients_from_the_weights_of_one_rank_are_its_own(alone: Pool, world: Pool, marks: tuple[int, ...]) -> None:
+    case = Case(steps=marks[-1], documents=8 * marks[-1])
+    (noted,) = alone.run(trainer_jobs.gradients, 1, case, marks)
+    for worst in world.run(trainer_jobs.gradients, RANKS, case, marks, noted):
+        log.info("gradients by step: %s", worst)
+        assert worst.keys() == set(marks)
+        assert max(worst.values()) < 1e-5
+
+
+@pytest.mark.product
+def test_a_run_whose_rank_was_killed_goes_on_with_fewer(alone: Pool, tmp_path: Path) -> None:
+    (expected,) = alone.run(trainer_jobs.trained, 1, Case(steps=5))
+    ranks = Pool(timeout_s=120.0, num_ranks=RANKS)
+    with pytest.raises(RankError):
+        ranks.run(trainer_jobs.resumed, RANKS, 5, str(tmp_path), 0, 3)
+    ranks.close()
+    (got,) = alone.run(trainer_jobs.resumed, 1, 5, str(tmp_path))
+    last = [{name: each[name] for name in each if name != "num_tokens"} for each in expected[2:-1]]
+    assert_alike([{name: each[name] for name in each if name != "num_tokens"} for each in got[2:-1]], last, "resumed")
+
+
+@pytest.mark.product
+def test_in_bf16_under_fsdp2_losses_are_near_those_of_fp32(alone: Pool, world: Pool) -> None:
+    (expected,) = alone.run(trainer_jobs.trained, 1, Case(steps=20, documents=160))
+    for got in world.run(
+        trainer_jobs.trained, RANKS, Case(steps=20, documents=160, sharded=True, args=(("bf16", True),))
+    ):
+        apart = [abs(each["loss"] / other["loss"] - 1) for each, other in zip(got[:-1], expected[:-1], strict=True)]
+        log.info("bf16 under FSDP2: losses apart by %.1e at most", max(apart))
+        assert 0 < max(apart) < 1e-2
 
 
 def test_an_accepted_model_that_leaks_is_refused(world: Pool) -> None:

@@ -5,11 +5,13 @@ import io
 import os
 import runpy
 import shutil
+import signal
 import sys
 import tempfile
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,9 +30,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DataCollatorForLanguageModeling,
+    EarlyStoppingCallback,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 from trl.trainer.dpo_config import DPOConfig
@@ -46,6 +51,8 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from megatron_balance import rl
+from megatron_balance.torch import balancer
 from megatron_balance.torch.trainer import BalancedTrainer, balance
 from tests.support.hybrid_jobs import Invented
 from tests.support.pool import World, said
@@ -59,7 +66,7 @@ TEMPLATE = (
     "{% else %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
 )
 LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "epoch", "step", "eval_loss")
-LOGGED += ("eval_accuracy", "eval_counted", "eval_entropy", "eval_mean_token_accuracy", "train_loss")
+LOGGED += ("aux_loss", "eval_accuracy", "eval_counted", "eval_entropy", "eval_mean_token_accuracy", "train_loss")
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 
 
@@ -77,7 +84,11 @@ class Case:
     metrics: bool = False
     planner: str = "zeppelin"
     mixed: bool = False
+    max_tokens: int | None = None
+    fixed: bool = False
     losses: bool = False
+    experts: bool = False
+    patience: int | None = None
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -111,12 +122,16 @@ def chats(count: int, skipped: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def model(seed: int = 0) -> Any:
+def model(seed: int = 0, *, experts: bool = False) -> Any:
     torch.manual_seed(seed)
     sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     words: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads, **words))
+    if not experts:
+        return AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads, **words))
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.1}
+    more = {"decoder_sparse_step": 1, "output_router_logits": True, "initializer_range": 0.2}
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, **words, **routed, **more))
 
 
 @contextmanager
@@ -216,6 +231,8 @@ def built_by_samples(case: Case, world: World, folder: Path) -> Any:
             for at, each in enumerate(pairs)
             for which in (("chosen", "rejected")[at % 2],)
         ]
+    if case.fixed:  # no two prompts are the same, and some are short
+        pairs = [{"prompt": f"{at:03}"[-2:] + each["prompt"][: at % 24]} for at, each in enumerate(pairs)]
     given["train_dataset"] = Dataset.from_list(pairs[: case.documents])
     if case.evaluated:
         given["eval_dataset"] = Dataset.from_list(pairs[case.documents :])
@@ -238,10 +255,13 @@ def built_by_samples(case: Case, world: World, folder: Path) -> Any:
             return RewardTrainer(args=RewardConfig(max_length=512, **args), **given | {"model": scoring()})
         case _:
             config, kind = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[case.kind]
-            args |= {"num_generations": 2, "max_completion_length": 24, "generation_kwargs": {"do_sample": False}}
+            args |= {"num_generations": 4 if case.fixed else 2, "max_completion_length": 300 if case.fixed else 24}
+            args |= {"generation_kwargs": {"do_sample": False}}
             given["train_dataset"] = given["train_dataset"].select_columns("prompt")
-            made = cast("Any", kind)(args=config(**args), reward_funcs=score, **given)
-            made._generate_single_turn = partial(generated, made._generate_single_turn)
+            # theirs is read by name
+            with patch("trl.trainer.grpo_trainer.create_model_from_path", lambda *_, **__: model(1)):
+                made = cast("Any", kind)(args=config(**args), reward_funcs=score, **given)
+            made._generate_single_turn = written if case.fixed else partial(generated, made._generate_single_turn)
             return made
 
 
@@ -267,6 +287,19 @@ def generated(theirs: Callable[..., Any], prompts: Sequence[Sequence[int]], *oth
     return (changed, *rest) if rest else changed
 
 
+def written(prompts: Sequence[Sequence[int]], *_: Any, **__: Any) -> Any:
+    # Completions by the prompts alone, each of a group another one; rollouts have 3 to 300 tokens.
+    made, seen = [], Counter[tuple[int, ...]]()
+    # a rank has half of a group
+    half = (PartialState().process_index % 2) * 2 if PartialState().num_processes == 4 else 0
+    for prompt in map(tuple, prompts):
+        draw = np.random.default_rng([*prompt, half + seen[prompt]])
+        seen[prompt] += 1
+        length = int(np.clip(draw.lognormal(3.5, 1.5), 1, 300 - len(prompt)))
+        made.append(draw.integers(len(SPECIAL), 260, length).tolist())
+    return made, None
+
+
 def built(case: Case, world: World, folder: Path) -> Any:
     if case.kind not in ("sft", "trainer"):
         return built_by_samples(case, world, folder)
@@ -274,7 +307,9 @@ def built(case: Case, world: World, folder: Path) -> Any:
     rows: Callable[..., Any] = (lambda data: data) if case.kind == "sft" else (lambda data: rows_of(data, words))
     data = rows(chats(case.documents))
     train = Dataset.from_list(data)
-    given: dict[str, Any] = {"model": model(), "processing_class": words, "train_dataset": train}
+    given: dict[str, Any] = {"model": model(experts=case.experts), "processing_class": words, "train_dataset": train}
+    if case.patience:
+        given["callbacks"] = [EarlyStoppingCallback(case.patience)]
     if case.stream:
         given["train_dataset"] = IterableDataset.from_generator(lambda: iter(data))
     if case.evaluated:
@@ -294,12 +329,14 @@ def built(case: Case, world: World, folder: Path) -> Any:
     return SFTTrainer(args=args, **given)
 
 
-def trained(world: World, case: Case) -> list[dict[str, float]]:
+def trained(world: World, case: Case, *callbacks: TrainerCallback) -> list[dict[str, float]]:
     # What the run logs. More ranks than one are balanced.
     with world_of(world) as folder:
         trainer = built(case, world, folder)
+        for each in callbacks:
+            trainer.add_callback(each)
         if world.size > 1 and not case.mixed:
-            balance(trainer, case.planner, losses=case.losses)
+            balance(trainer, case.planner, losses=case.losses, max_tokens=case.max_tokens)
         trainer.train()
         assert trainer.is_fsdp_enabled == (case.sharded and world.size > 1)
         if case.kind in ("sft", "trainer"):
@@ -307,6 +344,21 @@ def trained(world: World, case: Case) -> list[dict[str, float]]:
         names = (name for each in trainer.state.log_history for name in each)
         kept = {name for name in names if not any(word in name for word in OF_MACHINE)}
         return [{name: each[name] for name in each if name in kept} for each in trainer.state.log_history]
+
+
+def updated(world: World, case: Case) -> tuple[list[dict[str, float]], list[list[torch.Tensor]], int, int]:
+    # What a run logs, its gradients by update, plans that were made, and how many were looked up.
+    gradients: list[list[torch.Tensor]] = []
+
+    class Noted(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            gradients.append([each.grad.clone() for each in model.parameters()])
+
+    with ExitStack() as counting:
+        plan = counting.enter_context(patch.object(rl, "plan_step", wraps=rl.plan_step))
+        bind = counting.enter_context(patch.object(balancer, "bind", wraps=balancer.bind))
+        logs = trained(world, case, Noted())
+        return logs, gradients, plan.call_count, bind.call_count
 
 
 def all_trained(world: World, cases: dict[str, Case]) -> dict[str, list[dict[str, float]]]:
@@ -317,14 +369,71 @@ def logged(trainer: Trainer) -> list[dict[str, float]]:
     return [{name: each[name] for name in each if name in LOGGED} for each in trainer.state.log_history]
 
 
-def resumed(world: World, steps: int, folder: str, batch: int = 0) -> list[dict[str, float]] | str:
+class Marked(TrainerCallback):
+    # Notes, at some steps, weights and gradients of one rank alone; later the largest difference of
+    # a gradient from these weights, over the largest entry of all.
+    def __init__(self, marks: Sequence[int], alone: dict[int, tuple[Any, Any]] | None) -> None:
+        self.marks, self.alone = marks, alone
+        self.noted: dict[int, tuple[Any, Any]] = {}
+        self.worst: dict[int, float] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        del args, control
+        if (at := state.global_step + 1) in self.marks and self.alone is not None:
+            with torch.no_grad():
+                for name, parameter in given["model"].named_parameters():
+                    parameter.copy_(self.alone[at][0][name.removeprefix("module.")])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        del args, control
+        if (at := state.global_step + 1) not in self.marks:
+            return
+        named = {name.removeprefix("module."): p for name, p in given["model"].named_parameters()}
+        grads = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        if self.alone is None:
+            self.noted[at] = {name: p.detach().clone() for name, p in named.items()}, grads
+        else:
+            right = self.alone[at][1]
+            assert grads.keys() == right.keys()
+            largest = max(float(each.abs().max()) for each in right.values())
+            self.worst[at] = max(float((grads[name] - right[name]).abs().max()) for name in right) / largest
+
+
+def gradients(world: World, case: Case, marks: Sequence[int], alone: Any = None) -> Any:
+    # Of one rank alone: what `Marked` notes. Of more, balanced: how far its gradients are.
+    with world_of(world) as folder:
+        trainer = built(case, world, folder)
+        if world.size > 1:
+            balance(trainer, case.planner)
+        marked = Marked(marks, alone)
+        trainer.add_callback(marked)
+        trainer.train()
+        return marked.noted if alone is None else marked.worst
+
+
+class Killed(TrainerCallback):
+    # The end of a rank, without a word, behind a step.
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        del args, control, given
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resumed(
+    world: World, steps: int, folder: str, batch: int = 0, killed: int | None = None
+) -> list[dict[str, float]] | str:
     # A balanced run of so many steps that saves its second, and goes on from it where it was saved;
-    # what it logs, or the error.
+    # what it logs, or the error. `killed`: the step behind which rank 1 is.
     saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": folder, "save_only_model": False}
     if batch:
         saving["per_device_train_batch_size"] = batch
     with world_of(world) as other:
         trainer = balance(built(Case(steps=steps, args=tuple(saving.items())), world, other))
+        if killed is not None and world.rank == 1:
+            trainer.add_callback(Killed(killed))
         checkpoint = Path(folder) / "checkpoint-2"
         if error := said(trainer.train, resume_from_checkpoint=str(checkpoint) if checkpoint.exists() else None):
             return error
@@ -458,6 +567,9 @@ def refused(world: World) -> dict[str, str]:
             trainer = sft()
             with patch.object(type(trainer.accelerator), "parallelism_config", sizes):
                 told[f"{name}=2"] = said(balance, trainer)
+        told["max_tokens: expected a trainer of samples"] = said(balance, sft(), max_tokens=9)
+        pairs = built(Case("dpo", steps=1, documents=8), world, folder)
+        told["lower per_device_train_batch_size"] = said(balance(pairs, max_tokens=120).train)
         waits = balance(sft(), "wlb_llm", tokens_per_rank=3)
         told["trains every document in its step"] = said(waits.train)
     return told

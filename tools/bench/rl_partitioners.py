@@ -7,7 +7,8 @@ python -m tools.bench.rl_partitioners [--gpus 8 64 256] [--model qwen3-8b] [--sh
 Rules are written from what the libraries do, not copied: verl 0.8.0 (0.9.0 has the same file) and
 0.9.1 by their wheels, TRL 1.16's `TokenBudgetBatcher` by its own (samples in the order drawn, no
 prefix shared), slime by descriptions alone; Megatron's scheduler is that of `planners/megatron.py`.
-Lengths are drawn, from no trace: medians, spreads and cuts of `SHAPES` are ours.
+Lengths are drawn: of `agent` from those of Mooncake's trace of conversations (`conversation` of
+`workloads.distributions`), of `grpo` from no trace, median, spread and cut are ours.
 
 `each` is the step of ranks that meet in every layer, as FSDP's do to gather weights; `end` of ranks
 that meet at its end alone; both over even computation, without synchronisation and optimizer. A rank
@@ -22,8 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, groupby
-from math import log
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners.megatron import MegatronDynamicOptions, plan_batch
 from megatron_balance.simulator.step import bound_s, play_step
 from megatron_balance.solvers.groups import Frame
+from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins, LogNormal
 
 # From the models' config.json.
 MODELS = {
@@ -52,15 +53,14 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Samples of a step: `group` responses a prompt, log-normal, cut at `longest` tokens.
+    """Samples of a step: `group` responses a prompt, of `lengths`, cut at `longest` tokens.
 
     `cap`: tokens of a microbatch on a rank; `context`: ranks that share a sample; `each`: samples of a
     data-parallel rank.
     """
 
     group: int
-    median: int
-    sigma: float
+    lengths: LogNormal | Bins
     longest: int
     cap: int
     context: int
@@ -71,15 +71,20 @@ class Shape:
         generator = np.random.default_rng(seed)
         prompts = max(1, data * self.each // self.group)
         # Responses of one prompt are alike: half of the variance is the prompt's.
-        of_prompt = generator.normal(0, self.sigma / 2**0.5, (prompts, 1))
-        own = generator.normal(0, self.sigma / 2**0.5, (prompts, self.group))
-        lengths = np.exp(log(self.median) + of_prompt + own).clip(64, self.longest).astype(int)
+        normal = (generator.normal(size=(prompts, 1)) + generator.normal(size=(prompts, self.group))) / 2**0.5
+        if isinstance(self.lengths, Bins):
+            drawn = self.lengths.quantiles(np.vectorize(NormalDist().cdf)(normal))
+        else:
+            drawn = self.lengths.median * np.exp(self.lengths.sigma * normal)
+        lengths = drawn.clip(64, self.longest).astype(int)
         return lengths.ravel().tolist(), np.repeat(np.arange(prompts), self.group).tolist()
 
 
+CONVERSATION = DISTRIBUTIONS["conversation"]
+assert isinstance(CONVERSATION, Bins)
 SHAPES = {
-    "grpo": Shape(group=16, median=3000, sigma=1.0, longest=32768, cap=32768, context=1, each=32),
-    "agent": Shape(group=8, median=12000, sigma=1.1, longest=126000, cap=16384, context=8, each=32),
+    "grpo": Shape(group=16, lengths=LogNormal(3000, 1.0), longest=32768, cap=32768, context=1, each=32),
+    "agent": Shape(group=8, lengths=CONVERSATION, longest=126000, cap=16384, context=8, each=32),
 }
 
 # By data-parallel rank and microbatch, the samples.

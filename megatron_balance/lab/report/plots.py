@@ -312,6 +312,22 @@ def timeline(traced: Figures, most_ms: float) -> Figure:
     )
 
 
+def rank_seconds(microbatches: Sequence[Figures]) -> Figure:
+    """Seconds of every rank, a bar of all its microbatches."""
+    colours = cycle((BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW, GREY))
+    traces = [
+        {
+            "type": "bar",
+            "name": f"microbatch {number}",
+            "x": list(range(len(row["rank_s"]))),
+            "y": row["rank_s"],
+            "marker": {"color": colour},
+        }
+        for (number, row), colour in zip(enumerate(microbatches), colours, strict=False)
+    ]
+    return traces, _layout(380, barmode="stack", bargap=0, xaxis=_axis("rank"), yaxis=_axis("s"))
+
+
 def limits(of_planners: Figures) -> Figure:
     names = [_label(name) for name in of_planners]
     data: list[Json] = []

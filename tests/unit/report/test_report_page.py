@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_balance import rl
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.step import to_json
 from megatron_balance.lab.report import page
 from tests.support import browser
 from tests.support.browser import HOSTILE, PICTURE, embedded
@@ -93,6 +96,41 @@ def test_plotly_takes_every_plot_and_every_section_is_in_the_contents(text):
         figure = go.Figure(data=plot["data"], layout=plot["layout"])  # raises where a key or value is none of Plotly's
         assert len(figure.data) >= 1, plot["id"]
         assert any(len(trace["y"] or ()) for trace in plot["data"]), plot["id"]
+
+
+def test_a_step_of_reinforcement_learning_shows_its_passes(tmp_path, run):
+    model, cluster = load_model("llama3-8b"), load_cluster("h100").build(num_ranks=4, ranks_per_node=4)
+    lengths = [9000, 300, 700, 4000, 2500, 2500, 60, 8000]
+    step = rl.plan_step(lengths, None, cluster, model, max_tokens=9000, forward_max_tokens=20000, min_microbatches=2)
+    (tmp_path / "step.json").write_text(to_json(step))
+    asked = f"report --json --cluster h100 --ranks 4 --model llama3-8b --rl {tmp_path / 'step.json'}"
+    found = run.json(f"{asked} --out", tmp_path / "rl.html")
+    forward, update = found["passes"]
+    assert (len(forward["microbatches"]), len(update["microbatches"])) == (len(step.forward.plans), len(step.plans))
+    for of, planned in ((forward, step.forward), (update, step)):
+        assert [row["tokens"] for row in of["microbatches"]] == [plan.num_tokens for plan in planned.plans]
+        assert sum(row["samples"] for row in of["microbatches"]) == len(lengths)
+        seconds = [row["rank_s"] for row in of["microbatches"]]
+        assert of["step_s"] == pytest.approx(sum(map(max, seconds)))
+        assert of["over_mean"] == pytest.approx(of["step_s"] * 4 / sum(map(sum, seconds)))
+    # a backward takes twice the products of a forward
+    assert 2.5 < sum(map(sum, seconds)) / sum(sum(row["rank_s"]) for row in forward["microbatches"]) < 4
+    text = (tmp_path / "rl.html").read_text(encoding="utf-8")
+    document = Document(text)
+    assert document.open == []
+    assert "The pass update" in "".join(document.text)
+    for plot in embedded(text):
+        assert len(go.Figure(data=plot["data"], layout=plot["layout"]).data) >= 1
+    shared = run.json(f"{asked} --out", tmp_path / "other.html")
+    assert shared == found
+    refused = {
+        asked.replace("--ranks 4", "--ranks 8"): "planned for [4] ranks, and --cluster has 8",
+        f"{asked} --lengths 5": "--lengths does not go with --rl",
+        f"{asked} --planner zeppelin": "--planner does not go with --rl",
+        asked.replace("step.json", "none.json"): "cannot be read (No such file or directory)",
+    }
+    for line, said in refused.items():
+        assert said in run.error(f"{line} --out", tmp_path / "r.html")
 
 
 def test_a_page_is_one_file_of_some_megabytes_and_labels_of_its_plots_are_escaped_too(pages):

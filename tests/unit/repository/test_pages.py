@@ -13,10 +13,12 @@ from typing import cast
 import numpy as np
 import pytest
 
+from megatron_balance import Cluster, rl
 from megatron_balance.analysis.backward import GRADIENT_COPIES, GRADIENT_ROUNDS
 from megatron_balance.cli import build_parser, main
-from megatron_balance.config import CommunicationChoice
+from megatron_balance.config import CommunicationChoice, load_model
 from megatron_balance.cost.table import save_table
+from megatron_balance.ir.step import to_json
 from megatron_balance.lab.papers.knapformer import RATE
 from megatron_balance.patterns import PATTERNS
 from megatron_balance.planners import PLANNERS
@@ -319,6 +321,8 @@ def furnish(desk: Path) -> None:
     (desk / "cluster.yaml").write_text("base: h200\n")
     (desk / "balance.yaml").write_text("planner: zeppelin\ncluster: cluster.yaml\nplan_costs: costs.json\n")
     (desk / "lengths.json").write_text("[[9000, 700, 300], [4000, 4000, 2000]]")
+    step = rl.plan_step([9000, 700, 300, 4000], None, Cluster(64, 8), load_model("llama3-8b"), max_tokens=9000)
+    (desk / "step.json").write_text(to_json(step))
     (desk / "trees.json").write_text("[[[[900, -1], [300, 0], [250, 0]], 400]]")
     with CorpusWriter(desk / "PREFIX") as corpus:
         for length in (30000, 70000, 40000, 900):
