@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -42,6 +43,10 @@ MOST_STEPS = 4
 # Capacities tried of a planner whose groups follow from it (`Planner.sized_by`), and the factor from
 # one to the next: four lead to groups of twice as many ranks.
 MOST_CAPACITIES, CAPACITY_STEP = 10, 2**0.25
+# Planners of plain batches that trees are held against, as the same rollouts one by one.
+FLAT = ("zeppelin", "distca")
+# Microbatches in place of one that are tried, at most, until they fit in memory.
+MOST_PARTS = 16
 # What a found size is to a reader, by that option.
 SIZES_IN_WORDS = {"tokens_per_rank": "{:,} tokens a rank", "group_size": "heads in groups of {}"}
 
@@ -378,6 +383,39 @@ class Bench:
             return None
         batches = tuple(batch.flattened() for batch in self.given.batches)
         return replace(self, given=replace(self.given, batches=batches))
+
+    def one_by_one(self, choices: Sequence[PlannerChoice]) -> dict[str, Any] | None:
+        """The row of the same rollouts one by one, by the fastest of those of `FLAT` that are among
+        `choices`; None: no trees, or the ranks cannot hold them. `fitting`: where that needs more
+        memory than a rank has, the row of as few `microbatches` in place of each as fit.
+        """
+        flat = self.flattened()
+        if flat is None or (row := flat._fastest(choices)) is None:
+            return None
+        for count in range(1, min(MOST_PARTS, *(len(batch.lengths) for batch in flat.given.batches)) + 1):
+            fitting = row if count == 1 else flat._parted(count)._fastest(choices)
+            if fitting is not None and fitting["fits"]:
+                return {**row, "fitting": {**fitting, "microbatches": count}}
+        return {**row, "fitting": None}
+
+    def _fastest(self, choices: Sequence[PlannerChoice]) -> dict[str, Any] | None:
+        rows = list[dict[str, Any]]()
+        for choice in (each for each in choices if each.name in FLAT):
+            with suppress(InfeasibleError):
+                rows.append(self.play(choice).row)
+        return min(rows, key=lambda row: (not row["fits"], row["step_s"]), default=None)
+
+    def _parted(self, count: int) -> Bench:
+        """The bench with `count` microbatches of like many tokens in place of each."""
+        from megatron_balance.ir.batch import Batch
+        from megatron_balance.solvers.packing import first_fit_evenly
+
+        batches: list[Batch] = []
+        for lengths in (batch.lengths for batch in self.given.batches):
+            bins = first_fit_evenly(lengths, count, None)
+            assert bins is not None
+            batches += [Batch(tuple(lengths[seq] for seq in sorted(each))) for each in bins]
+        return replace(self, given=replace(self.given, batches=tuple(batches)), group=count * self.group)
 
     def sharing(self) -> dict[str, Any] | None:
         """Figures of trees and of the same rollouts one by one, over all batches; None: no trees."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import accumulate, chain, islice, pairwise
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_balance.compile.pipeline import BOTH_PHASES
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.batch import at_least
+from megatron_balance.ir.forest import Tree, checked
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths, StepPlan
@@ -39,7 +40,7 @@ from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.training.log import StepTracer
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans, check_agreement
 from megatron_balance.training.pool import Pool, TensorParallel
-from megatron_balance.workloads.rollouts import IGNORED, Rollouts, as_trees
+from megatron_balance.workloads.rollouts import IGNORED, Rollouts, joined
 
 T = TypeVar("T")
 ALONE = TensorParallel()
@@ -126,10 +127,10 @@ class SequenceBalancer:
         self._idle = partial(choice.idle, cluster)
         self._said_idle = False
         # `_at`: the first microbatch of the step at hand, `_read`: the first that was not read,
-        # `_known`: the lengths of those between; `_num_documents`: that this rank gave; `_pending`:
-        # the step that was read ahead.
+        # `_known`: the lengths and trees of those between; `_num_documents`: that this rank gave;
+        # `_pending`: the step that was read ahead.
         self._form: documents.Form | None = None
-        self._known: dict[int, tuple[int, ...]] = {}
+        self._known: dict[int, tuple[tuple[int, ...], tuple[Tree, ...]]] = {}
         self._at = self._read = self._num_documents = 0
         self._num_microbatches = 1
         self._plans = self._make_plans(None)
@@ -137,6 +138,11 @@ class SequenceBalancer:
         self._tracer = _LoopTracer(settings, self.pool, self.device)
         self._waiting = _Waiting(self.pool.rank)
         self._pending: list[tokens.Sequences] = []
+        self._pending_of: documents.Of = "documents"
+        self._pending_form: documents.Form | None = None
+        # By number, trees of rollouts that were not trained yet, and the numbers of their rollouts.
+        self._rollouts: dict[int, tuple[tuple[int, ...], Rollouts]] = {}
+        self._num_rollouts = 0
         self._last: BalancedBatch | None = None
         self._layers: int | None = None
         self._asked: dict[Any, None] = {}  # by layers, of all batches so far
@@ -173,31 +179,37 @@ class SequenceBalancer:
         (batch,) = self.step([documents])
         return batch
 
-    def step(self, microbatches: Sequence[Sequence[Document]]) -> list[BalancedBatch]:
+    def step(self, microbatches: Sequence[Sequence[Document]], of: documents.Of = "documents") -> list[BalancedBatch]:
         """The rows that this rank computes of a step of several microbatches (gradient accumulation).
 
-        Errors as for one. `microbatches`: as many on every rank.
+        Errors as for one. `microbatches`: as many on every rank; `of`: of what, as for `steps`.
         """
-        self._check_none_pending("a step of documents")
+        self._check_none_pending(f"a step of {of}")
         failure = None
         if not isinstance(microbatches, Sequence):  # told to all ranks
             got = type(microbatches).__name__
-            failure, microbatches = DataError(f"expected the documents of each microbatch in a list, got {got}"), [[]]
-        dealing = self._share(microbatches, failure)  # also tells ranks that give another number of microbatches
+            failure, microbatches = DataError(f"expected the {of} of each microbatch in a list, got {got}"), [[]]
+        dealing = self._share(microbatches, failure, of)  # also tells ranks that give another number of microbatches
         if not dealing.mine:
             raise ConfigError("expected the documents of at least 1 microbatch (an empty list is one), got none")
         return self._run(dealing)
 
-    def steps(self, loader: Iterable[Sequence[Document]], microbatches: int = 1) -> Iterator[list[BalancedBatch]]:
+    def steps(
+        self, loader: Iterable[Sequence[Document]], microbatches: int = 1, of: documents.Of = "documents"
+    ) -> Iterator[list[BalancedBatch]]:
         """The steps of a loader, which gives the documents of one microbatch after the other, each
         step but the first planned in a background process while the one before computes.
 
         Ends when the loaders of all ranks have ended, those of `averaged_over` included; a rank whose
         loader ended before takes part without documents. Then come steps of the documents that still
         wait (`flush`).
-        `microbatches`: of a step. DataError: a loader that failed, on every rank.
+        `microbatches`: of a step. `of`: what a microbatch is a list of: "documents", "trees" (as for
+        `trees`), or "rollouts"; with weights it is a tuple (rollouts, weights). DataError: a loader
+        that failed, on every rank.
         """
         microbatches = at_least(1, "microbatches", microbatches)
+        if self._pending and self._pending_of != of:
+            raise ConfigError(f"expected steps of {self._pending_of}, which were read ahead, got of {of}")
         ledger = self._plans.end_step()
         self._plans.close()
         proving = replace(self.spec, prove_every=self.settings.prove_every, prove_as=self.pool.rank)
@@ -205,11 +217,12 @@ class SequenceBalancer:
         plans.restore(ledger)
         feed = _each(loader)
         try:
-            coming = self._share_again() if self._pending else self._draw(feed, microbatches)
+            coming = self._share_again() if self._pending else self._draw(feed, microbatches, of)
             while coming is not None:
                 now = coming
-                coming = self._draw(feed, microbatches)
+                coming = self._draw(feed, microbatches, of, now.form)
                 self._pending = [] if coming is None else coming.mine
+                self._pending_of, self._pending_form = now.of, now.form if coming is None else coming.form
                 yield self._run(now)
             yield from self.flush(microbatches)
         finally:
@@ -220,7 +233,8 @@ class SequenceBalancer:
         microbatches = at_least(1, "microbatches", microbatches)
         self._check_none_pending("flush")
         while self._most(len(self._plans.end_step().held)):
-            yield self._run(self._share([[] for _ in range(microbatches)]), may_delay=False)
+            coming = self._share([[] for _ in range(microbatches)], of=self._waiting.of or "documents")
+            yield self._run(coming, may_delay=False)
 
     def rollouts(self, rollouts: Sequence[Any], weights: Sequence[Any] | None = None) -> BalancedBatch:
         """The rows that this rank computes of a step of rollouts: token ids [n] of prompt and
@@ -230,15 +244,11 @@ class SequenceBalancer:
         `weights`: of each rollout one number a token, what its prediction counts in
         `BalancedBatch.weighted_nll`: an advantage, 0 for the prompt's. All ranks give them, or none.
 
-        DataError: rollouts or weights that are none, on every rank. ConfigError: a planner that holds
-        sequences back. Others as for documents.
+        Where a planner holds trees back, the batch has some of earlier steps (`rollout_numbers`).
+        DataError: rollouts or weights that are none, on every rank. Others as for documents.
         """
-        made, failure, parts = as_trees([]), None, []
-        try:
-            made, parts = documents.read_rollouts(rollouts, weights)
-        except Exception as error:  # told to all ranks
-            failure = error
-        return self._run_trees(parts, failure, made)
+        (batch,) = self.step([(rollouts, weights)], "rollouts")
+        return batch
 
     def trees(self, trees: Sequence[Document]) -> BalancedBatch:
         """The rows that this rank computes of a step of trees: tuples (tokens [n], labels [n],
@@ -250,12 +260,8 @@ class SequenceBalancer:
 
         Errors as for `rollouts`.
         """
-        failure, parts = None, []
-        try:
-            parts = documents.read_trees(trees)
-        except Exception as error:  # told to all ranks
-            failure = error
-        return self._run_trees(parts, failure)
+        (batch,) = self.step([trees], "trees")
+        return batch
 
     @_collective
     def from_plan(self, step: StepPlan | str, samples: Mapping[int, Any]) -> StepPasses:
@@ -327,14 +333,21 @@ class SequenceBalancer:
 
         Each rank saves and loads its own; plain data and tensors on the host.
         """
+        of = self._waiting.of or (self._pending_of if self._pending else "documents")
+        form = self._waiting.form or (self._pending_form if self._pending else None) or self._form
         return {
             "ledger": self._plans.saved(),
             "ranks": self.pool.size,
             "rank": self.pool.rank,
             "counts": [self._at, self._num_documents - sum(len(each.lengths) for each in self._pending)],
             "waiting": self._waiting.state(),
-            "pending": [(each.rows, list(each.lengths)) for each in self._pending],
-            "form": None if self._form is None else [(dtype, list(shape)) for dtype, shape in self._form.others],
+            "pending": [
+                (each.rows, list(each.lengths), [[*map(list, tree)] for tree in each.trees]) for each in self._pending
+            ],
+            "of": of,
+            "form": None if form is None else [(dtype, list(shape)) for dtype, shape in form.others],
+            "num_rollouts": self._num_rollouts,
+            "rollouts": {number: (list(places), each.state()) for number, (places, each) in self._rollouts.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -343,16 +356,24 @@ class SequenceBalancer:
         """
         if not isinstance(state, Mapping):
             raise ConfigError(f"expected the state_dict of a balancer, got {type(state).__name__}")
-        # States of before have no rank.
-        missing = [key for key in self.state_dict() if key not in state and key != "rank"]
+        # States of before have no rank, and no trees.
+        later = ("rank", "of", "num_rollouts", "rollouts")
+        missing = [key for key in self.state_dict() if key not in state and key not in later]
         if missing:
             raise ConfigError(f"expected the state_dict of a balancer, got one without {', '.join(missing)}")
         try:
             ledger, _ = Ledger.from_json(state["ledger"])
             at, trained = map(int, state["counts"])
             waiting = _Waiting(self.pool.rank, state["waiting"])
-            pending = [tokens.Sequences(rows, tuple(lengths)) for rows, lengths in state["pending"]]
+            pending = [
+                tokens.Sequences(rows, tuple(lengths), checked(*trees) if trees else ())
+                for rows, lengths, *trees in state["pending"]
+            ]
             others = None if state["form"] is None else tuple((dtype, tuple(shape)) for dtype, shape in state["form"])
+            kept = {
+                number: (tuple(places), Rollouts.of_state(*each))
+                for number, (places, each) in state.get("rollouts", {}).items()
+            }
         except (TypeError, ValueError) as error:
             raise ConfigError(f"expected the state_dict of a balancer, got one that is damaged: {error}") from None
         if state["ranks"] != self.pool.size and (state["waiting"] or state["pending"]):
@@ -372,7 +393,11 @@ class SequenceBalancer:
         self._at = self._read = at
         self._num_documents = trained + sum(len(each.lengths) for each in self._pending)
         self._known.clear()
-        self._form = None if others is None else documents.Form(others)
+        of, form = state.get("of", "documents"), None if others is None else documents.Form(others)
+        waiting.of, waiting.form = (of, form) if len(waiting) else (None, None)
+        self._pending_of, self._pending_form = of, form
+        self._form = form if of == "documents" else None
+        self._rollouts, self._num_rollouts = kept, state.get("num_rollouts", 0)
 
     def close(self) -> None:
         """End what runs in the background, and a trace that is under way; `with` does so, too.
@@ -416,7 +441,8 @@ class SequenceBalancer:
             consumed=lambda: self._at,
             num_microbatches=lambda: self._num_microbatches,
             per_microbatch=1,
-            lengths=self._known.__getitem__,
+            lengths=lambda number: self._known[number][0],
+            trees=lambda number: self._known[number][1],
         )
         return StepPlans(
             StepPlanner(self.spec),
@@ -427,8 +453,16 @@ class SequenceBalancer:
         )
 
     @_collective
-    def _draw(self, feed: Iterator[Sequence[Document]], microbatches: int) -> _Dealing | None:
-        """The next step of a loader, lengths shared; None: the loaders of all ranks have ended."""
+    def _draw(
+        self,
+        feed: Iterator[Sequence[Document]],
+        microbatches: int,
+        of: documents.Of,
+        form: documents.Form | None = None,
+    ) -> _Dealing | None:
+        """The next step of a loader, lengths shared; None: the loaders of all ranks have ended.
+        `form`: of the step before it.
+        """
         drawn: list[Sequence[Document]] = []
         failure: Exception | None = None
         try:
@@ -437,42 +471,48 @@ class SequenceBalancer:
             failure = error
         if not self._most(len(drawn) + (failure is not None)):
             return None
-        return self._share([*drawn, *([] for _ in range(microbatches - len(drawn)))], failure)
+        return self._share([*drawn, *([] for _ in range(microbatches - len(drawn)))], failure, of, form)
 
     @_collective
     def _share(
-        self, microbatches: Sequence[Sequence[Document]], failure: Exception | None = None, *, training: bool = True
+        self,
+        microbatches: Sequence[Sequence[Document]],
+        failure: Exception | None = None,
+        of: documents.Of = "documents",
+        form: documents.Form | None = None,
+        *,
+        training: bool = True,
     ) -> _Dealing:
-        """Share the lengths of the documents of a step. `failure`: to read them, told to all ranks."""
+        """Share the lengths of the documents of a step. `failure`: to read them, told to all ranks.
+        `form`: that trees have; None: any, unless some wait.
+        """
+        if of not in get_args(documents.Of):
+            raise ConfigError(f"expected a step of {', '.join(get_args(documents.Of))}, got of {of!r}")
+        if training and self._waiting.of not in (None, of):
+            raise ConfigError(
+                f"expected {self._waiting.of}, since {len(self._waiting)} of earlier steps wait, got {of}; train them "
+                "first (flush)"
+            )
         parts: list[list[documents.Parts]] = []
-        form: documents.Form | None = None
+        rollouts: list[Rollouts] = []
+        own: documents.Form | None = None
+        known = (self._waiting.form if training else None) or (self._form if of == "documents" else form)
         try:
             if failure is None:
-                parts = documents.read(microbatches, shift_labels=self.settings.shift_labels)
-                form = documents.check_form(parts, self._form)
+                parts, rollouts = documents.read_as(of, microbatches, shift_labels=self.settings.shift_labels)
+                own = documents.check_form(parts, known)
         except Exception as error:  # raised by share_lengths, on all ranks
             failure = error
-        if self._form is None:
-            self._form = documents.agree_form(None if failure is not None else form, self.pool)
-        mine = documents.sequences(parts, self._form) if failure is None else []
-        return self._share_sequences(mine, failure, len(microbatches), training=training)
-
-    @_collective
-    def _run_trees(
-        self, parts: list[documents.Parts], failure: Exception | None, rollouts: Rollouts | None = None
-    ) -> BalancedBatch:
-        """A step of one microbatch of trees, of a form of their own."""
-        self._check_none_pending("a step of trees")
-        form: documents.Form | None = None
-        try:
-            form = documents.check_form([parts], None)
-        except DataError as error:
-            failure = failure or error
-        form = documents.agree_form(None if failure is not None else form, self.pool)
-        mine = documents.sequences([parts], form) if failure is None else []
-        (batch,) = self._run(replace(self._share_sequences(mine, failure, 1), form=form))
-        batch.rollouts = rollouts
-        return batch
+        known = known or documents.agree_form(None if failure is not None else own, self.pool)
+        if of == "documents":
+            self._form = known
+        mine = documents.sequences(parts, known) if failure is None else []
+        dealing = self._share_sequences(mine, failure, len(microbatches), training=training)
+        for numbers, made in zip(dealing.numbers, rollouts, strict=False):
+            for number, (places, each) in zip(numbers, made.by_tree(), strict=True):
+                self._rollouts[number] = tuple(self._num_rollouts + at for at in places), each
+            self._num_rollouts += len(made.paths)
+        return replace(dealing, of=of, form=known)
 
     @_collective
     def _share_again(self) -> _Dealing:
@@ -480,16 +520,18 @@ class SequenceBalancer:
         mine, self._pending = self._pending, []
         self._read = self._at
         self._num_documents -= sum(len(each.lengths) for each in mine)
-        return self._share_sequences(mine, None, len(mine))
+        shared = self._share_sequences(mine, None, len(mine))
+        return replace(shared, of=self._pending_of, form=self._pending_form)
 
     def _share_sequences(
         self, mine: list[tokens.Sequences], failure: Exception | None, num_microbatches: int, *, training: bool = True
     ) -> _Dealing:
         shared = tokens.share_lengths(mine, failure, num_microbatches, self.pool, ALONE, self.device)
         ends = list(accumulate((len(each.lengths) for each in mine), initial=self._num_documents if training else 0))
-        dealing = _Dealing(self._read, mine, [tuple(range(a, b)) for a, b in pairwise(ends)], shared, self._form)
+        dealing = _Dealing(self._read, mine, [tuple(range(a, b)) for a, b in pairwise(ends)], shared)
         if training:
-            self._known |= dict(enumerate(shared.lengths, start=self._read))
+            trees = shared.trees or ((),) * num_microbatches
+            self._known |= dict(enumerate(zip(shared.lengths, trees, strict=True), start=self._read))
             self._read += num_microbatches
             self._num_documents = ends[-1]
         return dealing
@@ -515,7 +557,7 @@ class SequenceBalancer:
     def _deal(self, dealing: _Dealing, planned: PlannedStep, *, training: bool) -> list[BalancedBatch]:
         """Move the tokens of a planned step."""
         rank = self.pool.rank
-        recalled = self._waiting.recall(planned.recalled)
+        recalled = self._waiting.recall(planned.recalled, planned.recalled_trees)
         mine, apart = tokens.by_nano_batch(dealing.mine, dealing.shared, planned.step.members, rank, recalled)
         own = np.flatnonzero(np.concatenate([*dealing.shared.owners, np.empty(0)]) == rank).tolist()
         numbers = dict(zip(own, chain.from_iterable(dealing.numbers), strict=True))
@@ -527,7 +569,14 @@ class SequenceBalancer:
             tuple((numbers[seq], length) for seq, length in zip(seqs, lengths, strict=True) if seq in numbers)
             for seqs, lengths in zip(chain.from_iterable(planned.step.members), apart.lengths, strict=True)
         ]
-        return self._batches(mine, apart, planned.plans, given, dealing.form, training=training)
+        batches = self._batches(mine, apart, planned.plans, given, dealing.form, training=training)
+        for batch in batches if dealing.of == "rollouts" else ():
+            kept = [self._rollouts.pop(number) for number in sorted(batch.documents)]
+            numbers, made = [number for of_tree, _ in kept for number in of_tree], joined([each for _, each in kept])
+            order = sorted(range(len(numbers)), key=numbers.__getitem__)
+            batch.rollouts = replace(made, paths=tuple(made.paths[at] for at in order))
+            batch.rollout_numbers = tuple(sorted(numbers))
+        return batches
 
     def _batches(
         self,
@@ -638,6 +687,7 @@ class _Dealing:
     mine: list[tokens.Sequences]
     numbers: list[tuple[int, ...]]
     shared: tokens.PoolLengths
+    of: documents.Of = "documents"
     form: documents.Form | None = None
 
     def own(self, rank: int) -> list[tuple[_Place, int]]:
@@ -659,7 +709,10 @@ class _WaitingDocument:
 
 
 class _Waiting:
-    """The documents that wait, on one rank."""
+    """The documents that wait, on one rank. `of`, `form`: all of them; None: none waits."""
+
+    of: documents.Of | None = None
+    form: documents.Form | None = None
 
     def __init__(self, rank: int, state: Sequence[Sequence[Any]] = ()) -> None:
         """The documents of `state`, as `state()` gave it; ValueError or TypeError where it is none."""
@@ -671,7 +724,7 @@ class _Waiting:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def recall(self, wanted: Sequence[HeldDocument]) -> tokens.Recalled:
+    def recall(self, wanted: Sequence[HeldDocument], trees: tuple[Tree, ...]) -> tokens.Recalled:
         """The documents that a step trains."""
         if not wanted:
             return tokens.NOTHING
@@ -680,6 +733,7 @@ class _Waiting:
             tuple((each.number, each.length) for each in wanted),
             tuple(each.owner for each in kept),
             tuple((held.number, each.rows) for held, each in zip(wanted, kept, strict=True) if each.rows is not None),
+            trees,
         )
 
     def number(self, held: HeldDocument) -> int:
@@ -688,6 +742,7 @@ class _Waiting:
     def keep(self, held: Sequence[HeldDocument], dealing: _Dealing) -> None:
         """Keep exactly the documents `held` behind a step that dealt `dealing`."""
         before, self._kept = self._kept, {}
+        self.of, self.form = (dealing.of, dealing.form) if held else (None, None)
         own = dict(dealing.own(self._rank))
         for each in held:
             place = (each.sample, each.place)

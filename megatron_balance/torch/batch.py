@@ -114,11 +114,13 @@ class BalancedBatch:
         documents: numbers of the documents that this rank gave, in the order of `gather`. A rank's
             documents count from 0 over all steps; a planner may bring them in another microbatch or
             a later step. Of a step that its driver planned: numbers in its plan.
-        rollouts: those that this rank gave, as trees; None: the step is of documents.
+        rollouts: those that this rank gave, as trees; None: the step is of documents or trees.
+        rollout_numbers: theirs. A rank's rollouts count from 0 over all steps, as documents do.
         accept: of the balancer.
     """
 
     rollouts: Rollouts | None = None
+    rollout_numbers: tuple[int, ...] = ()
     as_losses = False  # whether the forward at hand gives losses in place of logits (`hf.inputs`)
 
     def __init__(  # noqa: PLR0913  the balancer alone makes it

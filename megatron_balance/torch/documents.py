@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from megatron_balance.workloads.rollouts import IGNORED, Rollouts, as_trees
 # Token ids [n], or a tuple of them and of other tensors per token: (tokens, labels, others [n,
 # ...]). Whatever `torch.as_tensor` takes is a tensor here.
 Document: TypeAlias = Any
+# What a microbatch is a list of; with weights, rollouts are a tuple (rollouts, weights).
+Of: TypeAlias = Literal["documents", "trees", "rollouts"]
 TOKEN, LABEL = range(2)  # columns of a row; those of other tensors follow
 WORD = 8  # bytes of a column
 
@@ -221,6 +223,21 @@ def read_samples(samples: Mapping[int, Any], *, shift_labels: bool) -> tuple[dic
     if rollouts and len(rollouts) != len(parts):
         raise DataError(f"expected rollouts alone, or none, got {len(rollouts)} of {len(parts)} samples")
     return parts, rollouts
+
+
+def read_as(
+    of: Of, microbatches: Sequence[Sequence[Document]], *, shift_labels: bool
+) -> tuple[list[list[Parts]], list[Rollouts]]:
+    """The documents of each microbatch; of rollouts, these as trees, too. DataError: it is none."""
+    if of == "documents":
+        return read(microbatches, shift_labels=shift_labels), []
+    if of == "trees":
+        return [read_trees(trees) for trees in microbatches], []
+    given: list[tuple[Any, ...]] = [each if isinstance(each, tuple) else (each, None) for each in microbatches]
+    if any(len(each) != 2 for each in given):
+        raise DataError("expected a list of rollouts, or a tuple (rollouts, weights), for each microbatch")
+    made = [read_rollouts(*each) for each in given]
+    return [parts for _, parts in made], [rollouts for rollouts, _ in made]
 
 
 def check_form(documents: Sequence[Sequence[Parts]], form: Form | None) -> Form | None:

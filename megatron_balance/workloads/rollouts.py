@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import DataError
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.ir.forest import Segment, Tree, num_pairs, path_positions
+from megatron_balance.ir.forest import Segment, Tree, checked, num_pairs, num_tokens, path_positions
 
 IGNORED = -100  # the label of a token that has none, as `torch.nn.functional.cross_entropy` has it
 
@@ -98,6 +98,28 @@ class Rollouts:
                 total[start:stop] += weights[: stop - start]
                 weights = weights[stop - start :]
         return total
+
+    def by_tree(self) -> list[tuple[tuple[int, ...], Rollouts]]:
+        """Of each tree, which of the rollouts are its own, and these alone."""
+        bounds = [0, *accumulate(map(num_tokens, self.trees))]
+        tree = np.searchsorted(bounds, [path[0][0] for path in self.paths], side="right") - 1
+        made: list[tuple[tuple[int, ...], Rollouts]] = []
+        for at, (start, stop) in enumerate(pairwise(bounds)):
+            own = tuple(np.flatnonzero(tree == at).tolist())
+            paths = tuple(tuple((a - start, b - start) for a, b in self.paths[each]) for each in own)
+            made.append((own, Rollouts((self.trees[at],), self.tokens[start:stop], self.labels[start:stop], paths)))
+        return made
+
+    def state(self) -> tuple[Any, ...]:
+        """Lists of plain numbers, for `of_state`."""
+        trees = [[*map(list, tree)] for tree in self.trees]
+        return trees, self.tokens.tolist(), self.labels.tolist(), [*map(list, self.paths)]
+
+    @classmethod
+    def of_state(cls, trees: Any, tokens: Any, labels: Any, paths: Any) -> Rollouts:
+        """TypeError or ValueError: no state of rollouts."""
+        ids, targets = (np.array(each, dtype=np.int64) for each in (tokens, labels))
+        return cls(checked(trees), ids, targets, tuple(tuple((int(a), int(b)) for a, b in path) for path in paths))
 
     @property
     def sharing(self) -> Sharing:

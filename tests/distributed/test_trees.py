@@ -67,6 +67,21 @@ def test_gradients_are_those_of_rollouts_one_by_one(world: Pool) -> None:
     assert wrong(world, CASES) == {}
 
 
+def test_trees_wait_and_are_planned_ahead_and_another_planner_goes_on(world: Pool) -> None:
+    whole, alone = tree_jobs.alone(Case(), world.num_ranks)
+    counts = [len(of_rank) for of_rank in tree_jobs.drawn(world.num_ranks)]
+    for count, runs in zip(counts, world.run(tree_jobs.wait, world.num_ranks, [None, "zeppelin"]), strict=True):
+        assert runs[0].held[1] > 0, "nothing waits at the resume"
+        for waited in runs:
+            trained = [number for step in waited.trained for number in step]
+            assert sorted(trained) == list(range(count)), "every rollout once"
+            assert waited.held[-1] == 0
+            assert waited.ahead >= 1
+            assert waited.loss == pytest.approx(whole, rel=1e-12)
+            for ours, theirs in zip(waited.gradients, alone, strict=True):
+                assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-12
+
+
 @pytest.mark.parametrize("cases", [MODELS, pytest.param(MORE_MODELS, marks=pytest.mark.product)], ids=len)
 def test_models_of_transformers_take_trees_as_they_are(world: Pool, cases: list[Case]) -> None:
     pytest.importorskip("transformers")

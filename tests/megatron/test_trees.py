@@ -71,6 +71,30 @@ def test_trees_train_on_eight_ranks(train: Train, tmp_path: Path, model: dict[st
             assert worst_gradient(run.result.logs, apart.result.logs, step) < 1e-5, (planner, step)
 
 
+@pytest.mark.product
+def test_trees_train_in_pipelines_side_by_side(train: Train, tmp_path: Path) -> None:
+    given = started(train, tmp_path, FLAGS)
+    alone = {"context-parallel-size": 1, "micro-batch-size": SAMPLES}
+    apart = train(1, "te_ring", {**given, **alone}, config=SCRIPT, entry="apart")
+    flags = {"context-parallel-size": 1, "pipeline-model-parallel-size": 2, "balance-trees": True}
+    run = train(4, "hydraulis", {**given, **flags}, config=SCRIPT, entry="trees")
+    assert_same_training(run, apart)
+    for step in range(1, STEPS + 1):
+        assert worst_gradient(run.result.logs, apart.result.logs, step) < 1e-5, step
+
+
+@pytest.mark.product
+def test_trees_train_with_experts_over_ranks(train: Train, tmp_path: Path) -> None:
+    # A router decides by token, so a shared row goes to the experts of each rollout by itself.
+    experts = {"num-experts": 8, "moe-router-topk": 2, "moe-token-dispatcher-type": "alltoall"}
+    given = started(train, tmp_path, {**FLAGS, **experts, "moe-router-load-balancing-type": "none"})
+    alone = {"context-parallel-size": 1, "micro-batch-size": SAMPLES}
+    apart = train(1, "te_ring", {**given, **alone}, config=SCRIPT, entry="apart")
+    flags = {"context-parallel-size": 2, "expert-model-parallel-size": 2, "balance-trees": True}
+    run = train(4, "distca", {**given, **flags}, config=SCRIPT, entry="trees")
+    assert_same_training(run, apart)
+
+
 def assert_a_sum_is_divided_by_nothing(train: Train, given: dict[str, Any], apart: Run) -> None:
     # Weights that are no whole numbers, and below 0.
     flags = {**given, "context-parallel-size": 2, "balance-trees": "sum", "train-iters": 1}

@@ -1,5 +1,6 @@
 """Rollouts trained as trees on the ranks of a pool, and each rollout by itself on one rank."""
 
+import io
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -209,6 +210,61 @@ def _train(world: World, case: Case) -> tuple[float, list[Tensor], int]:
             dist.all_reduce(each, op=dist.ReduceOp.SUM)
         gradients = [each / world.size for each in gradients]
     return value.item() / world.size, gradients, batch.num_tokens
+
+
+@dataclass(frozen=True)
+class Waited:
+    # Of one rank: by step, the rollouts' numbers that it got back and how many trees wait behind it;
+    # steps planned ahead; the loss of all ranks and its gradients.
+    trained: list[list[int]]
+    held: list[int]
+    ahead: int
+    loss: float
+    gradients: list[Tensor]
+
+
+def wait(world: World, then: Sequence[str | None]) -> list[Waited]:
+    return [_wait(world, going_on) for going_on in then]
+
+
+def _wait(world: World, going_on: str | None) -> Waited:
+    """Train rollouts in three steps of two microbatches and those of what waits, under wlb_llm, which
+    delays long trees. `going_on`: save after the second step and go on under this planner.
+    """
+    mine, case = drawn(world.size)[world.rank], Case("wlb_llm", options=(("thresholds", (49,)),))
+    given = [mine[at::6] for at in range(6)]
+    fed = list(chain.from_iterable(given))
+    model: Any = model_of(case.model, case.dtype, balanced=True)
+    balancer, trained, held, ahead, total = balancer_of(case), [], [], 0, torch.zeros((), dtype=case.dtype)
+
+    def feed(first: int) -> list[list[list[int]]]:
+        return [[each.tokens for each in microbatch] for microbatch in given[first:]]
+
+    steps: Any = balancer.steps(feed(0), 2, of="rollouts")
+    while (batches := next(steps, None)) is not None:
+        for batch in batches:
+            logp = logits_of(model, batch).log_softmax(-1).gather(1, batch.labels.clamp(min=0)[:, None])[:, 0]
+            pairs = zip(batch.by_rollout(logp), batch.rollout_numbers, strict=True)
+            loss = batch.sum_loss(sum(grpo(x[:-1], fed[number]) for x, number in pairs))
+            loss.backward()
+            total += loss.detach()
+        trained.append([number for batch in batches for number in batch.rollout_numbers])
+        assert balancer.planned is not None
+        held.append(len(balancer.planned.ledger.held))
+        ahead += balancer.planned.wait_s != balancer.planned.plan_s
+        if going_on is not None and len(trained) == 2:
+            written = io.BytesIO()
+            torch.save(balancer.state_dict(), written)
+            steps.close()
+            balancer = balancer_of(Case(going_on))
+            balancer.load_state_dict(torch.load(io.BytesIO(written.getvalue()), weights_only=True))
+            others = said(next, balancer.steps([], of="trees"), otherwise="none")
+            assert "expected steps of rollouts, which were read ahead, got of trees" in others, others
+            steps = balancer.steps(feed(6), 2, of="rollouts")  # the third was read ahead
+    gradients = [each.grad for each in model.parameters()]
+    for each in (total, *gradients):
+        dist.all_reduce(each)
+    return Waited(trained, held, ahead, total.item() / world.size, [each / world.size for each in gradients])
 
 
 def tell(world: World, planner: str, given: Sequence[Any], weights: Sequence[Any]) -> str:

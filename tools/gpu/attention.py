@@ -8,12 +8,16 @@ kernel for the small checks.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_balance.ir.forest import Forest
 from megatron_balance.runtime.kernels import KERNELS, choose_kernel
 from megatron_balance.runtime.kernels.base import Entries, Kernel, PlainKernel
 from megatron_balance.runtime.lower.steps import Packed
@@ -66,13 +70,27 @@ SHARE = {
 }
 CUDNN = Figure("cuDNN behind torch, variable lengths: forward over the chosen kernel's rate", "times", speed=True)
 CUDNN_APART = Figure("cuDNN behind torch, variable lengths: largest difference from it", "of the largest", speed=True)
+TREES = Figure(
+    "rollouts as trees: largest difference from TRL's tree attention, forward and backward",
+    "of the largest value",
+    Target("at most", 2e-2),
+)
 WAYS = {"one launch": "one launch over fragments", f"{CHUNKS} partials": f"keys in {CHUNKS} parts, merged"}
 ERROR = {
     (way, name): Figure(f"bf16 {name}, {shown}: error against fp64, of one flash call's", "", Target("at most", 1.1))
     for way, shown in WAYS.items()
     for name in RESULTS
 }
-FIGURES = (*AGAINST_PLAIN.values(), LAUNCHES, *DENSE.values(), *SHARE.values(), CUDNN, CUDNN_APART, *ERROR.values())
+FIGURES = (
+    *AGAINST_PLAIN.values(),
+    TREES,
+    LAUNCHES,
+    *DENSE.values(),
+    *SHARE.values(),
+    CUDNN,
+    CUDNN_APART,
+    *ERROR.values(),
+)
 
 
 def measure(context: Context) -> Iterator[Row]:
@@ -95,6 +113,7 @@ def measure(context: Context) -> Iterator[Row]:
             yield figure.measured(worst[what, dim], f"{len(worst)} cases; the worst is {what} at head dim {dim}")
     lengths = mixed_lengths(FRAGMENTS, LEAST, TOKENS)
     kernel = choose_kernel("auto", device, torch.bfloat16, DIM)
+    yield _beside_trl(kernel, device)
     if context.on_gpu:
         yield LAUNCHES.measured(kernel.launches(kernel.prepare(squares(lengths), device)), kernel.name)
         yield from _throughput(kernel, lengths, device)
@@ -104,6 +123,63 @@ def measure(context: Context) -> Iterator[Row]:
     yield from _errors(kernel, (rows, heads, dim), device)
     if context.on_gpu:
         yield from _cudnn(kernel, lengths, device)  # last: nothing here has called it before
+
+
+def _beside_trl(kernel: Kernel, device: torch.device) -> Row:
+    needs = "needs a GPU, trl 1.16, and kernels-community/flash-attn3 in the cache of the package kernels"
+    if device.type != "cuda":
+        return TREES.not_measured(needs)
+    try:
+        from trl.experimental.async_grpo import packing
+
+        packing._flash_attn()
+    except Exception as error:  # not installed, or nothing in the cache and no network
+        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return TREES.not_measured(f"{needs}: {told}")
+    return TREES.measured(apart_from_trl(kernel, packing, device), f"{kernel.name}, against flash-attn3 of the hub")
+
+
+def apart_from_trl(kernel: Kernel, packing: Any, device: torch.device, heads: int = 8, dim: int = DIM) -> float:
+    """By how much outputs and gradients of drawn rollouts differ from those of TRL's `tree_attention`,
+    of each tensor's largest; `packing`: TRL's module.
+    """
+    random, row = torch.Generator().manual_seed(3), packing.TreeRow()
+    for prompt in (torch.randint(0, 9, (200,), generator=random), torch.randint(0, 9, (60,), generator=random)):
+        for size in (70, 33, 1):
+            turn = torch.cat([prompt, torch.randint(0, 9, (size,), generator=random)])
+            for tokens in (turn, torch.cat([turn, torch.randint(0, 9, (20,), generator=random)])):
+                none = torch.zeros(len(tokens))
+                of_trl = {"completion_mask": none, "old_log_probs": none, "advantage": 0.0, "group_id": 0}
+                row.add({"input_ids": tokens, **of_trl})
+    packed = {name: each.to(device) for name, each in row.pack().items() if name.startswith(("position", "tree"))}
+    longest = dict(
+        zip(("tree_max_seqlen_q", "tree_max_seqlen_k"), packed.pop("tree_max_seqlens").tolist(), strict=True)
+    )
+    forest = Forest.from_position_ids(packed.pop("position_ids").tolist())
+    shape = (sum(forest.lengths), heads, dim)
+    q, k, v, grad = (torch.randn(shape, generator=random).to(device, torch.bfloat16) for _ in range(4))
+    given = [each.clone().requires_grad_() for each in (q, k, v)]
+    by_heads = (each.transpose(0, 1)[None] for each in given)
+    out = packing.tree_attention(torch.nn.Module(), *by_heads, None, **packed, **longest, scaling=dim**-0.5)[0][0]
+    theirs = [out.detach(), *torch.autograd.grad(out, given, grad)]
+    # A launch of the segments' own keys, then those of segments above, each of them once a launch.
+    start, launches = 0, defaultdict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]](list)
+    for tree in forest.trees:
+        spans = list(pairwise(accumulate((each.length for each in tree), initial=start)))
+        start, times = spans[-1][1], Counter[tuple[int, int]]()
+        for at, span in enumerate(spans):
+            level, above = 0, at
+            while above >= 0:
+                launches[level, times[level, above]].append((span, spans[above]))
+                times[level, above] += 1
+                level, above = level + 1, tree[above].parent
+    parts = list[Entries]()
+    for (level, _), entries in sorted(launches.items()):
+        queries, keys = zip(*entries, strict=True)
+        parts.append(Entries(queries, keys, (level == 0,) * len(entries), queries))
+    ours = _by_entries(kernel, parts, (q, k, v), grad)
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
 
 
 def squares(lengths: list[int]) -> Entries:

@@ -5,7 +5,7 @@ Colours are told apart by the colour-blind too (Okabe and Ito).
 
 from collections.abc import Sequence
 from html import escape
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import Any
 
 from megatron_balance.lab.bench import Figures
@@ -182,6 +182,46 @@ def ranks_of_sequences(placed: Figures) -> Figure:
             showgrid=False,
         ),
         shapes=_node_lines(num_ranks, size),
+    )
+
+
+def trees(drawn: Figures) -> Figure:
+    """Bars of the segments along their paths, by the rank that holds them; a row for each path."""
+    pieces, num_paths = drawn["pieces"], sum(tree["paths"] for tree in drawn["trees"])
+    segments = [f"rank {rank}: segment {at} of tree {seq}" for seq, at, _, rank, *_ in pieces]
+    ranks = {
+        "cmin": 0,
+        "cmax": drawn["num_ranks"] - 1,
+        "colorscale": "Viridis",
+        "colorbar": {"title": {"text": "rank"}},
+    }
+    data = _bars(
+        "what a rank holds",
+        [(top + bottom - 1) / 2 for *_, top, bottom in pieces],
+        [to - begin for *_, begin, to, _, _ in pieces],
+        SKY,
+        "%{customdata}, from token %{base:,} of its path, %{x:,} tokens",
+        base=[begin for *_, begin, _, _, _ in pieces],
+        width=[bottom - top - 0.15 for *_, top, bottom in pieces],
+        customdata=segments,
+    )
+    hatched = {"shape": ["/" if full else "" for _, _, full, *_ in pieces], "fgcolor": "white", "solidity": 0.15}
+    line = {"width": 0.5, "color": "white"}
+    data["marker"] = {"color": [piece[3] for piece in pieces], **ranks, "pattern": hatched, "line": line}
+    firsts = [0, *accumulate(tree["paths"] for tree in drawn["trees"])][:-1]
+    return [data], _layout(
+        130 + round(num_paths * max(3, min(17, 900 / num_paths))),
+        barmode="overlay",
+        showlegend=False,
+        xaxis=_axis("token of the path", rangemode="tozero"),
+        yaxis=_axis(
+            "",
+            range=[num_paths - 0.4, -0.6],
+            tickvals=firsts,
+            ticktext=[f"tree {tree['seq']}" for tree in drawn["trees"]],
+            showgrid=False,
+            zeroline=False,
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 around the figures of `study`.
 """
 
-from megatron_balance.lab.bench import Figures, named, standing
+from megatron_balance.lab.bench import FLAT, Figures, named, standing
 from megatron_balance.lab.report import page as html
 from megatron_balance.lab.report import plots
 from megatron_balance.lab.report.limits import COMPUTING, PARTS
@@ -23,7 +23,8 @@ def page(study: Figures, library: str) -> str:
         "long the slowest GPU takes, for which all others wait. This page compares ways to decide it (planners) on a "
         "machine that was simulated, not run.",
     )
-    parts = (_short, _question, _lengths, _planners, _places, _loads, _timeline, _limits, _what_next, _made)
+    trees = () if study["trees"] is None else (_trees,)
+    parts = (_short, _question, _lengths, *trees, _planners, _places, _loads, _timeline, _limits, _what_next, _made)
     return html.render(title, lead, [part(study) for part in parts], library)
 
 
@@ -142,6 +143,42 @@ def _lengths(study: Figures) -> Section:
     columns = ("tokens of a sequence", "sequences", "of all", "tokens", "of all", "attention work")
     table = HtmlTable("by length", columns, rows, "exact")
     return Section("lengths", "How long the sequences are", (plot, Fold("The same as a table", (table,))))
+
+
+def _trees(study: Figures) -> Section:
+    trees, sharing = study["trees"], study["trees"]["sharing"]
+    alone, rows = trees["one_by_one"], [_row(study, name) for name in _shown(study)]
+    flat = [(f"one by one, {named(alone)}", alone, "flattened_")] if alone is not None else []
+    steps = [*flat, *((f"as trees, {named(row)}", row, "") for row in rows)]
+    cells = [
+        (
+            *(what, *(f"{sharing[of + key]:,}" for key in ("tokens", "attention_pairs"))),
+            *(html.seconds(row["step_s"]), f"{row['imbalance']['attention']:.2f}"),
+            f"{html.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
+        )
+        for what, row, of in steps
+    ]
+    columns = ("rollouts", "tokens", "attention work", "step", "attention, most/mean", "memory at most")
+    items: list[Item] = [
+        Text(
+            f"A sequence is a tree: what {html.count(sharing['rollouts'], 'rollout')} have in common is there once, in "
+            f"{html.count(sharing['trees'], 'tree')} of {html.count(sharing['segments'], 'segment')}. One by one is "
+            f"each of them as a sequence of its own, by the faster of {html.listed(FLAT)}, if it is among the planners."
+        ),
+        Bullets(trees["sentences"]),
+        HtmlTable("rollouts one by one, and as trees", columns, cells, ("exact", "simulated")),
+    ]
+    for at, (name, drawn) in enumerate(trees["drawn"].items()):
+        number, every = len(drawn["trees"]), drawn["num_trees"]
+        which = html.count(every, "tree") if number == every else f"The {number} largest of {every} trees"
+        caption = (
+            f"{which} of the first batch. A bar is what one rank holds of a segment in attention, its colour the "
+            "rank; to the right the path goes on, and below one another lie the paths that part. Full segments, whose "
+            "tokens see one another both ways, are hatched. Keys that another rank holds travel."
+        )
+        title = f"Where the trees lie: {name}"
+        items.append(Plot(f"plot-trees-{at}", title, caption, "exact", *plots.trees(drawn)))
+    return Section("trees", "What the trees share, and where they lie", items)
 
 
 def _planners(study: Figures) -> Section:

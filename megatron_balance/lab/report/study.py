@@ -9,9 +9,12 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, WAIT
-from megatron_balance.ir.arrays import as_array, sums
+from megatron_balance.compile.remap import fragments
+from megatron_balance.ir import forest
+from megatron_balance.ir.arrays import Ints, as_array, sums
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.columns import Move
+from megatron_balance.ir.columns import Held, Move
+from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -55,15 +58,18 @@ def study(
     rows = sorted((each.row for each in played), key=standing)
     limiting = {each.name: limits.of(each.first_steps()) for each in bench.progress(shown, "what limits the step")}
     tried = limits.tried(bench.first_steps(), best.planned.choice)
+    trees = _trees(bench, choices, shown)
     return {
         "report": "simulated",
         "kind": "simulated",
         "answer": [
             *answer(rows, (base.name, best.name), limiting[best.name], tried, cluster.memory_bytes),
             *([saving(best.row, base.row, bench.price) + "."] if best is not base and not why_not(best.row) else []),
+            *([] if trees is None else trees["sentences"]),
         ],
         "asked": _described(bench, choices, lengths, costs),
         "lengths": length_histogram(bench.given.batches, model.mask),
+        "trees": trees,
         "rows": rows,
         "baseline": base.name,
         "best": best_of(rows),
@@ -146,6 +152,7 @@ SMALLEST = 256
 def length_histogram(batches: Sequence[Batch], mask: Mask) -> Figures:
     """Counts, tokens and (query, key) pairs that `mask` lets through, by length; exact."""
     lengths = np.array([length for batch in batches for length in batch.lengths], dtype=np.int64)
+    pairs = np.array([pairs for batch in batches for pairs in _pairs(batch, mask)], dtype=np.int64)
     each = [batch.num_tokens for batch in batches]
     return {
         "kind": "exact",
@@ -157,21 +164,117 @@ def length_histogram(batches: Sequence[Batch], mask: Mask) -> Figures:
         "median": float(np.median(lengths)),
         "mean": float(lengths.mean()),
         "longest": int(lengths.max()),
-        "bins": _bins(lengths, mask),
+        "bins": _bins(lengths, pairs),
     }
 
 
-def _bins(lengths: np.ndarray, mask: Mask) -> list[Figures]:
+def _pairs(batch: Batch, mask: Mask) -> list[int]:
+    """Of each sequence."""
+    if batch.trees:
+        return [forest.num_pairs(tree, mask.window_size) for tree in batch.trees]
+    return mask.num_pairs(np.array(batch.lengths, dtype=np.int64)).tolist()
+
+
+def _bins(lengths: Ints, pairs: Ints) -> list[Figures]:
     doublings = max(0, int(np.ceil(np.log2((lengths.max() + 1) / SMALLEST))))
     edges = [0, *(SMALLEST << at for at in range(doublings + 1))]
     # Bin `at` holds lengths of edges[at] and more, below edges[at + 1].
     place = np.searchsorted(edges, lengths, side="right") - 1
-    counted = (np.ones_like(lengths), lengths, mask.num_pairs(lengths))
+    counted = (np.ones_like(lengths), lengths, pairs)
     columns = (edges[:-1], edges[1:], *(sums(place, each, len(edges) - 1).tolist() for each in counted))
     names = ("from", "below", "sequences", "tokens", "attention_pairs")
     bins: list[Figures] = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     first = next(at for at, each in enumerate(bins) if each["sequences"])
     return bins[first:]
+
+
+# Paths of the trees that are drawn, unless one tree alone has more.
+DRAWN_PATHS = 48
+
+
+def _trees(bench: Bench, choices: Sequence[PlannerChoice], shown: Sequence[PlayedCase]) -> Figures | None:
+    """Figures of trees: what sharing saves beside the rollouts one by one, what balance saves beside
+    the baseline, and where the first trees lie; None: there are none.
+    """
+    sharing = bench.sharing()
+    if sharing is None:
+        return None
+    base, best = shown[0].row, shown[-1].row
+    alone = bench.one_by_one(choices)
+    return {
+        "kind": "exact",
+        "sharing": sharing,
+        "one_by_one": alone,
+        "sentences": [_shared(sharing, alone, best), _balanced(base, best)],
+        "drawn": {
+            each.name: drawn_trees(each.first_plan) for each in shown if isinstance(each.first_plan.mask, Forest)
+        },
+    }
+
+
+def _shared(sharing: Figures, alone: Figures | None, best: Figures) -> str:
+    less = [sharing[f"flattened_{key}"] / sharing[key] for key in ("tokens", "attention_pairs")]
+    said = (
+        f"Sharing: {sharing['rollouts']:,} rollouts as trees are {less[0]:.2f} times fewer tokens and "
+        f"{less[1]:.2f} times fewer pairs of tokens than one by one (exact)"
+    )
+    if alone is None:
+        return f"{said}; one by one no planner here places them."
+    room = "" if alone["fits"] else ", which needs more memory than a rank has"
+    fitting = alone["fitting"]
+    parts = (
+        ""
+        if alone["fits"] or fitting is None
+        else (f"; in {fitting['microbatches']} microbatches, which fit, {page.seconds(fitting['step_s'])}")
+    )
+    return (
+        f"{said}; a step of {best['planner']} takes {page.seconds(best['step_s'])}, one by one {named(alone)} takes "
+        f"{page.seconds(alone['step_s'])}{room}: {alone['step_s'] / best['step_s']:.2f} times as fast{parts} "
+        "(simulated)."
+    )
+
+
+def _balanced(base: Figures, best: Figures) -> str:
+    rows = [base] if best is base else [base, best]
+    loads = page.listed([f"{row['imbalance']['attention']:.2f} with {named(row)}" for row in rows])
+    said = f"Balance: the busiest rank has this many times the mean attention work: {loads} (exact)"
+    times = [f"a step takes {page.listed([page.seconds(row['step_s']) for row in rows])}"]
+    whole = next((size for size in base["sizes"] if size["context_parallel"] == 1), None)
+    if whole is not None:
+        room = "" if whole["fits"] else ", which does not fit in memory"
+        times.append(f"with every tree on one rank {page.seconds(whole['step_s'])}{room}")
+    return f"{said}; {', '.join(times)} (simulated)."
+
+
+def drawn_trees(plan: MicrobatchPlan) -> Figures:
+    """Trees of a plan, the largest first, and the tokens of each segment that a rank has in attention.
+
+    `pieces`: rows (seq, segment, 1 if it is full, rank, places on the path from and to, paths from and
+    to); paths are counted over all trees that are drawn.
+    """
+    assert isinstance(plan.mask, Forest)
+    table, trees = fragments(plan), plan.mask.trees
+    drawn, pieces, paths = list[Figures](), list[list[int]](), 0
+    for seq in sorted(range(len(trees)), key=lambda seq: -plan.lengths[seq]):
+        of = Forest((trees[seq],)).segments
+        # Paths that end before each segment, those that go through it behind them.
+        ended = np.concatenate([[0], np.cumsum(of.end == of.stop)]) + paths
+        if drawn and ended[-1] > DRAWN_PATHS:
+            break
+        drawn.append(
+            {"seq": seq, "tokens": plan.lengths[seq], "segments": len(of.start), "paths": int(ended[-1]) - paths}
+        )
+        held = table[table[:, Held.SEQ] == seq]
+        held = held[np.argsort(held[:, Held.START])]
+        for at, (start, stop, end, shift, full) in enumerate(
+            zip(of.start, of.stop, of.end, of.shift, of.full, strict=True)
+        ):
+            below = [int(ended[at]), int(ended[np.searchsorted(of.start, end)])]
+            for row in held[(held[:, Held.START] < stop) & (held[:, Held.STOP] > start)]:
+                first, last = max(start, row[Held.START]) - shift, min(stop, row[Held.STOP]) - shift
+                pieces.append([seq, at, int(full), int(row[Held.RANK]), int(first), int(last), *below])
+        paths = int(ended[-1])
+    return {"kind": "exact", "num_trees": len(trees), "num_ranks": plan.num_ranks, "trees": drawn, "pieces": pieces}
 
 
 KINDS = ("across nodes", "inside one node", "one rank")

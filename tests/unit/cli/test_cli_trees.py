@@ -1,11 +1,18 @@
 """Trees on the command line: planned, proved, simulated beside their rollouts one by one, refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_balance.ir.forest import Forest, Segment, document
+from megatron_balance.lab.report.study import drawn_trees
+from tests.support import by_hand
+from tests.support.browser import embedded
 from tests.support.cli import CommandLine
+
+go = pytest.importorskip("plotly.graph_objects", reason="needs plotly, of the extra 'report'")
 
 SHAPES = [[[[900, -1], [300, 0], [250, 0], [120, 0]], [[500, -1, "full"], [90, 0]], 400]]
 # 900 tokens alone and 300, 250 and 120 behind them; 500 that see all 500, and 90 behind them; 400.
@@ -45,6 +52,21 @@ def test_auto_asks_all_that_price_trees(run: CommandLine) -> None:
     assert "of even computation" not in result["note"]
 
 
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        "agents --tokens 420k --ranks 32",
+        "rollouts:prompt=16k,responses=64,shortest=200,longest=8000 --tokens 450k --ranks 32",
+        "rollouts:prompt=8k,responses=8,shortest=200,longest=8000 --tokens 1m --ranks 64",
+    ],
+)
+def test_what_auto_takes_for_rollouts_and_agents_is_even(run: CommandLine, drawn: str) -> None:
+    on = "--cluster h100 --model llama3-8b --tokens-per-rank 4m"
+    (result,) = run.json(f"plan --planner auto --dataset {drawn} {on} --json")["results"]
+    assert result["imbalance"]["tokens"] <= 1.03
+    assert result["imbalance"]["attention"] <= 1.04
+
+
 def test_compare_says_what_sharing_and_balance_save(run: CommandLine, shapes: Path) -> None:
     planners = "compare --planner distca --planner te_ring --planner zeppelin"
     given = f"{planners} --trees {shapes} {ON}"
@@ -68,6 +90,71 @@ def test_compare_says_what_sharing_and_balance_save(run: CommandLine, shapes: Pa
     said = run.printed(given)
     assert "3 trees of 7 segments; their 5 rollouts one by one are 1.70x the tokens" in said
     assert "the same rollouts one by one take" in said
+
+
+def test_a_report_draws_trees_and_says_what_sharing_and_balance_save(
+    run: CommandLine, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_balance.lab.report.limits._candidates", lambda _: iter(()))
+    given = f"--planner distca --planner megatron --trees {shapes} {ON}"
+    found = run.json(f"report --json {given} --out", tmp_path / "report.html")
+    compared = run.json(f"compare --json --ping-pong false {given}")
+    assert found["trees"]["sharing"] == compared["sharing"]
+    assert found["trees"]["one_by_one"]["step_s"] == compared["flattened"]["step_s"]
+    assert sum(each["attention_pairs"] for each in found["lengths"]["bins"]) == PAIRS
+    rows = {row["planner"]: row for row in found["rows"]}
+    sharing, balance = found["answer"][-2:]
+    times = compared["flattened"]["step_s"] / rows[found["shown"]]["step_s"]
+    assert sharing.startswith("Sharing: 5 rollouts as trees are 1.70 times fewer tokens")
+    assert f": {times:.2f} times as fast (simulated)" in sharing
+    assert f"{rows['distca']['imbalance']['attention']:.2f} with distca" in balance
+    assert "with every tree on one rank " in balance
+    assert {*found["trees"]["drawn"]} == {found["baseline"], found["shown"]}
+    figures = [plot for plot in embedded((tmp_path / "report.html").read_text()) if "trees" in plot["id"]]
+    for plot, drawn in zip(figures, found["trees"]["drawn"].values(), strict=True):
+        assert [tree["paths"] for tree in drawn["trees"]] == [3, 1, 1]
+        (bars,) = go.Figure(data=plot["data"], layout=plot["layout"]).data
+        assert len(bars.x) == len(drawn["pieces"])
+    assert "What the trees share, and where they lie" in (tmp_path / "report.html").read_text()
+    plain = run.json(
+        f"report --json --planner te_ring --baseline te_ring --lengths 900 {ON} --out", tmp_path / "r.html"
+    )
+    assert plain["trees"] is None
+
+
+def test_a_piece_of_a_drawing_is_what_a_rank_has_of_a_segment() -> None:
+    tree = (Segment(10, -1), Segment(6, 0, full=True), Segment(4, 1), Segment(5, 0))
+    rows = [(0, 0, 0, 8), (1, 0, 8, 20), (0, 0, 20, 25), (1, 1, 0, 40)]
+    plan = replace(by_hand.plan((25, 40), 2, by_hand.task_table(rows)), mask=Forest((tree, document(40))))
+    found = drawn_trees(plan)
+    assert [tree["seq"] for tree in found["trees"]] == [1, 0]
+    assert found["pieces"] == [
+        [1, 0, 0, 1, 0, 40, 0, 1],
+        [0, 0, 0, 0, 0, 8, 1, 3],
+        [0, 0, 0, 1, 8, 10, 1, 3],
+        [0, 1, 1, 1, 10, 16, 1, 2],
+        [0, 2, 0, 1, 16, 20, 1, 2],
+        [0, 3, 0, 0, 10, 15, 2, 3],
+    ]
+    # No more paths than can be seen, but of one tree all.
+    many = (Segment(3, -1), *(Segment(2, 0) for _ in range(60)))
+    wide = replace(by_hand.plan((123, 25), 1, by_hand.local(0, 0, 1)), mask=Forest((many, tree)))
+    assert [tree["paths"] for tree in drawn_trees(wide)["trees"]] == [60]
+
+
+def test_rollouts_one_by_one_are_held_against_trees_in_as_many_microbatches_as_fit(
+    run: CommandLine, tmp_path: Path
+) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text("base: h100\nmemory_bytes: 0.5e+9\n")
+    drawn = "--dataset rollouts:prompt=16k,responses=8,shortest=200,longest=2000 --tokens 60k"
+    on = f"--planner zeppelin --baseline zeppelin {drawn} --cluster {small} {ON} --tokens-per-rank 4m"
+    flat = run.json(f"compare {on} --json")["flattened"]
+    assert not flat["fits"]
+    assert flat["fitting"]["fits"]
+    assert 1 < flat["fitting"]["microbatches"] <= 16
+    said = " ".join(run.printed(f"compare {on}").split())
+    assert f"in {flat['fitting']['microbatches']} microbatches, which fit, {flat['fitting']['step_s']:.3f} s" in said
 
 
 def test_nano_batches_of_trees_take_as_long_by_rounds_as_by_events(run: CommandLine, tmp_path: Path) -> None:

@@ -168,6 +168,30 @@ def test_cudnns_attention_is_asked_for_the_lengths_of_a_batch_or_says_why_not(mo
     assert 0 < (apart.value or 0) < 0.02
 
 
+def test_rollouts_as_trees_are_held_against_trls_tree_attention(monkeypatch):
+    packing = pytest.importorskip("trl.experimental.async_grpo.packing")
+    cpu = torch.device("cpu")
+    kernel = choose_kernel("auto", cpu, torch.bfloat16, 32)
+
+    def formula(q, k, v, cu_q, cu_k, *_, softmax_scale, causal, **__):
+        assert causal
+        outs = []
+        for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+            shown = torch.ones(b - a, d - c, dtype=torch.bool).tril(int(d - c - (b - a)) - off)
+            heads = (x.transpose(0, 1).double() for x in (q[a:b], k[c:d], v[c:d]))
+            each = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=shown, scale=softmax_scale)
+            outs.append(each.transpose(0, 1).to(q.dtype))
+        return torch.cat(outs)
+
+    found = SimpleNamespace(flash_attn_varlen_func=formula)
+    monkeypatch.setattr(packing, "_flash_attn", lambda: found)
+    off = 0
+    assert 0 < attention.apart_from_trl(kernel, packing, cpu, 2, 32) < 0.02
+    off = 30  # another mask
+    assert attention.apart_from_trl(kernel, packing, cpu, 2, 32) > 0.1
+    assert "needs a GPU, trl 1.16" in attention._beside_trl(kernel, cpu).note
+
+
 def test_parts_fit_the_limits_together(monkeypatch):
     def budgets(names):
         return sum(run._load(name).BUDGET_S for name in names)  # pyright: ignore[reportPrivateUsage]
@@ -249,6 +273,7 @@ def test_what_a_machine_cannot_do_is_a_sentence(monkeypatch):
 
 
 ATTENTION = {"needs a GPU", "does not serve cpu", "cpu_flash takes a call for each entry"}
+ATTENTION |= {"needs a GPU, trl 1.16, and kernels-community/flash-attn3 in the cache of the package kernels"}
 TRAINING = pytest.param("training", "loss of two bf16 steps", marks=pytest.mark.product)
 
 

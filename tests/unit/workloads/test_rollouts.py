@@ -10,7 +10,7 @@ import pytest
 from megatron_balance.errors import DataError
 from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.forest import Tree
-from megatron_balance.workloads.rollouts import IGNORED, Rollouts, as_trees
+from megatron_balance.workloads.rollouts import IGNORED, Rollouts, as_trees, joined
 from tests.support import forests
 from tests.support.tree_packing import pack
 
@@ -55,6 +55,19 @@ def test_every_token_of_every_rollout_has_its_row_label_position_and_view(first:
         assert set(made.rows) == set(range(len(made.tokens))), "every row is of a rollout"
         alone = sum(n * (n + 1) // 2 for n in map(len, rollouts))
         assert made.sharing == (sum(map(len, rollouts)), len(made.tokens), alone, shown.sum())
+
+
+def test_trees_are_taken_apart_and_joined_in_any_order() -> None:
+    for seed in range(60):
+        made = as_trees(drawn(seed))
+        apart = made.by_tree()[::-1]
+        order = [at for own, _ in apart for at in own]
+        assert sorted(order) == list(range(len(made.paths)))
+        again = joined([Rollouts.of_state(*each.state()) for _, each in apart])
+        assert again.trees == made.trees[::-1]
+        for at, other in zip(order, rows_of(again), strict=True):
+            assert made.tokens[rows_of(made)[at]].tolist() == again.tokens[other].tolist()
+            assert made.labels[rows_of(made)[at]].tolist() == again.labels[other].tolist()
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
