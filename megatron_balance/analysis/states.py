@@ -13,11 +13,12 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.recurrent import STATE_BYTES, Pieces
 from megatron_balance.analysis.rounds import in_step
 from megatron_balance.compile.recurrent import composers, halos
-from megatron_balance.cost.base import Floats
+from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.cost.modules import scan_module, summary_module
 from megatron_balance.cost.parallel import all_to_all_s, group_of
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Transfer
 from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.model import Model, RecurrentLayers
@@ -219,6 +220,20 @@ class _Priced:
         nics, ranks = self.machine.nics, np.arange(self.ranks)
         sent, received = (_by(nics.nic(ranks), links.across[end], self.machine.num_nics) for end in (0, 1))
         return np.concatenate([links.inside[0], links.inside[1], sent, received])
+
+
+def piece_s(model: Model, cluster: Cluster, cost: MachineCost) -> float:
+    """Seconds that one more piece of a cut sequence adds on a rank to a layer that attends, with its
+    part of the recurrent ones (`Model.attending`), forward and backward: the bytes of its states.
+    """
+    if (own := model.recurrent) is None:
+        return 0.0
+    # A map and four states at most; half of that, since first pieces send no map, last ones nothing,
+    # and what a rank composes itself stays there.
+    num_bytes = STATE_BYTES * own.state_heads * (own.map_size + 4 * own.key_dim * own.value_dim) / 2
+    across = cluster.num_nodes > 1
+    seconds = cost.inter_node_s(num_bytes, 0, 1 / cluster.ranks_per_nic) if across else cost.intra_node_s(num_bytes, 0)
+    return own.layers / own.attention_layers * seconds
 
 
 def by_heads_s(own: RecurrentLayers, machine: Machine, num_tokens: float, ranks: int) -> float:
