@@ -4,6 +4,7 @@ pieces times ranks; the simulator and the estimate take it from here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from math import gcd
 from typing import NamedTuple
@@ -76,6 +77,16 @@ def states_cost(plan: MicrobatchPlan, machine: Machine) -> StatesCost | None:
     found = _of_all_tokens(plan, machine, own) if machine.by_heads else _Priced(plan, machine, own).cost()
     _RECENT[:] = [(plan, machine, found), *_RECENT[:3]]
     return found
+
+
+def states_of(plans: Sequence[MicrobatchPlan], machine: Machine) -> StatesCost | None:
+    """As `states_cost`, of nano-batches one after the other."""
+    costs = [found for plan in plans if (found := states_cost(plan, machine)) is not None]
+    if not costs:
+        return None
+    return StatesCost(
+        *((np.sum(a, axis=0), np.sum(b, axis=0)) for a, b in (zip(*of, strict=True) for of in zip(*costs, strict=True)))
+    )
 
 
 def round_links(plan: MicrobatchPlan, machine: Machine) -> tuple[list[_Links], list[_Links]]:

@@ -166,7 +166,7 @@ class Bench:
         from megatron_balance.planning.choice import step_mode
 
         ping_pong, stages = self.ping_pong, self.stages
-        if self.given.model.recurrent is not None:  # neither is simulated, so only who asks for it is refused
+        if self.given.model.recurrent is not None:  # Megatron refuses both, so who asks for it has it alone
             ping_pong, stages = False if ping_pong == "auto" else ping_pong, stages or "stages"
         found = step_mode(choice, self.setup.pipeline, ping_pong, stages)
         if found.joint and self.given.model.other_layers:
