@@ -9,7 +9,7 @@ import pytest
 from megatron_balance import MicrobatchPlan, Model, cli, make_planner
 from megatron_balance.analysis.backward import microbatch_bytes
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.recurrent import SummarySizes, bytes_moved, kept_bytes
+from megatron_balance.analysis.recurrent import Pieces, SummarySizes, bytes_moved, kept_bytes
 from megatron_balance.analysis.states import by_heads_s, round_links, states_cost
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.recurrent import compile_recurrent
@@ -18,6 +18,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.modules import layer_modules, scan_module
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.forest import num_tokens
 from megatron_balance.ir.model import RecurrentLayers
 from megatron_balance.ir.plan import Zone
@@ -205,6 +206,17 @@ def test_megatron_itself_exchanges_all_tokens_by_heads_in_groups_that_they_go_to
     wide = make_planner("megatron", machine.cluster, MODEL, context_parallel=32)((40_000,) * 4)
     with pytest.raises(InfeasibleError, match="16 heads of gated_delta layers cannot be dealt to groups of 32"):
         states_cost(wide, replace(machine, by_heads=True))
+
+
+def test_documents_whose_rows_by_heads_would_be_fewer_bytes_are_those_of_planners_that_cut_all() -> None:
+    machine = machine_of(MODEL)
+    row_bytes = 2 * (GDN.channels + 2 * GDN.heads + GDN.heads * GDN.value_dim)
+    for name, fewer in (("zeppelin", 0), ("distca", 0), ("magi", 0), ("ulysses", 0), ("te_ring", 4)):
+        pieces = np.bincount(Pieces.of(planned(name, machine)).held[:, Placed.SEQ])
+        numbers = 2 * (pieces - 1) * GDN.key_dim * GDN.value_dim + np.maximum(pieces - 2, 0) * GDN.map_size
+        by_heads = np.array(LENGTHS) * row_bytes < 4 * GDN.heads * numbers
+        assert by_heads.sum() >= fewer, name
+        assert fewer or not by_heads.any(), name
 
 
 def test_a_plan_of_trees_is_refused() -> None:
