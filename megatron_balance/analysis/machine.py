@@ -26,8 +26,9 @@ class Machine:
 
     `slowdown`: by how much each rank computes slower than the others; empty: not at all. `host`: what
     hosts take to issue work, where that is simulated (`hosts_behind`); a cost model has the prices.
-    `memory`: of the step around a plan; None: one stage of all layers. `row_bytes`: of a token and
-    head by kind, with its LSE.
+    `memory`: of the step around a plan; None: one stage of all layers. `by_heads`: recurrent layers
+    exchange all tokens by heads in a plan's groups, as Megatron-core's own do, and hand on no states.
+    `row_bytes`: of a token and head by kind, with its LSE.
     A transfer inside a node takes the sender's link out and the receiver's link in; one between nodes
     takes a NIC out and a NIC in. Every one of them is shared fairly.
     """
@@ -38,6 +39,7 @@ class Machine:
     slowdown: tuple[float, ...] = ()
     host: Host = NO_HOST
     memory: StepMemory | None = None
+    by_heads: bool = False
     nics: NicOf = field(init=False)
     payload: Payload = field(init=False)
     row_bytes: tuple[int, ...] = field(init=False)

@@ -4,7 +4,9 @@ pieces times ranks; the simulator and the estimate take it from here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -12,16 +14,18 @@ import numpy as np
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.recurrent import STATE_BYTES, Pieces
 from megatron_balance.analysis.rounds import in_step
+from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.recurrent import composers, halos
-from megatron_balance.cost.base import Floats
+from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.cost.modules import scan_module, summary_module
 from megatron_balance.cost.parallel import all_to_all_s, group_of
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Transfer
 from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.model import Model, RecurrentLayers
-from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
 
 
 class _Links(NamedTuple):
@@ -59,18 +63,30 @@ def states_cost(plan: MicrobatchPlan, machine: Machine) -> StatesCost | None:
 
     Rounds are those of `compile.recurrent`: halos, summaries, states; each takes a call, a message to
     each peer, and the bytes of the busiest of a rank's links or of its NIC, in the direction that has
-    more. Raises ConfigError: a plan of trees.
+    more. Raises ConfigError: a plan of trees. InfeasibleError: `by_heads`, and the layer's heads
+    cannot be dealt to a group's ranks.
     """
     if (own := machine.model.recurrent) is None:
         return None
     for known, on, found in tuple(_RECENT):
-        if known is plan and (on.cost is machine.cost or on.cost == machine.cost) and on.cluster == machine.cluster:
+        alike = on.cluster == machine.cluster and on.by_heads == machine.by_heads
+        if known is plan and alike and (on.cost is machine.cost or on.cost == machine.cost):
             return found
     if isinstance(plan.mask, Forest):
         raise ConfigError("a plan of trees: what recurrent layers hand on along their paths has no price")
-    found = _Priced(plan, machine, own).cost()
+    found = _of_all_tokens(plan, machine, own) if machine.by_heads else _Priced(plan, machine, own).cost()
     _RECENT[:] = [(plan, machine, found), *_RECENT[:3]]
     return found
+
+
+def states_of(plans: Sequence[MicrobatchPlan], machine: Machine) -> StatesCost | None:
+    """As `states_cost`, of nano-batches one after the other."""
+    costs = [found for plan in plans if (found := states_cost(plan, machine)) is not None]
+    if not costs:
+        return None
+    return StatesCost(
+        *((np.sum(a, axis=0), np.sum(b, axis=0)) for a, b in (zip(*of, strict=True) for of in zip(*costs, strict=True)))
+    )
 
 
 def round_links(plan: MicrobatchPlan, machine: Machine) -> tuple[list[_Links], list[_Links]]:
@@ -187,7 +203,7 @@ class _Priced:
             for links in rounds:
                 spent += self._seconds(links)
                 of_rank += (links.inside + links.across).sum(axis=0)
-                total += self._resources(links)
+                total += _resources(links, machine)
             seconds.append(spent + np.array([machine.pack_s(n) for n in of_rank.tolist()]) * machine.slow())
             moved.append(total)
         return StatesCost((seconds[0], seconds[1]), (computing[0], computing[1]), (moved[0], moved[1]))
@@ -215,10 +231,55 @@ class _Priced:
             found.append(seconds * machine.slow())
         return found
 
-    def _resources(self, links: _Links) -> Floats:
-        nics, ranks = self.machine.nics, np.arange(self.ranks)
-        sent, received = (_by(nics.nic(ranks), links.across[end], self.machine.num_nics) for end in (0, 1))
-        return np.concatenate([links.inside[0], links.inside[1], sent, received])
+
+def _resources(links: _Links, machine: Machine) -> Floats:
+    nics = machine.nics.nic(np.arange(machine.num_ranks))
+    sent, received = (_by(nics, links.across[end], machine.num_nics) for end in (0, 1))
+    return np.concatenate([links.inside[0], links.inside[1], sent, received])
+
+
+def piece_s(model: Model, cluster: Cluster, cost: MachineCost) -> float:
+    """Seconds that one more piece of a cut sequence adds on a rank to a layer that attends, with its
+    part of the recurrent ones (`Model.attending`), forward and backward: the bytes of its states.
+    """
+    if (own := model.recurrent) is None:
+        return 0.0
+    # A map and four states at most; half of that, since first pieces send no map, last ones nothing,
+    # and what a rank composes itself stays there.
+    num_bytes = STATE_BYTES * own.state_heads * (own.map_size + 4 * own.key_dim * own.value_dim) / 2
+    across = cluster.num_nodes > 1
+    seconds = cost.inter_node_s(num_bytes, 0, 1 / cluster.ranks_per_nic) if across else cost.intra_node_s(num_bytes, 0)
+    return own.layers / own.attention_layers * seconds
+
+
+def exchanged_heads(own: RecurrentLayers) -> int:
+    """The number that groups which exchange all tokens by heads must divide."""
+    # Mamba-2's groups are repeated where they are fewer than ranks; a convolution has channels.
+    both = own.kind in ("gated_delta", "kda")
+    return gcd(own.heads, own.key_heads) if both else own.state_heads or own.channels
+
+
+def _of_all_tokens(plan: MicrobatchPlan, machine: Machine, own: RecurrentLayers) -> StatesCost:
+    # In place of states, in each zone's ranks, both passes alike.
+    seconds, moved, held = np.zeros(machine.num_ranks), np.zeros(len(machine.capacity())), tokens_per_rank(plan)
+    for ranks in dict.fromkeys(zone.ranks for zone in plan.zones if isinstance(zone, Zone)):
+        size, at = len(ranks), list(ranks)
+        if (heads := exchanged_heads(own)) % size:
+            raise InfeasibleError(
+                f"all tokens by heads: {heads} heads of {own.kind} layers cannot be dealt to groups of {size} ranks; "
+                "use a size that divides them"
+            )
+        seconds[at] = np.maximum(seconds[at], by_heads_s(own, machine, float(held[at].max()), size))
+        here = min(size, machine.cluster.node_size)
+        width = own.channels + own.gates + own.heads * own.value_dim
+        sent = np.zeros((2, machine.num_ranks))
+        sent[:, at] = (
+            held[at] * (width * machine.model.bytes_per_element / size) * np.array([[here - 1], [size - here]])
+        )
+        none = np.zeros((2, machine.num_ranks), dtype=np.int64)
+        moved += _resources(_Links(sent[[0, 0]], sent[[1, 1]], none, none), machine)
+    none_s = np.zeros(machine.num_ranks)
+    return StatesCost((seconds, seconds), (none_s, none_s), (moved, moved))
 
 
 def by_heads_s(own: RecurrentLayers, machine: Machine, num_tokens: float, ranks: int) -> float:

@@ -4,16 +4,17 @@ balance, memory.
 
 import argparse
 from collections.abc import Sequence
-from math import gcd
+from contextlib import suppress
 from typing import Any
 
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.states import by_heads_s, states_cost
+from megatron_balance.analysis.states import by_heads_s, exchanged_heads, states_cost
 from megatron_balance.cli import inputs, simulation
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.files import json_text
 from megatron_balance.lab.bench import Bench, PlayedCase, best_of, named, saving, standing
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.choice import PlannerChoice
 
 # Planners that others are held against unless somebody says another: what most jobs run, and what
 # papers compare with.
@@ -41,18 +42,33 @@ def run(args: argparse.Namespace) -> int:
     played, left_out = bench.compare(given.planners, baseline, explicit=len(args.planner) < len(PLANNERS))
     rows = sorted((each.row for each in played), key=standing)
     base = next(row for row in rows if row["planner"] == baseline)
-    flat = bench.one_by_one(given.planners)
+    flat, by_heads = bench.one_by_one(given.planners), heads_exchanged(bench, given.planners)
     if args.json:
         found = {"rows": rows, "best": best_of(rows), "baseline": baseline, "left_out": left_out, "kind": "simulated"}
         found |= {} if flat is None else {"flattened": flat}
+        found |= {} if by_heads is None else {"megatron_by_heads": by_heads}
         print(json_text({**found, "baseline_sizes": base["sizes"], **bench.described()}))
     else:
         _show(rows, left_out, base, bench)
         if sentence := of_states(played, bench.machine):
             inputs.console().print(sentence)
+        if by_heads is not None:
+            inputs.console().print(of_heads(by_heads, rows[0]))
         if flat is not None:
             inputs.console().print(_beside(flat, rows[0]))
     return 0
+
+
+def heads_exchanged(bench: Bench, choices: Sequence[PlannerChoice]) -> dict[str, Any] | None:
+    """Megatron's replicas whose recurrent layers exchange heads, of the fastest size; None: there are
+    no such layers, no replicas were asked for, or their heads go to no size that holds the batch.
+    """
+    megatron = next((each for each in choices if each.name == "megatron"), None)
+    if megatron is None or bench.given.model.recurrent is None:
+        return None
+    with suppress(InfeasibleError):
+        return bench.by_heads().play(megatron).row
+    return None
 
 
 def _beside(flat: dict[str, Any], best: dict[str, Any]) -> str:
@@ -104,13 +120,22 @@ def of_states(played: Sequence[PlayedCase], machine: Machine) -> str:
         states = states_cost(case.first_plan, machine)
         assert states is not None
         each.append(f"{case.row['planner']} {1e3 * float(states.seconds[0].max()):.2f}")
-    # Mamba-2's groups are repeated where they are fewer than ranks; a convolution has channels.
-    heads = gcd(own.heads, own.key_heads) if own.kind in ("gated_delta", "kda") else own.state_heads or own.channels
+    heads = exchanged_heads(own)
     most = max(size for size in range(1, machine.num_ranks + 1) if heads % size == 0)
     by_heads = by_heads_s(own, machine, played[0].first_plan.num_tokens / machine.num_ranks, most)
     return (
         f"states in each of {own.layers} recurrent layers, forward, ms: {', '.join(each)}; sending all tokens by heads "
         f"instead takes {1e3 * by_heads:.2f} in groups of {most} ranks, the most that {heads} heads go to"
+    )
+
+
+def of_heads(by_heads: dict[str, Any], best: dict[str, Any]) -> str:
+    """A sentence on the row of `heads_exchanged` beside the best one."""
+    fits = "" if by_heads["fits"] else ", which does not fit in memory"
+    return (
+        "Megatron-core itself, whose recurrent layers exchange all tokens by heads, takes "
+        f"{by_heads['step_s']:.3f} s a step with CP {by_heads['context_parallel']}{fits}: {best['planner']} is "
+        f"{by_heads['step_s'] / best['step_s']:.2f}x as fast"
     )
 
 

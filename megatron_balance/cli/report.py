@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, simulation
-from megatron_balance.cli.compare import baseline_of, of_sizes
+from megatron_balance.cli.compare import baseline_of, heads_exchanged, of_heads, of_sizes
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text, read_text
 from megatron_balance.planners import PLANNERS
@@ -114,6 +114,7 @@ def _rl(args: argparse.Namespace, library: str) -> tuple[dict[str, Any], str]:
 
 
 def _simulated(args: argparse.Namespace) -> dict[str, Any]:
+    from megatron_balance.lab.bench import standing
     from megatron_balance.lab.report.study import study
     from megatron_balance.planning.choice import choose_planner
 
@@ -133,9 +134,13 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     costs = "" if args.costs is None else str(args.costs)
     found = study(bench, choices, baseline, explicit=explicit, lengths=_lengths_from(args, given), costs=costs)
     base = next(row for row in found["rows"] if row["planner"] == baseline)
-    said = of_sizes(found["rows"], base)
+    by_heads = heads_exchanged(bench, choices)
+    said = (
+        of_sizes(found["rows"], base),
+        "" if by_heads is None else of_heads(by_heads, min(found["rows"], key=standing)),
+    )
     first, *others = found["answer"]
-    answer = [first, *([f"{said} (simulated)."] if said else []), *others]
+    answer = [first, *(f"{each} (simulated)." for each in said if each), *others]
     if real is not None:
         answer.append(real.sentence(baseline, base["step_s"]))
     return {**found, "answer": answer, "baseline_sizes": base["sizes"]}

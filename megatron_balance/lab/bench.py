@@ -171,7 +171,7 @@ class Bench:
         from megatron_balance.planning.choice import step_mode
 
         ping_pong, stages = self.ping_pong, self.stages
-        if self.given.model.recurrent is not None:  # neither is simulated, so only who asks for it is refused
+        if self.given.model.recurrent is not None:  # Megatron refuses both, so who asks for it has it alone
             ping_pong, stages = False if ping_pong == "auto" else ping_pong, stages or "stages"
         found = step_mode(choice, self.setup.pipeline, ping_pong, stages)
         if found.joint and self.given.model.other_layers:
@@ -260,7 +260,8 @@ class Bench:
             )
         joint = JointStages(self.pool.cluster, self.setup.interleave) if mode.joint else None
         on, memory = (given.cluster, given.model, given.planning_cost()), self.memory(mode)
-        context = StepContext(*on, joint=joint, ping_pong=mode.ping_pong, memory=memory)
+        by_heads = self.machine.by_heads
+        context = StepContext(*on, joint=joint, ping_pong=mode.ping_pong, memory=memory, by_heads=by_heads)
         choice = with_proposed(choice, self.lengths, context)
         begin = time.perf_counter()
         steps: list[StepPlan] = []
@@ -376,6 +377,11 @@ class Bench:
         from megatron_balance.simulator.step import bound_s
 
         return [bound_s(batches, self.machine, self.setup) for batches in self.steps]
+
+    def by_heads(self) -> Bench:
+        """The bench on which recurrent layers exchange all tokens by heads (`Machine.by_heads`)."""
+        machine, pool = (replace(each, by_heads=True) for each in (self.machine, self.pool))
+        return replace(self, machine=machine, pool=pool)
 
     def flattened(self) -> Bench | None:
         """The bench whose trees are rollouts of their own, each from root to leaf; None: no trees."""

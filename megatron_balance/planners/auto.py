@@ -57,20 +57,17 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     options: AutoOptions = context.options
     candidates = _candidates(context, options)
     bounds = Bounds.of(batch.lengths, context.cluster, context.model, context.cost, context.memory)
-    ordered = sorted(((each.tried.least(bounds), at) for at, each in enumerate(candidates)))
+    # Bounds are of a layer that attends, estimates of the mean layer.
+    attending = context.model.attending
+    ordered = sorted((attending * each.tried.least(bounds), at) for at, each in enumerate(candidates))
     priced: list[_PricedPlan] = []
     passed_over: list[str] = []
     refused: list[InfeasibleError] = []
     for bound_s, at in ordered:
         candidate = candidates[at]
         fitting = [each.estimate.layer_s for each in priced if each.estimate.backward.fits]
-        # Bounds are of lengths, and trees have fewer pairs; and of layers that all attend.
-        if (
-            not batch.trees
-            and context.model.recurrent is None
-            and fitting
-            and bound_s > min(fitting) * (1 - options.margin)
-        ):
+        # Bounds are of lengths, and trees have fewer pairs.
+        if not batch.trees and fitting and bound_s > min(fitting) * (1 - options.margin):
             passed_over.append(candidate.label)
             continue
         try:
@@ -82,7 +79,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     if not priced:
         raise refused[0] if refused else ConfigError("auto: no planner to ask (option planners)")
     priced = [priced[number] for number in best_first([each.estimate for each in priced])]
-    return replace(priced[0].plan, note=_note(priced, 0.0 if batch.trees else bounds.even(), passed_over))
+    return replace(priced[0].plan, note=_note(priced, 0.0 if batch.trees else attending * bounds.even(), passed_over))
 
 
 def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:

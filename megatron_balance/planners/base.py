@@ -107,6 +107,8 @@ class StepContext:
     refuses_by_price: bool = True
     """Whether plans are refused whose recurrent layers hand states on for longer than all tokens by
     heads would take; training warns, and goes on."""
+    by_heads: bool = False
+    """Whether they are priced as an exchange of all tokens by heads (`Machine.by_heads`)."""
     trees: tuple[Tree, ...] = ()
     """Of the step's sequences, numbered microbatch by microbatch as dealt; none: all are plain
     documents."""

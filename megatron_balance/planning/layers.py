@@ -154,7 +154,7 @@ def _layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
     cluster, cost, layers = context.cluster, context.cost, context.layers
     plan = _under(plan, context.model)
     made = with_layers(plan, cluster, cost, layers)
-    machine = Machine(cluster, context.model, cost, memory=context.memory)
+    machine = Machine(cluster, context.model, cost, memory=context.memory, by_heads=context.by_heads)
     if made.moves and layers.remap_when == "pays" and _num_rounds(plan) <= _MOST_ROUNDS:
         stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
         made = (made, stays)[best_first([estimate(each, machine) for each in (made, stays)])[0]]
@@ -172,8 +172,10 @@ def _check_states(plan: MicrobatchPlan, machine: Machine, *, refuses: bool) -> N
     sending all tokens by heads, as others do. Raises InfeasibleError: says both.
     """
     own = machine.model.recurrent
-    if own is None or isinstance(plan.mask, Forest) or (states := states_cost(plan, machine)) is None:
+    if own is None or machine.by_heads or isinstance(plan.mask, Forest):
         return
+    states = states_cost(plan, machine)
+    assert states is not None
     states_s, ranks = float(states.seconds[0].max()), machine.num_ranks
     by_heads = by_heads_s(own, machine, plan.num_tokens / ranks, ranks)
     if states_s > by_heads + _STATES_S:

@@ -9,7 +9,7 @@ from megatron_balance.analysis import rounds
 from megatron_balance.analysis.clocks import Outcome, hosts_behind
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
-from megatron_balance.analysis.states import states_cost
+from megatron_balance.analysis.states import states_of
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import compile_ranks
@@ -74,24 +74,30 @@ def mean_call(calls: Sequence[tuple[BothPhases, float]]) -> BothPhases:
     )
 
 
-def beside(call: BothPhases, plan: MicrobatchPlan, machine: Machine, linear: tuple[Floats, Floats]) -> BothPhases:
+def beside(
+    call: BothPhases,
+    plans: Sequence[MicrobatchPlan],
+    machine: Machine,
+    linear: tuple[Floats, Floats],
+    num_layers: int | None = None,
+) -> BothPhases:
     """The call of a mean layer, of the calls of those that attend by their share of all, with what the
     others do; `linear`: seconds outside attention, after which calls begin.
+
+    `num_layers`: of `plans`, nano-batches, that the call goes through, modules outside attention
+    computing in it; their states hide behind nothing.
     """
-    if (states := states_cost(plan, machine)) is None:
+    if (states := states_of(plans, machine)) is None:
         return call
     attention, recurrent, _ = machine.model.layer_shares
+    times, found = num_layers or 1, list[Outcome]()
     of_states = zip(states.seconds, states.compute_s, states.moved, strict=True)
-    return BothPhases(
-        *(
-            Outcome(
-                each.end_s + (1 - attention) * own + recurrent * seconds,
-                each.compute_s + recurrent * compute_s,
-                each.bytes_moved + recurrent * moved,
-            )
-            for each, own, (seconds, compute_s, moved) in zip(call, linear, of_states, strict=True)
-        )
-    )
+    for each, own, (seconds, compute_s, moved) in zip(call, linear, of_states, strict=True):
+        others = times * (1 - attention) * own
+        computes = times * recurrent * compute_s + (0.0 if num_layers is None else others)
+        end_s = each.end_s + others + times * recurrent * seconds
+        found.append(Outcome(end_s, each.compute_s + computes, each.bytes_moved + times * recurrent * moved))
+    return BothPhases(*found)
 
 
 def check_engine(name: EngineName, machine: Machine) -> None:

@@ -72,8 +72,6 @@ def layers(
     no NIC with attention's transfers. Raises ConfigError: the round engine is asked for what it does
     not know.
     """
-    if machine.model.recurrent is not None:
-        raise ConfigError(f"{machine.model.name} has recurrent layers, and nano-batches of those are not simulated")
     for nano_batch in nano_batches:
         machine.check(nano_batch)
     zones = [zone for nano_batch in nano_batches for zone in nano_batch.zones]

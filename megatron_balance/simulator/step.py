@@ -18,7 +18,7 @@ from megatron_balance.analysis.backward import Decision, decide
 from megatron_balance.analysis.clocks import Outcome
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.rounds import coupled, in_step
-from megatron_balance.analysis.states import mean_layer_s, states_cost
+from megatron_balance.analysis.states import mean_layer_s, states_of
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
@@ -178,7 +178,7 @@ class _StepRun:
         for alike in zip(*(by_mask(plan, machine) for plan in plans), strict=True):
             (_, on, part), own = alike[0], [plan for plan, _, _ in alike]
             calls.append((mean_call([(run(own, on, policy), share) for policy, share in self.shares]), part))
-        call = beside(mean_call(calls), plans[0], machine, (linear[0], linear[1]))
+        call = beside(mean_call(calls), plans, machine, (linear[0], linear[1]), num_layers if in_turns else None)
         groups = np.array([coupled(plan) for plan in plans])
         group = np.zeros_like(groups[0]) if (groups != groups[0]).any() else groups[0]
         times = num_layers if in_turns else 1
@@ -187,7 +187,7 @@ class _StepRun:
             for backward in (False, True)
         )
         attention_s, attention_back_s = (each.end_s / times - own for each, own in zip(call, linear, strict=True))
-        states, (_, recurrent, _) = states_cost(plans[0], machine), machine.model.layer_shares
+        states, (_, recurrent, _) = states_of(plans, machine), machine.model.layer_shares
         states_s = None if states is None else (recurrent * states.seconds[0], recurrent * states.seconds[1])
         forward_s, backward_s = (
             mean_layer_s(each, linear[at], states, group, machine.model, backward=bool(at))

@@ -20,6 +20,7 @@ from megatron_balance.analysis.change import Layouts, PipelineWork, base_sync_s,
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES
 from megatron_balance.analysis.rounds import coupled, in_step
+from megatron_balance.analysis.states import mean_layer_s, states_of
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
@@ -33,7 +34,7 @@ from megatron_balance.ir.step import StepPlan, Tick, TickPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planning.ticks import neighbour, passes_on
 from megatron_balance.simulator import ping_pong
-from megatron_balance.simulator.attention import attention_call, linear_s
+from megatron_balance.simulator.attention import attention_call, beside, linear_s, mean_call
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 from megatron_balance.simulator.step import PHASES, Step, simulate_step
 
@@ -104,8 +105,6 @@ class _TicksRun:
         self.machine, self.setup, self.num_stages = machine, setup, num_stages
         self.size, spare = divmod(machine.num_ranks, num_stages)
         chunks = num_stages * setup.interleave
-        if machine.model.recurrent is not None:
-            raise ConfigError(f"{machine.model.name} has recurrent layers, and ticks of those are not simulated")
         self.layers, rest = divmod(machine.model.num_layers, chunks)
         if setup.pipeline not in (1, num_stages):
             raise ConfigError(f"the ticks are of {num_stages} pipeline stages, the setup has {setup.pipeline}")
@@ -148,25 +147,32 @@ class _TicksRun:
         return self.known[key]
 
     def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_TickPass]:
-        # Forward and backward.
-        setup, groups = self.setup, [coupled(plan) for plan in plans]
+        # Forward and backward. States of recurrent layers count with attention.
+        setup, groups, model = self.setup, [coupled(plan) for plan in plans], self.machine.model
         # those that share experts are ranks of one stage
         experts = [added_s(plan, StageSetup(self.machine, self.setup), self.size) for plan in plans]
         linear = np.sum([linear_s(plan, self.machine) for plan in plans], axis=0) + np.sum(experts, axis=0)
-        if len(plans) > 1:
+        states, group, none = states_of(plans, self.machine), np.zeros_like(groups[0]), np.zeros(self.machine.num_ranks)
+        group = groups[0] if all((each == groups[0]).all() for each in groups) else group
+        entered, in_turns = (linear[0], linear[1]), len(plans) > 1
+        if in_turns:
             mode = ping_pong.PingPongMode("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
-            passes = ping_pong.layers(plans, self.machine, self.layers, mode, experts)
-            return [
-                _TickPass(_in_step(o.end_s, groups), self.layers * own, o.compute_s, o.bytes_moved)
-                for o, own in zip(passes, linear, strict=True)
-            ]
-        call = attention_call(plans[0], self.machine, "replay", (linear[0], linear[1]), setup.engine, setup.transport)
-        return [
-            _TickPass(
-                *(self.layers * each for each in (_in_step(o.end_s, groups), own, o.compute_s + own, o.bytes_moved))
-            )
-            for o, own in zip(call, linear, strict=True)
-        ]
+            call = ping_pong.layers(plans, self.machine, self.layers, mode, experts)
+        else:
+            call = attention_call(plans[0], self.machine, "replay", entered, setup.engine, setup.transport)
+        call = mean_call([(call, model.attending)])
+        with_others = beside(call, plans, self.machine, entered, self.layers if in_turns else None)
+        found: list[_TickPass] = []
+        for at, (attended, whole, own) in enumerate(zip(call, with_others, linear, strict=True)):
+            others_s = mean_layer_s(none, own, states, group, model, backward=bool(at))
+            attended_s = _in_step(attended.end_s, groups)
+            if in_turns:
+                seconds = attended_s + self.layers * others_s
+                found.append(_TickPass(seconds, self.layers * own, whole.compute_s, whole.bytes_moved))
+            else:
+                each = (attended_s + others_s, own, whole.compute_s + own, whole.bytes_moved)
+                found.append(_TickPass(*(self.layers * one for one in each)))
+        return found
 
     def _head(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> Floats:
         # Seconds of the loss, on the ranks of the last stage's last chunk.

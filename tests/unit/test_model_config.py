@@ -267,6 +267,85 @@ def test_recurrent_layers_are_those_that_transformers_builds(family: str) -> Non
         model_config.facts(config)
 
 
+# Sizes of published `config.json`s, by the sources that the presets name.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3.5-35b-a3b": {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "model_type": "qwen3_5_moe_text",
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+            "num_hidden_layers": 40,
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "vocab_size": 248320,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "hidden_act": "silu",
+            "shared_expert_intermediate_size": 512,
+        },
+    },
+    "nemotron-h-8b": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        "num_hidden_layers": 52,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "vocab_size": 131072,
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+    },
+    "kimi-linear-48b-a3b": {
+        "model_type": "kimi_linear",
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "kda_layers": [n for n in range(1, 27) if n % 4],
+            "head_dim": 128,
+            "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+        "num_hidden_layers": 27,
+        "hidden_size": 2304,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 72,
+        "intermediate_size": 9216,
+        "vocab_size": 163840,
+        "hidden_act": "silu",
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 1,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "moe_intermediate_size": 1024,
+        "num_shared_experts": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_of_hybrid_models_have_the_published_sizes(name: str, tmp_path: Path) -> None:
+    assert replace(load_model(written(tmp_path, PUBLISHED[name])), name=name) == load_model(name)
+
+
 def test_presets_of_hybrid_models_have_their_parameters_and_say_what_is_missing(tmp_path: Path) -> None:
     for name, billions in (("qwen3.5-35b-a3b", 34.7), ("nemotron-h-8b", 8.1), ("kimi-linear-48b-a3b", 49.1)):
         assert num_parameters(load_model(name)) / 1e9 == pytest.approx(billions, rel=0.01)

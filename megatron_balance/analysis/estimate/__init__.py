@@ -343,9 +343,9 @@ _STEPS = 12
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of a batch, forward and backward together. `attention_s`: of the whole batch on one
-    rank, forward and backward; `linear_s`: of a rank's even share of the tokens, both. Of hybrid
-    models `even` alone is of the mean layer.
+    """Bounds of a batch, forward and backward together, of a layer that attends with its part of
+    the others (`Model.attending`; states are left out). `attention_s`: of the whole batch on one
+    rank, forward and backward; `linear_s`: of a rank's even share of the tokens, both.
     """
 
     lengths: Sequence[int]
@@ -367,7 +367,8 @@ class Bounds:
         pairs = machine.whole(np.array(lengths, dtype=np.int64))
         forward, backward = (float(cost.attend_s(pairs, launch, 1, backward=b)[0]) for b in (False, True))
         tokens = sum(lengths) / cluster.num_ranks
-        return cls(lengths, machine, (forward, backward), sum(cost.layer_s(tokens, backward=b) for b in (False, True)))
+        linear_s = sum(cost.layer_s(tokens, backward=b) for b in (False, True)) / model.attending
+        return cls(lengths, machine, (forward, backward), linear_s)
 
     @property
     def _halos(self) -> bool:
@@ -384,8 +385,7 @@ class Bounds:
 
     def even(self) -> float:
         """Of any plan: all computation even, nothing moves (as `simulator.step.bound_s`)."""
-        attention_s = self.machine.model.attending * sum(self.attention_s)
-        return attention_s / self.machine.cluster.num_ranks + self.linear_s
+        return sum(self.attention_s) / self.machine.cluster.num_ranks + self.linear_s
 
     def rings(self) -> float:
         """Of plans of rings: a rank of the longest sequence's ring attends to its part of it and
@@ -492,7 +492,7 @@ class Bounds:
         sizes = [*dict.fromkeys([*(size for size in fitting if model.num_heads % size == 0), cluster.num_ranks])]
         pairs, launch = machine.whole(np.array(self.lengths, dtype=np.int64)), np.arange(len(own))
         attention = sum(cost.attend_s(pairs, launch, len(own), backward=b) for b in (False, True))
-        token_s = sum(cost.layer_s(_MANY, backward=b) for b in (False, True)) / _MANY
+        token_s = sum(cost.layer_s(_MANY, backward=b) for b in (False, True)) / (_MANY * model.attending)
         heads = np.array([most_heads(model, size)[0] / model.num_heads for size in sizes])[:, None]
         exchange = np.array([self._exchange_s(size) for size in sizes])[:, None]
         alone = attention * heads + own * (token_s / np.array(sizes)[:, None] + exchange)

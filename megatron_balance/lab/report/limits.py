@@ -150,7 +150,7 @@ def _call(plan: MicrobatchPlan, enter_s: tuple[Floats, Floats], machine: Machine
     each = by_mask(plan, machine)
     how = setup.drawn, enter_s, setup.engine, setup.transport
     call = mean_call([(attention_call(own, on, *how), share) for own, on, share in each])
-    return beside(call, plan, machine, enter_s)
+    return beside(call, (plan,), machine, enter_s)
 
 
 def _each_microbatch(steps: Sequence[StepPlan], setup: Setup, machine: Machine) -> list[tuple[MicrobatchPlan, float]]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.analysis.states import piece_s
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, MachineCost
 from megatron_balance.cost.kernel import TILE_TOKENS, law_of
 from megatron_balance.ir.arrays import Bools
@@ -62,6 +63,8 @@ class GroupCosts:
     """Seconds a key of a lone thread block: a launch of few queries ends on its longest one."""
     linear_s: float = field(init=False)
     """Seconds a token of a rank in the linear modules, forward."""
+    states_s: float = field(init=False)
+    """Seconds a piece of a cut sequence on a rank for the states of recurrent layers, both passes."""
     heads: float = field(init=False)
     """Ranks of a group that the heads divide among evenly: what the rank with most heads has."""
     trades: tuple[tuple[float, float], tuple[float, float], tuple[float, float]] = field(init=False)
@@ -89,6 +92,7 @@ class GroupCosts:
         self.backward = (backward[0] - self.piece_s * _TYPICAL) / forward[0]
         self.key_s = max(0.0, forward[1] - self.cost.launch_s(1)) / _TYPICAL
         self.linear_s = self.cost.linear_s(1.0)
+        self.states_s = piece_s(self.model, self.cluster, self.cost)
         self._share_heads()
 
     def _share_heads(self) -> None:
@@ -386,7 +390,17 @@ def _layer_s(
     # A layer takes no less than hosts do to issue its attention beside the modules outside.
     ahead_s, behind_s, most_s = ahead.max(axis=1), behind.max(axis=1), linear_s.max(axis=1)[:, None]
     issued = _issue_s(waits, costs, numbers, has_lead=lead is not None)
-    return np.maximum(ahead_s, most_s + issued[0]) + np.maximum(behind_s, 2 * most_s + issued[1])
+    layer_s = np.maximum(ahead_s, most_s + issued[0]) + np.maximum(behind_s, 2 * most_s + issued[1])
+    return layer_s + costs.states_s * _pieces(placed, costs.size) if costs.states_s else layer_s
+
+
+def _pieces(placed: Trimmed, size: int) -> Floats:
+    """Pieces of cut sequences on a rank of the group that has most [placements, 1]."""
+    # Two chunks of a row but one of the last, in as many runs as the group has ranks.
+    chunks = np.where(placed.place + 1 < placed.count, 2.0, placed.count > 1)
+    index, shape = placed.placement * placed.load.shape[1] + placed.group, placed.load.shape
+    of_group = np.bincount(index, chunks, shape[0] * shape[1]).reshape(shape)
+    return (of_group.max(axis=1, keepdims=True) + size - 1) / size
 
 
 def _issue_s(waits: Bools, costs: GroupCosts, numbers: Floats, *, has_lead: bool) -> tuple[Floats, Floats]:

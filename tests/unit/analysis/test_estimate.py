@@ -13,6 +13,7 @@ from megatron_balance.analysis.estimate import Bounds, Estimate, best_first, est
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.forest import num_tokens
@@ -175,6 +176,23 @@ def test_layers_of_hybrid_models_are_estimated_as_near(name: str) -> None:
         assert found.layer_s * model.num_layers == pytest.approx(seconds, rel=0.01)
         assert step.phases_s["forward_states"] > 0
         assert found.backward.peak_bytes == pytest.approx(step.backward.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_bounds_of_hybrid_models_are_below_and_count_what_only_some_layers_do(name: str) -> None:
+    gdn = RecurrentLayers("gated_delta", 24, 8, 32, heads=32, value_dim=128, key_heads=16, key_dim=128)
+    model = replace(MODEL, recurrent=gdn)
+    machine, bounds = Machine(H200, model, AnalyticCost(H200, model)), []
+    for lengths in (LENGTHS, [120_000], [6000] * 30):
+        bounds = Bounds.of(lengths, H200, model, machine.cost)
+        try:
+            found = estimate(make_planner(name, H200, model)(lengths), machine)
+        except InfeasibleError:
+            continue  # its pieces are dearer than all tokens by heads
+        (tried, *_) = PLANNERS[name].tries
+        assert model.attending * tried.least(bounds) <= 1.001 * found.layer_s
+        dense = Bounds.of(lengths, H200, MODEL, AnalyticCost(H200, MODEL))
+        assert bounds.attention_s == dense.attention_s
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,16 @@ import pytest
 from megatron_balance import MicrobatchPlan, Model, cli, make_planner
 from megatron_balance.analysis.backward import microbatch_bytes
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.recurrent import SummarySizes, bytes_moved, kept_bytes
+from megatron_balance.analysis.recurrent import Pieces, SummarySizes, bytes_moved, kept_bytes
 from megatron_balance.analysis.states import by_heads_s, round_links, states_cost
+from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.recurrent import compile_recurrent
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.modules import layer_modules, scan_module
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.forest import num_tokens
 from megatron_balance.ir.model import RecurrentLayers
 from megatron_balance.ir.plan import Zone
@@ -176,11 +178,45 @@ def test_compare_holds_states_against_all_tokens_by_heads(capsys: pytest.Capture
         "--lengths",
         "60000,40000,9000",
     ]
-    asked += ["--planner", "distca", "--planner", "zeppelin", "--recompute", "full"]
+    asked += ["--planner", "distca", "--planner", "zeppelin", "--planner", "megatron", "--recompute", "full"]
     assert cli.main(asked) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "states in each of 24 recurrent layers, forward, ms: " in said
     assert "in groups of 32 ranks, the most that 128 heads go to" in said
+    assert "Megatron-core itself, whose recurrent layers exchange all tokens by heads, takes " in said
+
+
+def test_megatron_itself_exchanges_all_tokens_by_heads_in_groups_that_they_go_to() -> None:
+    machine = machine_of(MODEL)
+    by_heads = replace(machine, by_heads=True)
+    plan = make_planner("megatron", machine.cluster, MODEL, context_parallel=8)(LENGTHS)
+    found = states_cost(plan, by_heads)
+    assert found is not None
+    held = tokens_per_rank(plan).reshape(2, 8).max(axis=1).tolist()
+    wanted = [by_heads_s(GDN, machine, tokens, 8) for tokens in held]
+    assert found.seconds[0].reshape(2, 8).max(axis=1).tolist() == found.seconds[1][::8].tolist() == wanted
+    assert found.seconds[0].tolist() != states_cost(plan, machine).seconds[0].tolist()  # pyright: ignore[reportOptionalMemberAccess]
+    # What moves: seven eighths of every token's channels, gates and outputs, over links inside nodes.
+    width = GDN.channels + GDN.gates + GDN.heads * GDN.value_dim
+    assert found.moved[0][:16].sum() == pytest.approx(sum(LENGTHS) * 2 * width * 7 / 8)
+    assert not found.moved[0][32:].any()
+    steps = [simulate_step([plan], each).step_s for each in (machine, by_heads)]
+    assert steps[0] != steps[1]
+    machine = machine_of(MODEL, 32)
+    wide = make_planner("megatron", machine.cluster, MODEL, context_parallel=32)((40_000,) * 4)
+    with pytest.raises(InfeasibleError, match="16 heads of gated_delta layers cannot be dealt to groups of 32"):
+        states_cost(wide, replace(machine, by_heads=True))
+
+
+def test_documents_whose_rows_by_heads_would_be_fewer_bytes_are_those_of_planners_that_cut_all() -> None:
+    machine = machine_of(MODEL)
+    row_bytes = 2 * (GDN.channels + 2 * GDN.heads + GDN.heads * GDN.value_dim)
+    for name, fewer in (("zeppelin", 0), ("distca", 0), ("magi", 0), ("ulysses", 0), ("te_ring", 4)):
+        pieces = np.bincount(Pieces.of(planned(name, machine)).held[:, Placed.SEQ])
+        numbers = 2 * (pieces - 1) * GDN.key_dim * GDN.value_dim + np.maximum(pieces - 2, 0) * GDN.map_size
+        by_heads = np.array(LENGTHS) * row_bytes < 4 * GDN.heads * numbers
+        assert by_heads.sum() >= fewer, name
+        assert fewer or not by_heads.any(), name
 
 
 def test_a_plan_of_trees_is_refused() -> None:

@@ -15,6 +15,8 @@ from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.analysis.backward import microbatch_bytes
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.recurrent import Pieces
+from megatron_balance.analysis.states import piece_s
 from megatron_balance.analysis.statistics import plan_statistics, tokens_per_rank
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.proof.runs import issued, verify_issue_order
@@ -535,6 +537,19 @@ def test_waves_are_never_behind_rings_of_groups_where_backwards_pay_for_pieces_o
         for options in ({}, {"rule": "groups"})
     )
     assert waves <= rings * (1 + 1e-9)
+
+
+def test_waves_of_a_hybrid_model_cut_less_than_attention_alone_would_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, model = cluster(), replace(load_model("qwen3.5-35b-a3b"), expert_split=32)
+    machine = Machine(own, model, AnalyticCost(own, model))
+    drawn = np.random.default_rng(1).lognormal(8.5, 1.3, 90).astype(int) + 64
+    lengths = tuple(np.minimum(drawn, 131_072).tolist())
+    plan = make_planner("zeppelin", own, model)(lengths)
+    monkeypatch.setattr("megatron_balance.planners.zeppelin.price.piece_s", lambda *_: 0.0)
+    unaware = make_planner("zeppelin", own, model)(lengths)
+    assert len(Pieces.of(plan).held) < len(Pieces.of(unaware).held)
+    assert estimate(plan, machine).layer_s < 0.97 * estimate(unaware, machine).layer_s
+    assert piece_s(MODEL, own, machine.cost) == 0.0
 
 
 def test_many_groups_that_begin_far_above_what_is_to_be_beaten_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

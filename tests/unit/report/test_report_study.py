@@ -78,6 +78,18 @@ def test_the_parts_of_a_step_add_up_to_it(study, limits_of, options):
     assert ("sockets" in found["timeline_left_out"]) == ("sockets" in options)
 
 
+def test_a_hybrid_model_has_its_states_and_what_megatron_itself_takes(study, limits_of, tmp_path):
+    model = tmp_path / "hybrid.yaml"
+    recurrent = "{kind: mamba2, layers: 20, attention_layers: 6, mlp_layers: 26, heads: 32, value_dim: 64"
+    model.write_text(f"base: llama-3b\nrecurrent: {recurrent}, key_heads: 8, key_dim: 128}}\n", encoding="utf-8")
+    found = study(f"{INPUTS} --planner zeppelin --planner megatron --model {model}")
+    for row in found["rows"]:
+        assert 0 < row["phases_s"]["forward_states"] < row["phases_s"]["forward_linear"]
+        assert sum(found["limits"][row["planner"]]["parts_s"].values()) == pytest.approx(row["step_s"], rel=1e-6)
+    assert any("Megatron-core itself, whose recurrent layers exchange" in each for each in found["answer"])
+    assert "states of recurrent layers" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_balance.lab.report.study.MOST_RANKS", 1)  # a cluster of 129 takes seconds
     found = study(f"{INPUTS} --planner zeppelin --tensor-parallel 2".replace("-rank 4000", "-rank 8000"))

@@ -10,10 +10,12 @@ import pytest
 
 from megatron_balance import Cluster, Model
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.states import states_cost, states_of
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost import analytic, parallel
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.model import RecurrentLayers
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.step import TickPlan
@@ -30,9 +32,9 @@ from tests.support.flat_cost import INTER, flat_machine
 MODEL = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_size=1024, ffn_size=4096)
 
 
-def machine(num_ranks: int) -> Machine:
+def machine(num_ranks: int, model: Model = MODEL) -> Machine:
     cluster = Cluster(num_ranks=num_ranks, ranks_per_node=num_ranks)
-    return Machine(cluster, MODEL, analytic.AnalyticCost(cluster, MODEL))
+    return Machine(cluster, model, analytic.AnalyticCost(cluster, model))
 
 
 def owned_rows(lengths: tuple[int, ...], owned: Rows, num_ranks: int) -> MicrobatchPlan:
@@ -69,6 +71,27 @@ def test_microbatches_that_are_alike_take_as_long_as_their_ticks(stages: int, ch
     assert least + head < found.step_s <= most * (1 + 1e-9)
     assert len(found.end_s) == 2 * count
     assert (np.diff(found.end_s) >= 0).all()
+
+
+def test_hybrid_models_take_the_same_in_ticks_and_states_of_both_nano_batches() -> None:
+    mamba = RecurrentLayers("mamba2", 6, 2, 8, heads=16, value_dim=64, key_heads=2, key_dim=64)
+    on, attends = machine(2, replace(MODEL, recurrent=mamba)), machine(2)
+    cut = Rows.of(4, [(0, 0, 0, 2048), (1, 0, 2048, 4096), (0, 1, 0, 1000), (1, 1, 1000, 3000)])
+    plans = [owned_rows((4096, 3000), cut, 2), whole(2048, 2048)]
+    own = states_cost(plans[0], on)
+    assert own is not None
+    assert own.seconds[0].min() > 0
+    for parts in ([plans[0]], plans):
+        whole_step = [tuple(parts) if len(parts) > 1 else plans[0]]
+        step = simulate_step(whole_step, on, Setup(policy="replay"))
+        first, *second = (planned([each], 1) for each in parts)
+        found = simulate_ticks(first, on, Setup(), *second)
+        around = step.phases_s["gradient_sync"] + step.phases_s["optimizer"]
+        assert found.step_s == pytest.approx(step.step_s - around)
+        states = sum(states_of([each], on).seconds[0].max() for each in parts)  # pyright: ignore[reportOptionalMemberAccess]
+        assert step.phases_s["forward_states"] == pytest.approx(6 * states, rel=0.01)
+        dense = simulate_step(whole_step, attends, Setup(policy="replay"))
+        assert step.attention_s["forward"] - 6 * states < 0.5 * dense.attention_s["forward"]
 
 
 def test_one_stage_takes_what_a_step_takes() -> None:
