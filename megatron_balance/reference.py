@@ -51,18 +51,20 @@ class Result:
     v_grad: tuple[Floats, ...] | None = None
 
 
-def run(
+def run(  # noqa: PLR0913  a call's tensors and how they are scored
     program: Program,
     q: Sequence[Floats],
     k: Sequence[Floats],
     v: Sequence[Floats],
     scale: float,
     dout: Sequence[Floats] | None = None,
+    *,
+    softcap: float = 0.0,
 ) -> Result:
     """Outputs of the program and, given `dout`, its gradients.
 
     One per sequence: q [L, H, D], dout [L, H, V], k [L, G, D], v [L, G, V]; scale multiplies the
-    scores.
+    scores; `softcap`: if not 0, what is left of them is softcap * tanh(score / softcap).
 
     Raises InvalidProgramError: an op reads what its rank does not hold, or an output is not
     complete at its owner.
@@ -70,7 +72,7 @@ def run(
     if not program.lengths:
         gradients = () if dout is not None else None
         return Result((), (), gradients, gradients, gradients)
-    machine = _ReferenceRanks(program, (q[0].shape[2], v[0].shape[2]), scale)
+    machine = _ReferenceRanks(program, (q[0].shape[2], v[0].shape[2]), (scale, softcap))
     machine.place(Kind.Q, _concat(q))
     machine.place(Kind.KV, np.concatenate([_concat(k), _concat(v)], axis=2))
     machine.execute("forward", program.forward)
@@ -121,10 +123,10 @@ class _Table:
 class _ReferenceRanks:
     """Values of all ranks, by kind and rank: one table (`copied`), or several by age (`partials`)."""
 
-    def __init__(self, program: Program, widths: tuple[int, int], scale: float) -> None:
+    def __init__(self, program: Program, widths: tuple[int, int], scoring: tuple[float, float]) -> None:
         self.program = program
         self.head_dim, self.value_dim = widths
-        self.scale = scale
+        self.scale, self.softcap = scoring
         self.ratio = program.num_heads // program.num_kv_heads
         self.base = np.concatenate([[0], np.cumsum(program.lengths)]).astype(int).tolist()
         self.num_tokens = self.base[-1]
@@ -288,6 +290,8 @@ class _ReferenceRanks:
             dout, out, lse = np.split(final, [self.value_dim, 2 * self.value_dim], axis=2)
             weights = np.exp(scores - lse)
             grad = weights * (dout @ v.swapaxes(1, 2) - (dout * out).sum(axis=2, keepdims=True)) * self.scale
+            if self.softcap:
+                grad *= 1 - (np.maximum(scores, -self.softcap) / self.softcap) ** 2
             _scatter(q_partial, block.queries, block.heads, grad @ k, block.seeing)
             kv_grad = np.concatenate([grad.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ dout], axis=2)
             # The query heads of a key-value head add up.
@@ -341,6 +345,8 @@ class _ReferenceRanks:
         # Scaled scores [heads, queries, keys]; minus infinity where the op does not ask or the
         # query may not see.
         scores = self.queries(block, rank) @ self.keys(block, rank)[0].swapaxes(1, 2) * self.scale
+        if self.softcap:
+            scores = self.softcap * np.tanh(scores / self.softcap)
         return np.where(block.wanted, scores, -np.inf)
 
     def error(self, complaint: str) -> InvalidProgramError:

@@ -140,8 +140,9 @@ class _RlStep:
     batch: Batch
     members: tuple[tuple[int, ...], ...]
     """Of each group, its samples."""
-    names: tuple[str, ...]
-    """Of each group, for errors."""
+    labels: tuple[Hashable, ...]
+    """Of each group; `what`: a sample or a group."""
+    what: str
     stage: Cluster
     """The ranks of a pipeline stage."""
     model: Model
@@ -184,12 +185,12 @@ class _RlStep:
         members: dict[Hashable, list[int]] = {}
         for seq, label in enumerate(labels):
             members.setdefault(label, []).append(seq)
-        what = "sample" if groups is None else "group"
         stage = wide_ranks(joined_nodes(cluster, options.tensor), options.tensor)
         return cls(
             batch,
             tuple(map(tuple, members.values())),
-            tuple(f"{what} {label}" for label in members),
+            tuple(members),
+            "sample" if groups is None else "group",
             stage_cluster(stage, cluster.num_ranks // (options.tensor * options.pipeline)),
             replace(model, expert_split=options.expert) if model.num_experts else model,
             options,
@@ -301,8 +302,9 @@ class _RlStep:
             if tokens <= most:
                 return size, tokens
         raise InfeasibleError(
-            f"{self.names[group]} has {sum(lengths)} tokens; the {allowed[-1]} ranks that may share it hold {most} "
-            f"each of a microbatch. Raise max_tokens to at least {tokens}, use more context-parallel ranks, or drop it"
+            f"{self.what} {self.labels[group]} has {sum(lengths)} tokens; the {allowed[-1]} ranks that may share it "
+            f"hold {most} each of a microbatch. Raise max_tokens to at least {tokens}, use more context-parallel "
+            "ranks, or drop it"
             + (", or let all ranks attend (attend='pool')" if self.options.attend == "context" else "")
         )
 
@@ -313,11 +315,11 @@ class _RlStep:
 
         ranks, lengths, trees = self.stage.num_ranks, self.batch.lengths, self.batch.trees
         totals = [sum(lengths[seq] for seq in members) for members in self.members]
-        for label, total in zip(self.names, totals, strict=True):
+        for label, total in zip(self.labels, totals, strict=True):
             if total > ranks * most:
                 raise InfeasibleError(
-                    f"{label} has {total} tokens; {ranks} ranks hold {most} each of a microbatch. Raise max_tokens to "
-                    f"at least {-(-total // ranks)}, use more ranks, or drop it"
+                    f"{self.what} {label} has {total} tokens; {ranks} ranks hold {most} each of a microbatch. Raise "
+                    f"max_tokens to at least {-(-total // ranks)}, use more ranks, or drop it"
                 )
         fewest, held = self.fewest, [(1, total) for total in totals]
         while True:
@@ -368,7 +370,9 @@ class _RlStep:
         from megatron_balance.solvers.microbatches import MicrobatchesProblem, deal
 
         widths, tokens = np.array(held, dtype=np.int64).reshape(-1, 2).T
-        of_groups = np.array([seconds[list(members)].sum() for members in self.members]) / widths
+        group = np.repeat(np.arange(len(self.members)), [len(members) for members in self.members])
+        seqs = np.array([*chain.from_iterable(self.members)], dtype=np.int64)
+        of_groups = np.bincount(group, seconds[seqs], len(self.members)) / widths
         count = self.stage.num_ranks // self.options.context if places is None else places
         problem = MicrobatchesProblem(tokens, of_groups, widths, count, most)
         return deal(problem, fewest or self.fewest, self.options.multiple_of)

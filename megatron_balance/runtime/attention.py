@@ -12,10 +12,12 @@ from torch import Tensor
 
 from megatron_balance.compile.ping_pong import NanoSegment
 from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun, run_backward, run_forward
 from megatron_balance.runtime.kernels.latent import LatentKernel
-from megatron_balance.runtime.lower.memory import Buffers, wide_dtype
+from megatron_balance.runtime.lower.memory import Buffers, CallForm, received_in, shapes, wide_dtype
+from megatron_balance.runtime.lower.steps import INPUTS
 from megatron_balance.runtime.phase_run import PhaseRun, Received
 
 T = TypeVar("T")
@@ -118,6 +120,73 @@ def _of_layer(bound: Bound, weight: Tensor | None) -> Bound:
         return bound
     kernel: Any = bound.kernel
     return replace(bound, kernel=kernel.with_weight(weight))
+
+
+def attend_flat(  # noqa: PLR0913, PLR0917  as `balanced_attention`
+    bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sink: Tensor | None, room: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward of `balanced_attention` for a caller that keeps tensors itself, as an operator's
+    does: output [T, H, V], LSE [T, H], and what was received for the backward, one behind the other
+    in `room` elements. ConfigError: as there.
+    """
+    _check(q, k, v, bound, sink)
+    out, lse, received = run_forward(bound, q, (k, v), _scale(scale, bound))
+    flat = q.new_empty(room)
+    kept = _received_in(flat, bound)
+    for buffer, x in kept.q.items():
+        x.copy_(received.q[buffer])
+    for buffer, parts in kept.kv.items():
+        for x, got in zip(parts, received.kv[buffer], strict=True):
+            x.copy_(got)
+    return *_with_sink(out, lse, sink), flat
+
+
+def attend_flat_back(  # noqa: PLR0913, PLR0917  what the forward took and gave
+    bound: Bound,
+    dout: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    final: tuple[Tensor, Tensor],
+    flat: Tensor,
+    scale: float | None,
+    sink: Tensor | None,
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Gradients of q, k and v, and that of the sink; `final`: output and LSE of `attend_flat`."""
+    received = _received_in(flat, bound)
+    grads = run_backward(bound, dout, inputs, final, received, _scale(scale, bound))
+    return grads, _sink_gradient(dout, final, sink)
+
+
+def room_of(bound: Bound) -> int:
+    """Elements of what a call receives and keeps for its backward."""
+    return sum(math.prod(shape) for _, _, shapes in _kept(bound) for shape in shapes)
+
+
+def _kept(bound: Bound) -> list[tuple[Kind, int, list[tuple[int, ...]]]]:
+    """Kind, buffer and shapes of each input that a call keeps for its backward."""
+    if bound.policy != "keep":
+        return []
+    form = _form(bound)
+    messages = [m for m in received_in(bound.phase("forward")) if m.kind in INPUTS]
+    return [(m.kind, m.buffer, [shape for shape, _ in shapes(m.carried, form)]) for m in messages]
+
+
+def _received_in(flat: Tensor, bound: Bound) -> Received:
+    """The inputs that lie in `flat`, as views of it."""
+    received, at = Received(), 0
+    for kind, buffer, of in _kept(bound):
+        parts: list[Tensor] = []
+        for shape in of:
+            parts.append(flat[at : at + math.prod(shape)].view(shape))
+            at += math.prod(shape)
+        if kind == Kind.Q:
+            received.q[buffer] = parts[0]
+        else:
+            received.kv[buffer] = tuple(parts[0].unbind(0) if _form(bound).joined else parts)
+    return received
+
+
+def _form(bound: Bound) -> CallForm:
+    return CallForm.of(bound.shape, torch.float32, bound.gradient_wire)  # for shapes, alike in all types
 
 
 class AttentionCall:

@@ -152,7 +152,8 @@ def prepare(plan: MicrobatchPlan, rank: int, options: BindOptions, policies: Seq
     _check(plan, options, policies)
     groups, shape, device = options.groups, options.shape, torch.device(options.device)
     windows = plan.mask.window_size > 0
-    kernel: Any = kernel_of_widths(options.kernel, device, options.dtype, shape.widths, windows=windows)
+    asks: Any = {"windows": windows, "softcap": shape.softcap}
+    kernel: Any = kernel_of_widths(options.kernel, device, options.dtype, shape.widths, **asks)
     if shape.latent is not None:
         check_latent(plan)
         kernel = LatentKernel(kernel, shape)

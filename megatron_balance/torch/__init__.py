@@ -14,6 +14,7 @@ In the model's layers `balanced_attention(q, k, v, batch)` takes the place of ca
 from megatron_balance.torch.balancer import SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch, balanced_attention, balanced_convolution, balanced_recurrence
 from megatron_balance.torch.documents import Document
+from megatron_balance.torch.losses import TokenLosses, token_losses
 from megatron_balance.torch.settings import Settings, model_of
 from megatron_balance.workloads.rollouts import IGNORED
 
@@ -23,8 +24,10 @@ __all__ = [
     "Document",
     "SequenceBalancer",
     "Settings",
+    "TokenLosses",
     "balanced_attention",
     "balanced_convolution",
     "balanced_recurrence",
     "model_of",
+    "token_losses",
 ]

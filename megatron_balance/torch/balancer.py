@@ -20,10 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from megatron_balance.compile.pipeline import BOTH_PHASES
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.batch import at_least
-from megatron_balance.ir.forest import document
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import Lengths
+from megatron_balance.ir.step import Lengths, StepPlan
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
@@ -32,6 +31,7 @@ from megatron_balance.runtime.movers import build_variants
 from megatron_balance.torch import documents
 from megatron_balance.torch.batch import BalancedBatch, Dealt, LossScale
 from megatron_balance.torch.documents import LABEL, TOKEN, Document
+from megatron_balance.torch.planned import StepPasses, planned_samples
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
 from megatron_balance.torch.settings import Settings, calls_of, model_of
 from megatron_balance.training import tokens
@@ -139,6 +139,7 @@ class SequenceBalancer:
         self._pending: list[tokens.Sequences] = []
         self._last: BalancedBatch | None = None
         self._layers: int | None = None
+        self._asked: dict[Any, None] = {}  # by layers, of all batches so far
         self.planned: PlannedStep | None = None  # the plan of the last step that was dealt, and how long planning took
 
     @classmethod
@@ -255,6 +256,43 @@ class SequenceBalancer:
         except Exception as error:  # told to all ranks
             failure = error
         return self._run_trees(parts, failure)
+
+    @_collective
+    def from_plan(self, step: StepPlan | str, samples: Mapping[int, Any]) -> StepPasses:
+        """The rows that this rank computes in the passes of a step that its driver planned
+        (`rl.plan_step`), whatever the balancer's own planner is: the plan, or its JSON.
+
+        All passes take the same batches: what is looked up for the first serves those behind it, the
+        results of one are `gather`ed by sample, and reach the rows of the next by `to_rows`.
+        `BalancedBatch.documents` are numbers of samples in the plan.
+
+        `samples`: by number, those that this rank gives, each given by one rank: documents as for
+        `step`, or, where the plan has trees, `workloads.rollouts.as_trees` of the rollouts of one
+        tree, alone or in a tuple (that, weights as for `rollouts`). Documents that wait go on waiting.
+
+        ConfigError: a plan that is none, or is for other ranks or another model. DataError: samples
+        that are none, or other ones than the plan has. Both on every rank. PlanMismatchError: ranks
+        that have other plans.
+        """
+        self._check_none_pending("a planned step")
+        given = planned_samples(step, samples, self.model, self.pool, shift_labels=self.settings.shift_labels)
+        counts = [0 if each is None else len(each.members) for each in (given.step, given.step.forward)]
+        most, least = (self.largest(torch.tensor([sign * each for each in counts])) for sign in (1, -1))
+        if not torch.equal(most, -least):
+            raise ConfigError(
+                f"expected the same number of microbatches on all ranks that average gradients, got {counts} and up to "
+                f"{most.tolist()}; plan them for all of these, or with min_microbatches"
+            )
+        self._tracer.begin_next()
+        self.planned = PlannedStep(given.step, 0.0, 0.0, planner=given.step.plans[0].planner)
+        self._tracer.planned(self.planned.planner)
+        update = self._batches(*given.of(given.step), given.form, training=True)
+        forward = update
+        if given.step.forward is not None:
+            forward = self._batches(*given.of(given.step.forward), given.form, training=False)
+        for batch in (*update, *forward):
+            batch.rollouts = given.rollouts_of(batch.documents)
+        return StepPasses(update, forward)
 
     @_collective
     def evaluate(self, documents: Sequence[Document]) -> BalancedBatch:
@@ -416,7 +454,7 @@ class SequenceBalancer:
             failure = error
         if self._form is None:
             self._form = documents.agree_form(None if failure is not None else form, self.pool)
-        mine = _sequences(parts, self._form) if failure is None else []
+        mine = documents.sequences(parts, self._form) if failure is None else []
         return self._share_sequences(mine, failure, len(microbatches), training=training)
 
     @_collective
@@ -431,7 +469,7 @@ class SequenceBalancer:
         except DataError as error:
             failure = failure or error
         form = documents.agree_form(None if failure is not None else form, self.pool)
-        mine = _sequences([parts], form) if failure is None else []
+        mine = documents.sequences([parts], form) if failure is None else []
         (batch,) = self._run(replace(self._share_sequences(mine, failure, 1), form=form))
         batch.rollouts = rollouts
         return batch
@@ -485,19 +523,34 @@ class SequenceBalancer:
         numbers |= {held.number: self._waiting.number(held) for held in planned.recalled if held.number in again}
         if training:
             self._waiting.keep(planned.ledger.held, dealing)
-        form = dealing.form or documents.Form()
-        exchange = tokens.TokenExchange(apart, planned.plans, self.pool)
+        given = [
+            tuple((numbers[seq], length) for seq, length in zip(seqs, lengths, strict=True) if seq in numbers)
+            for seqs, lengths in zip(chain.from_iterable(planned.step.members), apart.lengths, strict=True)
+        ]
+        return self._batches(mine, apart, planned.plans, given, dealing.form, training=training)
+
+    def _batches(
+        self,
+        mine: Sequence[tokens.Sequences],
+        shared: tokens.PoolLengths,
+        plans: Sequence[MicrobatchPlan],
+        given: Sequence[tuple[tuple[int, int], ...]],
+        form: documents.Form | None,
+        *,
+        training: bool,
+    ) -> list[BalancedBatch]:
+        """Move the tokens of plans. `given`: of each, numbers and lengths of what this rank gave."""
+        form = form or documents.Form()
+        exchange = tokens.TokenExchange(shared, plans, self.pool)
         rows = exchange.to_ranks(mine, form.num_columns, ALONE, self.device)
         scale = self._loss_scale(rows)
         batches: list[BalancedBatch] = []
-        for at, seqs in enumerate(chain.from_iterable(planned.step.members)):
-            plan = planned.plans[at]
+        for at, plan in enumerate(plans):
             local = tokens.assemble(rows[at], exchange.layouts[at], self.settings.row_multiple, plan.mask)
-            lengths = zip(seqs, apart.lengths[at], strict=True)
             dealt = Dealt(
                 plan,
-                apart.of(at),
-                tuple((numbers[seq], length) for seq, length in lengths if seq in numbers),
+                shared.of(at),
+                given[at],
                 self.pool,
                 self.model,
                 self._layers,
@@ -512,9 +565,13 @@ class SequenceBalancer:
                     dealt=dealt,
                     loss_scale=scale,
                     bind=partial(self._bind, number=at, training=training),
+                    asked=self._asked,
                     accept=self.accept,
                 )
             )
+            if self.settings.compiled:
+                on_gpu = self.device.type == "cuda"
+                batches[-1].in_graphs(torch.bfloat16 if on_gpu else torch.get_default_dtype())
         self._last = batches[-1]
         return batches
 
@@ -532,13 +589,12 @@ class SequenceBalancer:
         plan: MicrobatchPlan,
         dtype: torch.dtype,
         device: torch.device,
-        shape: AttentionShape | None,
+        shape: AttentionShape,
         *,
         number: int,
         training: bool,
     ) -> Bound:
-        model, recorder = self.model, self._tracer.recorder if training else None
-        shape = shape or AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim)
+        recorder = self._tracer.recorder if training else None
         build_variants(device, dtype, shape, self.settings.gradient_wire)
         bound = bind(
             plan,
@@ -567,19 +623,6 @@ class _Known(Samples):
             return tuple(self.lengths(number) for number in range(first, first + num_microbatches))
         except KeyError:
             return None
-
-
-def _sequences(parts: Sequence[Sequence[documents.Parts]], form: documents.Form | None) -> list[tokens.Sequences]:
-    """By microbatch, the documents' rows, of the columns that the ranks agreed on."""
-    width = (form or documents.Form()).num_columns
-    return [
-        tokens.Sequences.of(
-            [each.rows() for each in of],
-            width,
-            [each.tree or document(len(each.tokens)) for each in of] if any(each.tree for each in of) else (),
-        )
-        for of in parts
-    ]
 
 
 _Place = tuple[int, int]  # where a document was dealt: number of the microbatch in the run, and number in it

@@ -1,5 +1,6 @@
 """The rows that this rank computes of a microbatch, with all that a training loop asks of them."""
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -33,14 +34,17 @@ from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.bind import AttentionShape, Bound
 from megatron_balance.runtime.kernels.recurrence import AffineRecurrence
 from megatron_balance.runtime.recurrent import RecurrentBound, causal_convolution, recurrent_layer
+from megatron_balance.torch import compiled
 from megatron_balance.training.binding import RecurrentBounds
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths, TokenExchange
 from megatron_balance.workloads.rollouts import IGNORED, Rollouts
 
-# Looks a plan up for this rank. The shape is of a layer's heads; None: as the balancer's model.
-_Bind: TypeAlias = Callable[[MicrobatchPlan, torch.dtype, torch.device, AttentionShape | None], Bound]
+# Looks a plan up for this rank. The shape is of a layer's heads.
+_Bind: TypeAlias = Callable[[MicrobatchPlan, torch.dtype, torch.device, AttentionShape], Bound]
+# What a layer asks a plan for (`BalancedBatch.bound`).
+_Asked: TypeAlias = tuple[torch.dtype, torch.device, Mask | None, AttentionShape]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +113,13 @@ class BalancedBatch:
         plan: the plan of the microbatch, for all ranks.
         documents: numbers of the documents that this rank gave, in the order of `gather`. A rank's
             documents count from 0 over all steps; a planner may bring them in another microbatch or
-            a later step.
+            a later step. Of a step that its driver planned: numbers in its plan.
         rollouts: those that this rank gave, as trees; None: the step is of documents.
         accept: of the balancer.
     """
 
     rollouts: Rollouts | None = None
+    as_losses = False  # whether the forward at hand gives losses in place of logits (`hf.inputs`)
 
     def __init__(  # noqa: PLR0913  the balancer alone makes it
         self,
@@ -126,6 +131,7 @@ class BalancedBatch:
         dealt: Dealt,
         loss_scale: LossScale,
         bind: _Bind,
+        asked: dict[_Asked, None],
         accept: Collection[str] = (),
     ) -> None:
         self.tokens = tokens
@@ -139,7 +145,12 @@ class BalancedBatch:
         self._scale = loss_scale
         self._bind = bind
         self.accept = accept
-        self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape | None], Bound] = {}
+        self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape], Bound] = {}
+        self._asked = asked  # by layers, of all batches so far
+        # What stands for the batch in graphs of torch.compile (`in_graphs`), and by window, heads and
+        # widths of a layer what says how much it receives; none: graphs break at attention.
+        self.number: Tensor | None = None
+        self.rooms: dict[tuple[int | None, int, int, int, int], Tensor] = {}
         self._recurrent = RecurrentBounds.of_plan(dealt.plan, dealt.pool.groups, tokens.device, dealt.state_wire)
         # since values were taken last: attention calls by layers of their model (0: not known), and
         # forwards begun
@@ -192,6 +203,19 @@ class BalancedBatch:
     def num_targets(self) -> Tensor:
         """Labels of the whole step, of all ranks, that count; a scalar."""
         return self._scale.num_targets
+
+    def in_graphs(self, dtype: torch.dtype) -> None:
+        """Let graphs of torch.compile hold the attention of this batch: look its plan up for all that
+        layers of batches before asked for, at first for the plan's mask and tensors of `dtype`.
+        """
+        self.number = compiled.number_of(self)
+        first: _Asked = (dtype, self.tokens.device, None, self.shape)
+        for of_type, device, mask, shape in [*self._asked] or [first]:
+            bound = self.bound(of_type, device, mask, shape)
+            key = (mask and mask.window_size, shape.num_heads, shape.num_kv_heads, *shape.widths)
+            self.rooms[key] = compiled.room_for(bound)
+        for x in (self.tokens, self.position_ids, self.labels):
+            compiled.mark_dynamic(x)
 
     def begin_forward(self) -> None:
         """Expect the attention of one more forward: `hf.inputs` were handed to a model."""
@@ -431,6 +455,18 @@ class BalancedBatch:
         self.check_attended(values, attended=attended)
         return back(rows[: self.num_tokens], self._exchange)
 
+    def to_rows(self, values: Tensor) -> Tensor:
+        """Values [n, ...] of the tokens that `gather_rows` gives back, in its order and from the rank
+        that it gives them to, at the rows that are computed: [T, ...], 0 at padding. Collective over
+        the pool; no gradient. ConfigError: other rows.
+        """
+        expected = sum(length for _, length in self._dealt.documents)
+        if not isinstance(values, Tensor) or not values.ndim or len(values) != expected:
+            got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ConfigError(f"expected one entry for each of {expected} tokens that this rank gave, got {got}")
+        rows = self._exchange.there(values.detach())
+        return torch.cat([rows, rows.new_zeros(self.num_rows - len(rows), *rows.shape[1:])])
+
     def in_order(self, rows: Tensor) -> Tensor:
         """Rows of `gather_rows`, the documents in the order in which this rank gave them."""
         lengths = [length for _, length in self._dealt.documents]
@@ -476,6 +512,12 @@ class BalancedBatch:
         """
         return megatron_balance.layout(self.plan, self._dealt.pool.rank if rank is None else rank)
 
+    @property
+    def shape(self) -> AttentionShape:
+        """Of the heads of the balancer's model."""
+        model = self._dealt.model
+        return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim)
+
     @cached_property
     def statistics(self) -> dict[str, Any]:
         """Loads and traffic of the plan, as `megatron-balance plan --json` has them."""
@@ -502,12 +544,12 @@ class BalancedBatch:
         balancer's model. ConfigError: the plan was made for another mask, and not the causal one;
         heads of keys that do not divide those of queries.
         """
-        plan = self.plan
-        if shape is not None:
-            if shape.num_heads % shape.num_kv_heads:
-                raise ConfigError(f"{shape.num_kv_heads} heads of keys do not divide {shape.num_heads} of queries")
-            if (shape.num_heads, shape.num_kv_heads) != (plan.num_heads, plan.num_kv_heads):
-                plan = replace(plan, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
+        plan, shape = self.plan, shape or self.shape
+        self._asked[dtype, device, mask, shape] = None
+        if shape.num_heads % shape.num_kv_heads:
+            raise ConfigError(f"{shape.num_kv_heads} heads of keys do not divide {shape.num_heads} of queries")
+        if (shape.num_heads, shape.num_kv_heads) != (plan.num_heads, plan.num_kv_heads):
+            plan = replace(plan, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
         if mask is not None and mask != plan.mask:
             if plan.mask.window_size or plan.mask == FULL:
                 raise ConfigError(
@@ -605,7 +647,6 @@ class _Exchanged(torch.autograd.Function):
         return ctx.inverse(grad), None, None
 
 
-@_outside_compiled
 def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     q: Tensor,
     k: Tensor,
@@ -615,14 +656,16 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     *,
     window: int | None = None,
     sink: Tensor | None = None,
+    softcap: float = 0.0,
     layers: int | None = None,
     own_heads: bool = False,
 ) -> Tensor:
     """Attention of this rank's queries within their documents, wherever the keys lie.
 
     Differentiable. Collective: every rank of the pool calls it in every layer, in the forward, in
-    the backward, and where checkpointing computes a forward again. Under `torch.compile` the graph
-    breaks here. Rows of padding give zeros.
+    the backward, and where checkpointing computes a forward again. Under `torch.compile` it is one
+    operator of the graph with `Settings(compiled=True)`; without, the graph breaks here. Rows of
+    padding give zeros.
 
     Args:
         q: [T, H, D], or [1, T, H, D]; T as in `batch.tokens`.
@@ -632,6 +675,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
         scale: of the scores; default 1 / sqrt(D).
         window: keys that a query sees, its own the last; None: all that the batch's mask shows.
         sink: [H], a logit of each head beside the keys of every query, without a value.
+        softcap: what is left of a score is softcap * tanh(score / softcap); 0: all of it.
         layers: calls of this that a forward makes, where the model is another than the balancer's,
             as a reference model; the batch counts them (`BalancedBatch`).
         own_heads: let this layer have other heads, or other widths, than the balancer's model, for
@@ -642,8 +686,31 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
 
     Raises:
         ConfigError: the tensors do not have the batch's rows, or other heads than the balancer's
-            model, or are on several devices; a window under another mask than the causal one.
+            model, or are on several devices; a window under another mask than the causal one; a
+            softcap below 0, or that no kernel here has.
     """
+    if isinstance(batch, BalancedBatch) and batch.number is not None:
+        room = batch.rooms.get((window, q.shape[-2], k.shape[-2], k.shape[-1], v.shape[-1]))
+        if room is not None:
+            how = (scale, window, float(softcap), layers, own_heads)
+            return compiled.attend(batch.number, room, q, k, v, sink, how)
+    return _attend(q, k, v, batch, scale, window=window, sink=sink, softcap=softcap, layers=layers, own_heads=own_heads)
+
+
+@_outside_compiled
+def _attend(  # noqa: PLR0913  as `balanced_attention`
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: BalancedBatch,
+    scale: float | None,
+    *,
+    window: int | None,
+    sink: Tensor | None,
+    softcap: float,
+    layers: int | None,
+    own_heads: bool,
+) -> Tensor:
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(
             f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}; hand it through the "
@@ -670,9 +737,12 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
                 f"{name}: expected [rows, heads, head_dim] with the {batch.num_rows} rows of batch.tokens, got "
                 f"{list(x.shape)}"
             )
-    shape = AttentionShape(rows[0].shape[1], rows[1].shape[1], rows[0].shape[2], rows[2].shape[2])
+    if not 0 <= softcap < math.inf:
+        raise ConfigError(f"softcap: expected a number above 0, or 0 for none, got {softcap}")
+    own = AttentionShape(rows[0].shape[1], rows[1].shape[1], rows[0].shape[2], rows[2].shape[2])
+    shape = replace(own if own_heads else batch.shape, softcap=float(softcap))
     mask = None if window is None else SlidingWindow(window)
-    bound = batch.bound(q.dtype, q.device, mask, shape if own_heads else None)
+    bound = batch.bound(q.dtype, q.device, mask, shape)
     owned = [x[: bound.num_tokens] for x in rows]
     with torch.autocast(device, enabled=False):
         out = attention.balanced_attention(owned[0], owned[1], owned[2], bound, scale, hooked=True, sink=sink)

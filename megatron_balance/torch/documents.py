@@ -6,6 +6,7 @@ A row is a token: its id, its label, and the bytes of whatever else the document
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import index
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError, DataError
+from megatron_balance.ir import forest
 from megatron_balance.ir.forest import Tree, checked, num_tokens
 from megatron_balance.training.pool import Pool
+from megatron_balance.training.tokens import Sequences
 from megatron_balance.workloads.rollouts import IGNORED, Rollouts, as_trees
 
 # Token ids [n], or a tuple of them and of other tensors per token: (tokens, labels, others [n,
@@ -134,6 +137,19 @@ def read(microbatches: Sequence[Sequence[Document]], *, shift_labels: bool) -> l
     return made
 
 
+def sequences(parts: Sequence[Sequence[Parts]], form: Form | None) -> list[Sequences]:
+    """By microbatch, the documents' rows, of the columns that the ranks agreed on."""
+    width = (form or Form()).num_columns
+    return [
+        Sequences.of(
+            [each.rows() for each in of],
+            width,
+            [each.tree or forest.document(len(each.tokens)) for each in of] if any(each.tree for each in of) else (),
+        )
+        for of in parts
+    ]
+
+
 def _is_full(kind: Any) -> bool:
     if isinstance(kind, str) and kind not in ("causal", "full"):
         raise DataError(f'expected "causal", "full" or whether a segment is full, got {kind!r}')
@@ -165,13 +181,46 @@ def read_rollouts(rollouts: Sequence[Any], weights: Sequence[Any] | None) -> tup
     if isinstance(rollouts, (Tensor, np.ndarray, str, bytes, Mapping)) or not isinstance(rollouts, Sequence):
         raise DataError(f"expected a list of rollouts, got a {type(rollouts).__name__}; put it into a list")
     made = as_trees([each.cpu() if isinstance(each, Tensor) else each for each in rollouts])
+    return made, _trees_of(made, weights)
+
+
+def _trees_of(made: Rollouts, weights: Sequence[Any] | None) -> list[Parts]:
+    """Of each tree of rollouts its tensors; as `read_rollouts`."""
     columns = [torch.from_numpy(made.tokens), torch.from_numpy(made.labels)]
     if weights is not None:
         given = [each.detach().cpu() if isinstance(each, Tensor) else each for each in weights]
         columns.append(torch.from_numpy(made.weights(given)))
     sizes = list(map(num_tokens, made.trees))
     parts = zip(*(column.split(sizes) for column in columns), made.trees, strict=True)
-    return made, [Parts(ids, labels, tuple(others), tree) for ids, labels, *others, tree in parts]
+    return [Parts(ids, labels, tuple(others), tree) for ids, labels, *others, tree in parts]
+
+
+def read_samples(samples: Mapping[int, Any], *, shift_labels: bool) -> tuple[dict[int, Parts], dict[int, Rollouts]]:
+    """By number, the samples of a planned step (`SequenceBalancer.from_plan`), and of those that are
+    rollouts these. DataError with the number of what is none.
+    """
+    if not isinstance(samples, Mapping):
+        raise DataError(f"expected samples by their number in the plan, in a dict, got a {type(samples).__name__}")
+    parts: dict[int, Parts] = {}
+    rollouts: dict[int, Rollouts] = {}
+    for key, given in samples.items():
+        number = index(key)
+        try:
+            made, *weights = given if isinstance(given, tuple) and given else (given,)
+            if not isinstance(made, Rollouts):
+                parts[number] = _parts_of(given, shift_labels=shift_labels)
+                continue
+            if len(made.trees) != 1 or len(weights) > 1:
+                raise DataError(
+                    f"expected as_trees of the rollouts of one tree, or a tuple of that and weights, got "
+                    f"{len(made.trees)} trees and {len(weights)} more"
+                )
+            rollouts[number], (parts[number],) = made, _trees_of(made, weights[0] if weights else None)
+        except DataError as error:
+            raise DataError(f"sample {number}: {error}") from None
+    if rollouts and len(rollouts) != len(parts):
+        raise DataError(f"expected rollouts alone, or none, got {len(rollouts)} of {len(parts)} samples")
+    return parts, rollouts
 
 
 def check_form(documents: Sequence[Sequence[Parts]], form: Form | None) -> Form | None:
@@ -192,6 +241,11 @@ def agree_form(mine: Form | None, pool: Pool) -> Form | None:
     forms: list[Form | None] = [mine] * pool.size
     if pool.size > 1:
         dist.all_gather_object(forms, mine, group=pool.groups.pool)
+    return same_form(forms, pool)
+
+
+def same_form(forms: Sequence[Form | None], pool: Pool) -> Form | None:
+    """The form that ranks of a pool have; None: none has any. DataError: forms differ."""
     known = {form: pool.groups.ranks[rank] for rank, form in reversed(list(enumerate(forms))) if form is not None}
     if len(known) > 1:
         told = ", ".join(f"rank {rank} has {_told(form)}" for form, rank in known.items())

@@ -8,8 +8,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +24,11 @@ from megatron_balance.torch import mixers, positions
 from megatron_balance.torch.balancer import SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch, balanced_attention
 from megatron_balance.torch.leaks import LeakCheck, Leaks
+from megatron_balance.torch.losses import TokenLosses, token_losses
 from megatron_balance.torch.settings import check_layer
 
 NAME = "balanced"  # of the attention, as `attn_implementation` takes it
+LOSSES = "balanced_losses"  # keyword of a forward that gives losses in place of logits
 
 # Mask functions of Transformers: what their size is called, if they have one, and they in words.
 LIMITS = {
@@ -76,6 +79,12 @@ def _prepare(model: torch.nn.Module) -> None:
     _check_tables(type(model))
     positions.treat(model)
     mixers.treat(model)
+    try:
+        head: Any = cast("Any", model).get_output_embeddings()
+    except AttributeError:  # asked in a constructor, or of a model without one
+        head = None
+    if isinstance(head, torch.nn.Linear) and "forward" not in vars(head):
+        setattr(head, "forward", partial(_head, head))  # noqa: B010  of this module alone
     if _begin_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
     for inside in model.modules():
@@ -94,6 +103,14 @@ def _check_tables(model: type) -> None:
                 )
 
 
+def _head(head: torch.nn.Linear, hidden: Tensor) -> Tensor | TokenLosses:
+    """The forward of a model's head: logits, or what `inputs(batch, losses=True)` asks for."""
+    batch = positions.running(head)
+    if batch is None or not batch.as_losses:
+        return type(head).forward(head, hidden)
+    return token_losses(hidden, head.weight, batch.labels, bias=head.bias)
+
+
 def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
     if NAME in given:
         if given.get("labels") is not None and given.get("shift_labels") is None:
@@ -101,6 +118,7 @@ def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[st
         if any(map(_are_masks, (*args, given.get("attention_mask")))):
             raise ConfigError(f"expected no attention masks beside a batch, got a dict of them. {_NO_MASK}")
         _check_positions(model, args, given)  # pyright: ignore[reportCallIssue]
+        given[NAME].as_losses = LOSSES in given
     positions.begin_forward(model, given.get(NAME))
 
 
@@ -197,10 +215,12 @@ class _MaskRequest(_Refusing):
         return _MaskRequest(self.mask, self.limits | limits, hides=hides, blocks=around.blocks)
 
 
-def inputs(batch: BalancedBatch) -> dict[str, Any]:
+def inputs(batch: BalancedBatch, *, losses: bool = False) -> dict[str, Any]:
     """Arguments of a model's forward: a batch of one row, without a cache of keys and values.
     Whoever gives the model `labels` beside them gets an error: its own loss would be another.
-    ConfigError: no batch.
+
+    `losses`: the output's `logits` are `TokenLosses` of the batch's labels, made by chunks of rows.
+    ConfigError: no batch; in the forward, a model that computes with its logits.
     """
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}")
@@ -212,6 +232,7 @@ def inputs(batch: BalancedBatch) -> dict[str, Any]:
             "use_cache": False,
             "num_items_in_batch": _OwnLoss(),
             NAME: batch,
+            **({LOSSES: True} if losses else {}),
         }
     )
 
@@ -357,7 +378,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
 
     Raises:
         ConfigError: the model was called without the batch, or asks for what a plan does not have:
-            dropout, soft-capped scores, a mask of its own or another than the plan's, positions that
+            dropout, a mask of its own or another than the plan's, positions that
             are those of a row.
     """
     name = type(module).__name__
@@ -401,11 +422,10 @@ def attend(  # noqa: PLR0913  Transformers' signature
         window = None  # it shows whole documents
     query = positions.treated(module, query, balanced)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    sink = given.get("s_aux")
     # Of other families a layer with other heads is of another model than the plan's: refused.
     own = _model_type(module).startswith(OWN_HEADS)
-    out = balanced_attention(*(q, k, v, balanced, scaling), window=window, sink=sink, layers=layers, own_heads=own)
-    return out, None
+    scored: Any = {"window": window, "sink": given.get("s_aux"), "softcap": given.get("softcap") or 0.0}
+    return balanced_attention(q, k, v, balanced, scaling, **scored, layers=layers, own_heads=own), None
 
 
 def _unlike_blocks(blocks: Tensor, balanced: BalancedBatch, model_type: str) -> dict[str, str]:
@@ -442,7 +462,6 @@ def _unlike(balanced: BalancedBatch, window: int | None, causal: bool | None, gi
         "dropout": (given.get("dropout"), "Set attention_dropout=0 in the model's configuration"),
         f"a sliding window of {shown} tokens": (shown and shown != of_plan and (planned or mask == FULL), _OF_MODEL),
         whole: (of_plan is not None and shown is None, _OF_MODEL),
-        "soft-capped scores": (given.get("softcap") is not None, "No kernel here caps scores; use another model"),
         "attention that is not causal": (
             mask != FULL and causal is False,
             'Give the balancer Settings(mask="full", shift_labels=False)',

@@ -43,6 +43,8 @@ class Settings:
         kernel: of attention, by name, or "auto".
         gradient_wire: type that gradients of queries, keys and values travel in.
         state_wire: type that states of recurrent layers, and their gradients, travel in.
+        compiled: layers are compiled by torch.compile: attention is an operator of their graphs, and
+            plans are looked up when a batch is made; else graphs break there.
         device: of the batches; None: of the mesh.
         prove_every: the process that plans ahead (`SequenceBalancer.steps`) proves the plans of the
             first steps and then of every so many, while nobody waits for it; 0: of none.
@@ -62,6 +64,7 @@ class Settings:
     kernel: str = "auto"
     gradient_wire: GradientWire = "fp32"
     state_wire: GradientWire = "fp32"
+    compiled: bool = False
     device: torch.device | str | None = None
     prove_every: int = 100
     trace_steps: tuple[int, ...] = ()
@@ -76,8 +79,9 @@ class Settings:
                 at_least(1, name, number)
         at_least(0, "prove_every", self.prove_every)
         self._check_traces()
-        if not isinstance(self.shift_labels, bool):
-            raise ConfigError(f"shift_labels: expected True or False, got {self.shift_labels!r}")
+        for name in ("shift_labels", "compiled"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if not isinstance(self.cluster, (str, Cluster, NoneType)):
             raise ConfigError(f"cluster: expected a name, a YAML file or a Cluster, got {self.cluster!r}")
         if not isinstance(self.plan_costs, (str, Path, NoneType)):
@@ -92,6 +96,9 @@ class Settings:
                 raise ConfigError(f"{name}: expected one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.layers is not None and not isinstance(self.layers, Layers):
             raise ConfigError(f"layers: expected a megatron_balance.ir.step.Layers, got {self.layers!r}")
+        self._check_device()
+
+    def _check_device(self) -> None:
         if self.device is not None:
             try:
                 torch.device(self.device)

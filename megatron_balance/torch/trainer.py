@@ -30,6 +30,7 @@ from megatron_balance.files import json_text
 from megatron_balance.torch import hf, samples
 from megatron_balance.torch.balancer import DEFAULTS, SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch
+from megatron_balance.torch.losses import TokenLosses
 from megatron_balance.torch.samples import dealt, unwrapped
 from megatron_balance.torch.settings import Settings
 from megatron_balance.workloads.rollouts import IGNORED
@@ -50,6 +51,7 @@ def balance(
     *,
     settings: Settings = DEFAULTS,
     accept: Collection[str] = (),
+    losses: bool = False,
     **options: Any,
 ) -> _Trainer:
     """Balance a trainer that is built and did not train yet; it is returned.
@@ -62,6 +64,8 @@ def balance(
         trainer: of a causal language model.
         planner: its name (docs/planners.md). All ranks share their documents.
         settings: of the balancer; `shift_labels` is the trainer's.
+        losses: of Transformers' `Trainer`: compute the loss in chunks of rows, without the logits in
+            memory (`torch.losses`). TRL's trainers have a head that does so.
         accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), if it is on its device.
         options: of the planner.
 
@@ -71,9 +75,10 @@ def balance(
     """
     if isinstance(trainer, BalancedTrainer):
         raise ConfigError("expected a trainer that is not balanced yet, got one that is")
-    _check(trainer)
+    _check(trainer, losses)
     made = type(trainer)
-    trainer.__class__ = type(f"Balanced{made.__name__}", (BalancedTrainer, made), {"__module__": made.__module__})
+    kept = {"__module__": made.__module__, "_losses": losses}
+    trainer.__class__ = type(f"Balanced{made.__name__}", (BalancedTrainer, made), kept)
     _begin(trainer, planner, settings, accept, options)
     return trainer
 
@@ -85,6 +90,7 @@ class BalancedTrainer(_Base):
 
     balancer: SequenceBalancer
     _by_samples = False  # calls of the model are dealt, not what is read
+    _losses = False  # the model gives losses in place of logits
     _batch: BalancedBatch  # the rows of the microbatch at hand
     model: Any
     accelerator: Any
@@ -93,8 +99,9 @@ class BalancedTrainer(_Base):
     def __init__(self, *args: Any, balanced: Mapping[str, Any] | None = None, **given: Any) -> None:
         """Build the trainer, and balance it."""
         super().__init__(*args, **given)
-        _check(self)
         options = dict(balanced or {})
+        self._losses = bool(options.pop("losses", False))
+        _check(self, self._losses)
         planner, settings = options.pop("planner", "zeppelin"), options.pop("settings", DEFAULTS)
         _begin(self, planner, settings, options.pop("accept", ()), options)
 
@@ -132,7 +139,7 @@ class BalancedTrainer(_Base):
             return row
         documents = list(zip(_documents(row, "input_ids"), _documents(row, "shift_labels"), strict=True))
         self._batch = dealt(self.balancer, documents, training=self.model.training)
-        made = {**hf.inputs(self._batch)}
+        made = {**hf.inputs(self._batch, losses=self._losses)}
         del made["num_items_in_batch"]  # theirs is in step with shifted labels
         return made | dict.fromkeys(("labels", "shift_labels"), self._batch.labels[None])
 
@@ -144,6 +151,8 @@ class BalancedTrainer(_Base):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         batch, trained = self._batch, getattr(self, "_total_train_tokens", 0)
         count = batch.num_targets.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        if self._losses:
+            unwrapped(self.model).loss_function = _mean_loss
         with _whole(self.accelerator):
             found: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=count)
         batch.check_attended(found[0] if return_outputs else found)
@@ -224,11 +233,20 @@ def _begin(trainer: Any, planner: str, settings: Settings, accept: Collection[st
         log.warning("the model is not on its device yet: have hf.check look at it when it is, since it was accepted")
 
 
-def _check(trainer: Any) -> None:
+def _mean_loss(logits: TokenLosses, *_: Any, num_items_in_batch: Any, **__: Any) -> Tensor:
+    """The loss of Transformers' models, of what `hf.inputs(batch, losses=True)` makes of logits."""
+    return logits.loss / num_items_in_batch
+
+
+def _check(trainer: Any, losses: bool) -> None:
     """Refuse what would not be balanced, or silently be another run than that of one rank."""
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"expected a Trainer of Transformers or TRL, got {type(trainer).__name__}")
     wrong = {what: do for what, do, asked in _unlike(trainer) if asked}
+    if losses and _kind(trainer) != Trainer.__name__:
+        wrong["losses=True"] = "Leave it out: TRL's head does so already"
+    if losses and trainer.compute_metrics is not None:
+        wrong["losses=True beside compute_metrics"] = "Leave out one: metrics are of logits"
     if wrong:
         raise ConfigError(
             f"{type(trainer).__name__} asks for {', '.join(wrong)}, which balanced documents do not have. "

@@ -233,7 +233,7 @@ class StepPlans:
     def _compared(self, planned: PlannedStep, consumed: int, announced: Mapping[int, str]) -> PlannedStep:
         """The plan, compared across ranks. Collective, unless all of them announced it."""
         try:
-            if _check_announced(announced) == planned.fingerprint:
+            if check_announced(announced) == planned.fingerprint:
                 return dataclasses.replace(planned, announced=True)
             self._agree(planned.fingerprint)
         except PlanMismatchError as error:
@@ -444,7 +444,7 @@ def check_agreement(
     raise _mismatch({groups.ranks[i]: f"{a:08x}{b:08x}" for i, (a, b) in enumerate(every.tolist())})
 
 
-def _check_announced(announced: Mapping[int, str]) -> str:
+def check_announced(announced: Mapping[int, str]) -> str:
     """The fingerprint that all ranks announced; empty: none did. PlanMismatchError: they differ."""
     if len(set(announced.values())) > 1:
         raise _mismatch(announced)

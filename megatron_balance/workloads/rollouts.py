@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,6 +149,22 @@ def as_trees(rollouts: Sequence[Any]) -> Rollouts:
         own = len(trees[-1]) - 1
         waiting += [(*part, stop, own, path) for part in parting(low, high, stop) if stop < sizes[low]]
     return Rollouts(tuple(map(tuple, trees)), np.concatenate(tokens), np.concatenate(labels), tuple(map(tuple, paths)))
+
+
+def joined(parts: Sequence[Rollouts]) -> Rollouts:
+    """The trees and the rollouts of several as one, one behind the other."""
+    starts = accumulate((len(each.tokens) for each in parts), initial=0)
+    none = np.empty(0, dtype=np.int64)
+    return Rollouts(
+        tuple(chain.from_iterable(each.trees for each in parts)),
+        np.concatenate([none, *(each.tokens for each in parts)]),
+        np.concatenate([none, *(each.labels for each in parts)]),
+        tuple(
+            tuple((first + start, first + stop) for start, stop in path)
+            for each, first in zip(parts, starts, strict=False)
+            for path in each.paths
+        ),
+    )
 
 
 def _tokens(at: int, given: Any) -> Ints:

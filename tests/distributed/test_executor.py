@@ -207,6 +207,25 @@ def test_sources_that_come_late_at_random_change_no_bit(pool: Pool, planner: str
                 assert {getattr(other, name).tobytes() for other in others} == {getattr(first, name).tobytes()}, name
 
 
+@pytest.mark.parametrize("planner", ["te_ring", "zeppelin, rule groups", "random_task_table"])
+def test_soft_capped_scores_are_those_of_attention_written_out(pool: Pool, planner: str) -> None:
+    # By the executor and by the reference; values narrower than keys.
+    for mask in ("causal", "window_9"):
+        planned = plan(planner, replace(SOME, model=replace(SOME.model, attention=mask)))
+        x, cap = jobs.inputs(planned, (8, 4)), 0.7
+        exact = dense.attention(x, dense.visible(planned.mask), softcap=cap)
+        for policy in POLICIES:
+            judged = reference.run(expand(planned, policy), x.q, x.k, x.v, x.scale, x.dout, softcap=cap)
+            per_rank = pool.run(jobs.attend, 4, planned, (8, 4), [Run(policy, "float64", softcap=cap)])
+            for name in PARTS:
+                assert dense.worst(getattr(judged, name), getattr(exact, name)) < 1e-12, name
+                theirs = [
+                    reference.owned_rows(Rows.of(3, layout(planned, rank).tolist()), getattr(exact, name))
+                    for rank in range(4)
+                ]
+                assert dense.worst([getattr(ran, name) for (ran,) in per_rank], theirs) < 1e-12, name
+
+
 def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
     # Collectives in the pool and in a node, point-to-point in a ring, and a zone on one rank:
     # counted where they run.

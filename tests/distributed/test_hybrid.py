@@ -81,3 +81,20 @@ def test_a_check_by_behaviour_finds_what_mixes_documents_and_what_loses_states(w
         for each in (forwards, backwards):
             assert each.startswith("Lfm2ForCausalLM: outputs of a document change by ")
             assert ", first in model.layers.2.feed_forward (Invented): it mixes tokens past the plan" in each
+
+
+# Without recurrent layers: latents, soft-capped scores.
+UNLIKE = [
+    Hybrid("deepseek_v3", "te_ring", accumulate=2),
+    Hybrid("gemma2", again="not reentrant"),
+    Hybrid("deepseek_v2", "distca", sharded=True, again="reentrant"),
+]
+MORE = [
+    Hybrid("glm4_moe_lite", "ulysses"),
+    *(Hybrid(each, steps=50, marks=(0, 24, 49)) for each in ("deepseek_v3", "gemma2")),
+]
+
+
+@pytest.mark.parametrize("ways", [UNLIKE, pytest.param(MORE, marks=pytest.mark.product)], ids=["first", "others"])
+def test_latents_and_soft_capped_scores_train_as_each_document_alone(world: Pool, ways: list[Hybrid]) -> None:
+    assert_alike(world, ways)

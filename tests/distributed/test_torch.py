@@ -1,5 +1,6 @@
 """Balanced training in plain PyTorch gives the losses and gradients of one rank."""
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,14 +22,17 @@ from tests.support.pool import Pool
 from tests.support.torch_jobs import Trained, Way
 from tools.zoo import Case, judged
 
+log = logging.getLogger(__name__)
 RANKS = 4
 WAYS = [
     Way(compiled=True, steps=2),
+    Way(compiled=True, fullgraph=True, backend="aot_eager", steps=5),
     Way(planner="wlb_llm", parallel="ddp", accumulate=2, checkpointed=True, backward="replay", steps=3),
     Way(model="llama", planner="distca", parallel="ddp", steps=3),
     Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=3),
 ]
 # With it every two choices meet in one of them; all, over 20 steps: tools/torch_parity.py.
+INDUCTOR = Way(compiled=True, fullgraph=True, checkpointed=True, accumulate=2, backend="inductor", steps=5)
 COMPILED_LLAMA = Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=2)
 
 
@@ -39,7 +43,9 @@ def world() -> Iterator[Pool]:
     ranks.close()
 
 
-@pytest.mark.parametrize("way", [*WAYS, pytest.param(COMPILED_LLAMA, marks=pytest.mark.product)], ids=Way.name)
+@pytest.mark.parametrize(
+    "way", [*WAYS, *(pytest.param(way, marks=pytest.mark.product) for way in (INDUCTOR, COMPILED_LLAMA))], ids=Way.name
+)
 def test_losses_and_gradients_are_those_of_one_rank(world: Pool, way: Way) -> None:
     if way.model == "llama":
         pytest.importorskip("transformers")
@@ -47,6 +53,20 @@ def test_losses_and_gradients_are_those_of_one_rank(world: Pool, way: Way) -> No
     for (trained,) in world.run(torch_jobs.train, RANKS, [way]):
         assert torch_jobs.differences(trained, expected) == pytest.approx((0, 0, 0), abs=1e-5)
         assert (trained.graphs > 0) == way.compiled
+        if way.fullgraph:
+            assert trained.graphs <= 2, "layers share a graph: one for the sizes of the first step, one for all"
+            assert trained.late == 0, "nothing is compiled behind the third step"
+
+
+def test_what_a_graph_keeps_is_where_checkpointing_and_offloading_see_it(world: Pool) -> None:
+    for found in world.run(torch_jobs.keep_in_graphs, RANKS, "aot_eager"):
+        assert {way: (held, sized) for way, (held, sized, _) in found.items()} == {
+            "kept": (1, True),
+            "checkpoint around": (0, False),
+            "checkpoint inside": (0, False),
+            "moved": (0, False),
+        }
+        assert max(difference for *_, difference in found.values()) < 1e-6
 
 
 WAVES = [
@@ -266,7 +286,7 @@ ZOO = {
     Case("deepseek_v3"): "equal",  # latents: values of another width than keys
     Case("mimo_v2_flash"): "equal",  # more heads of keys in layers with windows, and values of another width
     Case("bert", "encoder"): "equal",
-    Case("gemma2"): "refused",  # soft-capped scores
+    Case("gemma2"): "equal",  # soft-capped scores, windows in every other layer
     Case("llama4_text"): "refused",  # chunks
     Case("kimi_linear"): "equal",  # layers without attention
     Case("jamba"): "refused",  # and no plan reaches them
@@ -279,6 +299,16 @@ def test_models_of_transformers_are_equal_to_eager_attention_or_refused(world: P
     for rows in world.run(torch_jobs.zoo, RANKS, list(ZOO)):
         found = {row.name: row.status for row in judged(rows, list(ZOO), proved())}
         assert found == {case.name: status for case, status in ZOO.items()}
+
+
+@pytest.mark.parametrize("vocabulary", [2048, *(pytest.param(n, marks=pytest.mark.product) for n in (8192, 32768))])
+def test_the_loss_in_chunks_is_that_of_all_logits_with_a_sharded_head_too(world: Pool, vocabulary: int) -> None:
+    pytest.importorskip("transformers")
+    for found in world.run(torch_jobs.chunked_loss, RANKS, vocabulary):
+        for way, (loss, gradient, chunked, whole) in found.items():
+            log.info("%d words, %s: %.1e, %.1e; %d and %d bytes", vocabulary, way, loss, gradient, chunked, whole)
+            assert max(loss, gradient) < 1e-6, way
+            assert chunked < 0.8 * whole, way
 
 
 # KnapFormer's printed interface, and a diffusion transformer that trains as on one rank.

@@ -18,6 +18,7 @@ REENTRANT = (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs",
 CASES = {
     "sft, evaluated": Case(evaluated=11),
     "trainer, with metrics": Case("trainer", evaluated=11, metrics=True),
+    "trainer, its loss in chunks": Case("trainer", evaluated=11, losses=True),
     "accumulated, the last batch uneven": Case(steps=None, documents=43, args=(("gradient_accumulation_steps", 3),)),
     "packed": Case(args=(("packing", True), ("packing_strategy", "bfd"))),
     "checkpointing": Case(args=(("gradient_checkpointing", True),)),

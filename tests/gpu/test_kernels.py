@@ -87,18 +87,19 @@ def test_cpu_flash_and_varlen_which_groups_and_indexes_entries_equal_plain(entri
         _assert_equal(_both(kernel, entries, inputs), _both(PlainKernel(), entries, inputs), tolerance)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 0.5], ids=["", "capped"])
 @pytest.mark.parametrize("entries", {**ENTRIES, **WINDOWS}.values(), ids={**ENTRIES, **WINDOWS})
-def test_plain_equals_autograd(entries):
+def test_plain_equals_autograd(entries, softcap):
     # The plain kernel's backward, when its own output is final, is the gradient of its forward.
     inputs = [x.requires_grad_() for x in _inputs(torch.float64)]
-    found = _both(PlainKernel(), entries, [x.detach() for x in inputs])
+    found = _both(PlainKernel(softcap), entries, [x.detach() for x in inputs])
     dq, dk, dv = (torch.zeros_like(x) for x in inputs)
     rows = max(stop for _, stop in entries.dout)
     outs = []
     parts = zip(entries.q, entries.k, entries.causal, entries.dout, strict=True)
     for at, ((a, b), (c, d), mask, (e, f)) in enumerate(parts):
         one = Entries(((a, b),), ((c, d),), (mask,), windows=entries.windows[at : at + 1])
-        out, _ = PlainKernel().forward(one, inputs[0], inputs[1], inputs[2], SCALE)
+        out, _ = PlainKernel(softcap).forward(one, inputs[0], inputs[1], inputs[2], SCALE)
         grad = (torch.arange(e + 1, f + 1) / rows)[:, None, None].expand_as(out).double()
         for total, part in zip((dq, dk, dv), torch.autograd.grad(out, inputs, grad), strict=True):
             total.add_(part)
@@ -193,7 +194,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(kernels, "_trial_failure", lambda kernel, *_, **__: (trial or {}).get(kernel.name, ""))
         for name, one in KERNELS.items():
             if one.modules:
-                made = replace(one, make=lambda _, name=name: VarlenKernel(name, ByFormula()), check=lambda: cudnn)
+                made = replace(one, make=lambda *_, name=name: VarlenKernel(name, ByFormula()), check=lambda: cudnn)
                 monkeypatch.setitem(KERNELS, name, made)
 
     return have
@@ -261,7 +262,7 @@ def test_auto_never_takes_the_formula_on_cuda_and_pads_heads_of_100(machine):
     with pytest.raises(ConfigError, match=r"flash_attn serves compute capability 8.0 and later, this GPU has 7.5"):
         chosen()
     assert choose_kernel("plain", torch.device("cuda"), torch.float32, 264).name == "plain"
-    made = KERNELS["torch_varlen"].make(100)
+    made = KERNELS["torch_varlen"].make(100, 0.0)
     assert isinstance(made, PaddedKernel)
     assert made.wide == 104
 
@@ -304,6 +305,20 @@ def test_windows_are_refused_where_torchs_backward_of_flash_attention_4_does(mac
         ConfigError, match=r"flash_attn_4 cannot be called with sliding windows: backward torch .* refuses"
     ):
         choose_kernel("flash_attn_4", torch.device("cuda"), torch.bfloat16, 128, windows=True)
+
+
+def test_a_soft_cap_goes_to_the_libraries_that_have_one_and_is_refused_by_name(machine):
+    machine((9, 0), FA2, FA3, FA4, TE)
+    cuda, kind = torch.device("cuda"), torch.bfloat16
+    assert choose_kernel("auto", cuda, kind, 128, softcap=50.0).name == "flash_attn_3"
+    assert choose_kernel("auto", cuda, kind, 128, softcap=50.0, windows=True).name == "flash_attn"
+    for name in ("te_fused", "flash_attn_4", "torch_varlen", "cpu_flash"):
+        with pytest.raises(ConfigError, match=rf"kernel {name} cannot cap scores softly .*; use kernel: auto"):
+            choose_kernel(name, cuda, kind, 128, softcap=50.0)
+    machine((9, 0), FA4, TE)
+    with pytest.raises(ConfigError, match=r"no attention kernel .*torch_varlen cannot cap .* flash_attn: pip install"):
+        choose_kernel("auto", cuda, kind, 128, softcap=50.0)
+    assert choose_kernel("auto", torch.device("cpu"), torch.float32, 16, softcap=50.0).name == "plain"
 
 
 def test_a_cudnn_that_wants_multiples_of_64_is_skipped(machine, monkeypatch):
@@ -397,16 +412,16 @@ def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
         monkeypatch.setitem(sys.modules, module, stand_in)
     fault_of = dict.fromkeys(stand_ins.LIBRARIES[name], "")
     monkeypatch.setattr(kernels, "_import_fault", lambda module: fault_of.get(module, kernels.NOT_INSTALLED))
-    kernel = KERNELS[name.split(" ")[0]].make(DIM)
-    inputs = _inputs(torch.bfloat16)
-    exact = _both(PlainKernel(), entries, [x.double() for x in inputs])
-    _assert_equal(_both(kernel, entries, inputs), exact, 2e-2)
+    offer, inputs = KERNELS[name.split(" ")[0]], _inputs(torch.bfloat16)
+    for softcap in (0.0, 0.5) if offer.caps else (0.0,):
+        exact = _both(PlainKernel(softcap), entries, [x.double() for x in inputs])
+        _assert_equal(_both(offer.make(DIM, softcap), entries, inputs), exact, 2e-2)
 
 
 @pytest.mark.parametrize("entries", [ENTRIES["bottom_right"], ENTRIES["mixed"], HALO], ids=["right", "mixed", "halo"])
 def test_torchs_own_operators_take_these_arguments(entries):
     # On tensors without values: the operators' own shape rules are run, and tell a wrong argument.
-    kernel = KERNELS["torch_varlen"].make(DIM)
+    kernel = KERNELS["torch_varlen"].make(DIM, 0.0)
     meta = torch.device("meta")
     q, k, v = (x.to(meta) for x in _inputs(torch.bfloat16))
     prepared = kernel.prepare(entries, meta)
@@ -449,7 +464,7 @@ def test_padded_statistics_of_an_old_cudnn_are_refused(monkeypatch):
     for module, stand_in in stand_ins.LIBRARIES["te_fused 2.9"].items():
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(stand_ins, "padded_statistics", True)
-    kernel, entries = KERNELS["te_fused"].make(DIM), ENTRIES["one_square"]
+    kernel, entries = KERNELS["te_fused"].make(DIM, 0.0), ENTRIES["one_square"]
     q, k, v = _inputs(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"cuDNN >= 9\.7"):
         kernel.forward(kernel.prepare(entries, torch.device("cpu")), q, k, v, SCALE)
@@ -464,5 +479,7 @@ def test_cuda_kernel_equals_plain(name, entries):
     if reason := KERNELS[name].refusal(cuda, torch.bfloat16, DIM, windows=windows) or KERNELS[name].fault():
         pytest.skip(f"{name}: {reason}")
     inputs = _inputs(torch.bfloat16, "cuda")
-    kernel = choose_kernel(name, cuda, torch.bfloat16, DIM, windows=windows)
-    _assert_equal(_both(kernel, entries, inputs), _both(PlainKernel(), entries, [x.float() for x in inputs]), 2e-2)
+    for softcap in (0.0, 0.5) if KERNELS[name].caps else (0.0,):
+        kernel = choose_kernel(name, cuda, torch.bfloat16, DIM, windows=windows, softcap=softcap)
+        exact = _both(PlainKernel(softcap), entries, [x.float() for x in inputs])
+        _assert_equal(_both(kernel, entries, inputs), exact, 2e-2)

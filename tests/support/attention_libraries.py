@@ -33,13 +33,14 @@ def entries_of(at: CuSeqlens) -> Entries:
 
 class ByFormula:
     # Calls of `runtime.kernels`' libraries, counted. LSE strided as FlashAttention leaves it.
-    def __init__(self) -> None:
+    def __init__(self, softcap: float = 0.0) -> None:
         self.forwards = self.backwards = 0
+        self.plain = PlainKernel(softcap)
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         self.forwards += 1
         assert (len(q), len(k), len(v)) == (at.cu_q[-1], at.cu_k[-1], at.cu_k[-1])
-        out, lse = PlainKernel().forward(entries_of(at), q, k, v, scale)
+        out, lse = self.plain.forward(entries_of(at), q, k, v, scale)
         return out, lse.T.contiguous().T
 
     def backward(
@@ -47,7 +48,7 @@ class ByFormula:
     ) -> tuple[Tensor, Tensor, Tensor]:
         self.backwards += 1
         assert all(len(x) == at.cu_q[-1] for x in (q, *dout))
-        dq, dk, dv = PlainKernel().backward(entries_of(at), dout, q, k, v, scale)
+        dq, dk, dv = self.plain.backward(entries_of(at), dout, q, k, v, scale)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
@@ -59,14 +60,20 @@ def _packed(*tensors: Tensor, contiguous: bool = False) -> None:
         assert not contiguous or x.is_contiguous()
 
 
-def _flash_forward(at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _flash_forward(
+    at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
     _packed(q, k, v)
-    out, lse = ByFormula().forward(at, q, k, v, scale)
+    out, lse = ByFormula(softcap).forward(at, q, k, v, scale)
     return out, lse.T  # [heads, queries]
 
 
 def _flash_backward(
-    at: CuSeqlens, final: tuple[Tensor, ...], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], scale: float
+    at: CuSeqlens,
+    final: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
+    grads: tuple[Tensor, ...],
+    scoring: tuple[float, float],
 ) -> None:
     dout, out, lse = final
     q, k, v = inputs
@@ -74,7 +81,9 @@ def _flash_backward(
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
-    for grad, x, value in zip(grads, inputs, ByFormula().backward(at, (dout, out, lse.T), q, k, v, scale), strict=True):
+    scale, softcap = scoring
+    found = ByFormula(softcap).backward(at, (dout, out, lse.T), q, k, v, scale)
+    for grad, x, value in zip(grads, inputs, found, strict=True):
         assert grad.shape == x.shape
         assert grad.is_contiguous()
         grad.copy_(value)
@@ -103,25 +112,25 @@ def _fa2_forward(  # the names and order of the source
     window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None,
     zero_tensors=False,
 ):  # fmt: skip
-    assert (dropout_p, softcap) == (0.0, 0.0)
+    assert dropout_p == 0.0
     assert alibi_slopes is block_table is leftpad_k is seqused_k is None
     assert not return_softmax
     assert not zero_tensors
     window = (window_size_left, window_size_right)
     at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window)
-    return *_flash_forward(at, q, k, v, softmax_scale), None, None
+    return *_flash_forward(at, q, k, v, softmax_scale, softcap), None, None
 
 
 def _fa2_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
     causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
 ):  # fmt: skip
-    assert (dropout_p, softcap, deterministic) == (0.0, 0.0, False)
+    assert (dropout_p, deterministic) == (0.0, False)
     assert alibi_slopes is rng_state is None
     assert not zero_tensors
     window = (window_size_left, window_size_right)
     at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window)
-    _flash_backward(at, (dout, out, softmax_lse), (q, k, v), (dq, dk, dv), softmax_scale)
+    _flash_backward(at, (dout, out, softmax_lse), (q, k, v), (dq, dk, dv), (softmax_scale, softcap))
     return softmax_lse
 
 
@@ -135,10 +144,10 @@ def _fa3_forward(
     rotated = (rotary_cos, rotary_sin, seqlens_rotary)
     others = (qv, out, seqused_q, seqused_k, q_descale, k_descale, v_descale, scheduler_metadata, pack_gqa)
     assert all(each is None for each in (*appended, *rotated, *others))
-    numbers = (window_size, attention_chunk, softcap, rotary_interleaved, num_splits, sm_margin)
-    assert numbers == ((-1, -1), 0, 0.0, True, 1, 0)
+    numbers = (window_size, attention_chunk, rotary_interleaved, num_splits, sm_margin)
+    assert numbers == ((-1, -1), 0, True, 1, 0)
     at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
-    return *_flash_forward(at, q, k, v, softmax_scale), None, None
+    return *_flash_forward(at, q, k, v, softmax_scale, softcap), None, None
 
 
 def _fa3_backward(
@@ -146,9 +155,9 @@ def _fa3_backward(
     softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
     assert sequed_q is sequed_k is None
-    assert (window_size, softcap, deterministic, sm_margin) == ((-1, -1), 0.0, False, 0)
+    assert (window_size, deterministic, sm_margin) == ((-1, -1), False, 0)
     at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
-    _flash_backward(at, (dout, out, softmax_lse), (q, k, v), (dq, dk, dv), softmax_scale)
+    _flash_backward(at, (dout, out, softmax_lse), (q, k, v), (dq, dk, dv), (softmax_scale, softcap))
     return dq, dk, dv, softmax_lse
 
 

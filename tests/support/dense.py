@@ -66,31 +66,39 @@ def causal(length: int) -> Bools:
     return np.tril(np.ones((length, length), dtype=bool))
 
 
-def attention(x: Tensors, visible: Callable[[int], Bools] = causal, sink: Floats | None = None) -> Dense:
+def attention(
+    x: Tensors, visible: Callable[[int], Bools] = causal, sink: Floats | None = None, softcap: float = np.inf
+) -> Dense:
     # Outputs and gradients, sequence by sequence. `visible`: by length, which query [row] sees
-    # which key [column]; `sink` [H]: the score of one more key, whose value is zero.
+    # which key [column]; `sink` [H]: the score of one more key, whose value is zero; `softcap`:
+    # what scores come near, at most.
     num_heads = x.q[0].shape[1] if x.q else 0
     sink = np.full(num_heads, -np.inf) if sink is None else sink
-    columns = [_one(*parts, x.scale, visible(len(parts[0])), sink) for parts in zip(x.q, x.k, x.v, x.dout, strict=True)]
+    scoring = (x.scale, softcap)
+    columns = [_one(*parts, scoring, visible(len(parts[0])), sink) for parts in zip(x.q, x.k, x.v, x.dout, strict=True)]
     out, q_grad, k_grad, v_grad, sink_grad = ([c[i] for c in columns] for i in range(5))
     return Dense(out, q_grad, k_grad, v_grad, np.sum(sink_grad, axis=0))
 
 
 def _one(
-    q: Floats, k: Floats, v: Floats, dout: Floats, scale: float, visible: Bools, sink: Floats
+    q: Floats, k: Floats, v: Floats, dout: Floats, scoring: tuple[float, float], visible: Bools, sink: Floats
 ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     length, num_kv_heads = k.shape[:2]
     ratio = q.shape[1] // num_kv_heads
     qh, doh = q.swapaxes(0, 1), dout.swapaxes(0, 1)
     kh, vh = (np.repeat(t.swapaxes(0, 1), ratio, axis=0) for t in (k, v))
-    scores = np.where(visible, qh @ kh.swapaxes(1, 2) * scale, -np.inf)
+    scale, cap = scoring
+    scaled = qh @ kh.swapaxes(1, 2) * scale
+    # Of a tanh the derivative is 1 / cosh ** 2.
+    capped, of_cap = (scaled, 1.0) if np.isinf(cap) else (cap * np.tanh(scaled / cap), 1 / np.cosh(scaled / cap) ** 2)
+    scores = np.where(visible, capped, -np.inf)
     scores = np.concatenate([scores, np.broadcast_to(sink[:, None, None], (len(qh), length, 1))], axis=2)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
     dweights = np.concatenate([doh @ vh.swapaxes(1, 2), np.zeros((len(qh), length, 1))], axis=2)
     # The softmax's own derivative, not the shortcut through the output that the programs use.
     dscores = weights * (dweights - (weights * dweights).sum(axis=2, keepdims=True))
-    dsink, dscores, weights = dscores[:, :, -1].sum(axis=1), dscores[:, :, :-1] * scale, weights[:, :, :-1]
+    dsink, dscores, weights = dscores[:, :, -1].sum(axis=1), dscores[:, :, :-1] * of_cap * scale, weights[:, :, :-1]
     dk, dv = dscores.swapaxes(1, 2) @ qh, weights.swapaxes(1, 2) @ doh
 
     def by_kv_head(grad: Floats) -> Floats:

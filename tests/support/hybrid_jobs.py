@@ -58,6 +58,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "bamba": _sizes(MAMBA, attn_layer_indices=[2]),
     "falcon_h1": _sizes(f"{MAMBA} head_dim 8 mamba_d_ssm 64"),
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    # Without recurrent layers: latents, and values of another width than keys; soft-capped scores.
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        _sizes(
+            "num_key_value_heads 4 kv_lora_rank 16 q_lora_rank 24 qk_rope_head_dim 4 v_head_dim 12 qk_nope_head_dim 8 "
+            "first_k_dense_replace 2 moe_intermediate_size 16 n_routed_experts 4 num_experts_per_tok 2 n_group 1 "
+            "topk_group 1 n_shared_experts 1",
+            initializer_range=0.2,
+        ),
+    ),
+    "gemma2": _sizes(
+        "head_dim 8 sliding_window 24 query_pre_attn_scalar 8", attn_logit_softcapping=1.0, initializer_range=0.2
+    ),
     # No plan reaches these.
     "jamba": _sizes(
         "mamba_d_state 8 mamba_expand 2 mamba_dt_rank 4 num_experts 1 attn_layer_period 4 attn_layer_offset 2"

@@ -29,7 +29,7 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels.latent import keys_and_values
 from megatron_balance.runtime.pool import ALIGN, BufferPool
 from megatron_balance.runtime.transport import Gloo
-from megatron_balance.training.plans import _check_announced, check_agreement
+from megatron_balance.training.plans import check_agreement, check_announced
 from megatron_balance.training.pool import Membership, Pool, TensorParallel, make_pool
 from megatron_balance.training.tokens import Sequences, TokenExchange, assemble, by_nano_batch, share_lengths
 from tests.support import dense
@@ -75,6 +75,7 @@ class Run:
     device: str = "cpu"
     mover: str = "auto"
     gradient_wire: GradientWire = "fp32"
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,10 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[
     # Forward and backward of `plan` on the inputs that `inputs` draws, once per entry of `runs`;
     # values of the first call.
     owned = Rows.of(3, layout(plan, world.rank).tolist())
-    shape = AttentionShape(plan.num_heads, plan.num_kv_heads, *split(head_dim))
+    heads = AttentionShape(plan.num_heads, plan.num_kv_heads, *split(head_dim))
     results = []
     for run in runs:
+        shape = replace(heads, softcap=run.softcap)
         dtype = getattr(torch, run.dtype)
         how: Any = {"device": run.device, "policy": run.policy, "mover": run.mover, "gradient_wire": run.gradient_wire}
         bound = bind(plan, world.rank, shape, groups=world.groups, dtype=dtype, **how)
@@ -394,7 +396,7 @@ def announce(world: World, fingerprints: Sequence[str], tensor_parallel: int) ->
     shared = share_lengths(mine, None, 1, pool, parallel, CPU, fingerprint=fingerprints[world.rank])
     assert shared.lengths == ((3, 2) * pool.size,)
     try:
-        return _check_announced(shared.announced)
+        return check_announced(shared.announced)
     except PlanMismatchError as error:
         return str(error)
 

@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,7 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_balance import Model
 from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.attention import attend_flat
 from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention, hf, knapformer
+from megatron_balance.torch.losses import token_losses
+from tests.support.peak_bytes import PeakBytes
 from tests.support.pool import World, said
 from tools.zoo import Case, Found, run_case
 
@@ -44,6 +49,8 @@ class Way:
     parallel: str = "fsdp2"
     checkpointed: bool = False
     compiled: bool = False
+    # Attention inside the graphs, which are whole layers.
+    fullgraph: bool = False
     accumulate: int = 1
     steps: int = 20
     backward: str = "keep"
@@ -61,7 +68,7 @@ class Way:
     def name(self) -> str:
         # For people: what differs from the plainest way is said.
         said = [self.model, self.planner, self.parallel]
-        said += [word for word in ("checkpointed", "compiled") if getattr(self, word)]
+        said += [word for word in ("checkpointed", "compiled", "fullgraph") if getattr(self, word)]
         said += [word for word in ("accumulate", "pools") if getattr(self, word) > 1]
         return " ".join(said)
 
@@ -74,6 +81,8 @@ class Trained:
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     graphs: int = 0
+    # Of them, those that were compiled behind the third step.
+    late: int = 0
     counted: Counter[str] = field(default_factory=Counter[str])
     # Of the plans.
     patterns: set[str] = field(default_factory=set[str])
@@ -194,7 +203,8 @@ def _train(way: Way, world: World) -> Trained:
     mesh = init_device_mesh(way.device, (world.size,), mesh_dim_names=("dp_cp",))["dp_cp"]
     shape = (way.pools, world.size // way.pools)
     shared = init_device_mesh(way.device, shape, mesh_dim_names=("dp", "cp"))["cp"] if way.pools > 1 else mesh
-    settings = Settings(ranks_per_node=way.ranks_per_node, backward=way.backward, kernel=way.kernel)  # pyright: ignore[reportArgumentType]
+    names: Any = {"backward": way.backward, "kernel": way.kernel}
+    settings = Settings(ranks_per_node=way.ranks_per_node, compiled=way.fullgraph, **names)
     gpt = replace(MODEL, num_heads=way.heads[0], num_kv_heads=way.heads[1])
     config = gpt if way.model == "gpt" else make_model(way, balanced=True).config
     options: dict[str, Any] = {"averaged_over": mesh if way.pools > 1 else None, **dict(way.options)}
@@ -206,7 +216,8 @@ def _train(way: Way, world: World) -> Trained:
     in_parts = way.model != "gpt" and way.checkpointed
     for part in [part for layer in layers for part in (layer.self_attn, layer.mlp)] if in_parts else layers:
         if way.compiled:
-            part.compile(backend=counted, dynamic=True)
+            # a size may be a constant of the first graph, as where a library compiles
+            part.compile(backend=counted, dynamic=None if way.fullgraph else True, fullgraph=way.fullgraph)
     parallel: Any = model
     if way.parallel == "fsdp2":
         for layer in layers:
@@ -216,7 +227,10 @@ def _train(way: Way, world: World) -> Trained:
         parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     done = Trained()
+    early = 0
     for step in range(way.steps):
+        if step == 3:
+            early = counted.graphs
         drawn = [documents(step, m)[world.rank :: world.size] for m in range(way.accumulate)]
         loss = torch.zeros((), dtype=torch.float64)
         for batch in balancer.step(drawn):
@@ -230,7 +244,7 @@ def _train(way: Way, world: World) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
     balancer.close()
-    return replace(done, graphs=counted.graphs)
+    return replace(done, graphs=counted.graphs, late=counted.graphs - early)
 
 
 def _note(done: Trained, loss: Tensor, model: nn.Module, step: int) -> None:
@@ -244,6 +258,54 @@ def _note(done: Trained, loss: Tensor, model: nn.Module, step: int) -> None:
     if step == 0:
         whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
         done.gradients.update({name: g.clone() for name, g in whole.items()})
+
+
+# How a compiled layer keeps what its attention received: as it is, computed again around or inside
+# the graph, or moved to other memory.
+KEEPING = ("kept", "checkpoint around", "checkpoint inside", "moved")
+
+
+def keep_in_graphs(world: World, backend: str) -> dict[str, tuple[int, bool, float]]:
+    """By way of keeping: between forward and backward the tensors with what a layer received that are
+    there, whether they have elements, and how far the gradients are from those of a graph break.
+    """
+    from megatron_balance.torch import compiled as of_graphs
+
+    found: dict[str, tuple[int, bool, float]] = {}
+    flats: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def attend(*given: Any) -> tuple[Tensor, ...]:
+        made = attend_flat(*given)
+        flats.add(made[-1].untyped_storage())
+        return made
+
+    g = torch.Generator().manual_seed(0)
+    document = torch.randint(0, VOCABULARY, (90,), generator=g)
+    for way in KEEPING:
+        gradients: list[Tensor] = []
+        for fullgraph in (False, True):
+            balancer = balancer_of("te_ring", compiled=fullgraph)
+            torch.manual_seed(0)
+            layer = Block((HEADS, KV_HEADS))
+            batch = balancer([document] if world.rank == 0 else [])
+            x = torch.randn(batch.num_rows, WIDTH, generator=torch.Generator().manual_seed(1))
+            run: Any = layer.forward
+            with patch.object(of_graphs, "attend_flat", attend), compiling():
+                if way == "checkpoint inside":
+                    run = partial(checkpoint, run, use_reentrant=False)
+                if fullgraph:
+                    run = torch.compile(run, backend=backend, fullgraph=True)
+                if way == "checkpoint around":
+                    run = partial(checkpoint, run, use_reentrant=False)
+                with saved_tensors_hooks(torch.clone, lambda x: x) if way == "moved" else nullcontext():
+                    out = run(x, batch.position_ids, batch)
+                held = [each.nbytes() for each in flats]
+                out.square().sum().backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None]))
+            assert not flats, "all is let go with the graph"
+        kept, whole = gradients
+        found[way] = len(held), any(size > 64 for size in held), float((kept - whole).abs().max() / kept.abs().max())
+    return found
 
 
 class CountGraphs:
@@ -293,8 +355,10 @@ class Gathered:
     right: bool
 
 
-def balancer_of(planner: str, over: Any = None, *, backward: str = "keep", **options: Any) -> SequenceBalancer:
-    settings = Settings(ranks_per_node=2, backward=backward)  # pyright: ignore[reportArgumentType]
+def balancer_of(
+    planner: str, over: Any = None, *, backward: Any = "keep", compiled: bool = False, **options: Any
+) -> SequenceBalancer:
+    settings = Settings(ranks_per_node=2, backward=backward, compiled=compiled)
     return SequenceBalancer(planner, MODEL, over, settings=settings, **options)
 
 
@@ -312,6 +376,55 @@ def dealt(world: World, model: Any) -> BalancedBatch:
 def zoo(world: World, cases: Sequence[Case]) -> list[Found]:
     # Rows of models of Transformers, each against eager attention.
     return [run_case(case, world.rank) for case in cases]
+
+
+def chunked_loss(world: World, vocabulary: int) -> dict[str, tuple[float, float, int, int]]:
+    # By how the head is sharded, the largest differences of a Llama's loss and gradients (over the
+    # largest entry) by chunks from those of its logits; and peak bytes both ways.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    found: dict[str, tuple[float, float, int, int]] = {}
+    for way in ("alone", "with the model", "by itself", "as a parameter"):
+        losses: list[float] = []
+        grads: list[dict[str, Tensor]] = []
+        peaks: list[int] = []
+        for chunked in (True, False):
+            torch.manual_seed(0)
+            sizes: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": WIDTH, "intermediate_size": WIDTH}
+            sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": LAYERS}
+            config = LlamaConfig(**sizes)
+            config._attn_implementation = hf.register()
+            model: Any = LlamaForCausalLM(config)
+            balancer = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))
+            batch = balancer(documents(0, 0)[world.rank :: world.size])
+            if way != "alone":
+                mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_cp",))
+                for part in (*model.model.layers, *([] if way == "with the model" else [model.lm_head, model.model])):
+                    fully_shard(part, mesh=mesh)
+                if way != "as a parameter":
+                    fully_shard(model, mesh=mesh)
+            with PeakBytes() as counted, patch.object(hf, "token_losses", partial(token_losses, chunk=16)):
+                if way == "as a parameter" and chunked:
+                    hidden = model.model(**hf.inputs(batch)).last_hidden_state
+                    loss = token_losses(hidden, model.lm_head.weight, batch.labels, chunk=16).loss
+                elif chunked:
+                    loss = model(**hf.inputs(batch, losses=True)).logits.loss
+                else:
+                    logits = model(**hf.inputs(batch)).logits[0]
+                    loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
+                    del logits
+                batch.mean_loss(loss).backward()
+            peaks.append(counted.peak)
+            losses.append(float(batch.global_loss(loss, attended=0)))
+            named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            grads.append({name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in named.items()})
+            balancer.close()
+        assert grads[0].keys() == grads[1].keys()
+        worst = max(
+            float((a - grads[1][name]).abs().max() / grads[1][name].abs().max()) for name, a in grads[0].items()
+        )
+        found[way] = (abs(losses[0] - losses[1]) / losses[1], worst, peaks[0], peaks[1])
+    return found
 
 
 def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gathered:
@@ -343,7 +456,7 @@ def save(world: World, backward: str) -> tuple[int, int]:
         return x
 
     q = torch.randn(batch.num_rows, HEADS, HEAD_DIM, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with saved_tensors_hooks(pack, lambda x: x):
         out = balanced_attention(q, q[:, :KV_HEADS], q[:, :KV_HEADS], batch)
         of_call = len(saved)
     out.sum().backward()

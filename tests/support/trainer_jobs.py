@@ -77,6 +77,7 @@ class Case:
     metrics: bool = False
     planner: str = "zeppelin"
     mixed: bool = False
+    losses: bool = False
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -298,7 +299,7 @@ def trained(world: World, case: Case) -> list[dict[str, float]]:
     with world_of(world) as folder:
         trainer = built(case, world, folder)
         if world.size > 1 and not case.mixed:
-            balance(trainer, case.planner)
+            balance(trainer, case.planner, losses=case.losses)
         trainer.train()
         assert trainer.is_fsdp_enabled == (case.sharded and world.size > 1)
         if case.kind in ("sft", "trainer"):
@@ -442,9 +443,10 @@ def refused(world: World) -> dict[str, str]:
             "metrics of packed documents": lambda: sft(packing=True, others={"compute_metrics": accuracy}),
             "expected a Trainer": model,
             "not balanced yet": lambda: balance(sft()),
+            "losses=True": sft,
         }
         for name, make in asked.items():
-            told[name] = said(balance, make())
+            told[name] = said(balance, make(), losses=name == "losses=True")
         offloading = sft()  # which is of GPUs
         offloading.args.activation_offloading = True
         told["offloaded activations"] = said(balance, offloading)

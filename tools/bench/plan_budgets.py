@@ -20,9 +20,12 @@ import numpy as np
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, rl, verify
 from megatron_balance.analysis.statistics import plan_statistics
-from megatron_balance.compile.pipeline import BOTH_PHASES, PhaseName, project
+from megatron_balance.compile.pipeline import BOTH_PHASES, PhaseName, expand, project
+from megatron_balance.compile.proof.meaning import verify as verify_program
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.ir import step as steps
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.forest import num_tokens
 from megatron_balance.ir.step import Solver
 from megatron_balance.patterns import dispatch
 from megatron_balance.planners.base import JointStages
@@ -34,6 +37,7 @@ from megatron_balance.runtime.lower import messages
 from megatron_balance.solvers.milp import SOLVERS
 from megatron_balance.solvers.remap import solve
 from megatron_balance.workloads.distributions import IMAGES_AND_VIDEOS, MIXED_RESOLUTION, draw_by_gpu
+from megatron_balance.workloads.trees import RolloutShape
 
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
 SHAPE = AttentionShape(MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim)
@@ -103,6 +107,7 @@ def measurements() -> Iterator[Measurement]:
             yield Measurement(
                 f"plan {size}: distca, tolerance {tolerance:g}", budget_ms, lambda make=make, batch=lengths: make(batch)
             )
+    yield from _trees()
     yield from _topologies()
     yield from _rl_steps()
     yield from _pipeline_step(num_stages=4, stage=Cluster(16, 8), num_microbatches=8, tokens_per_rank=8192)
@@ -113,6 +118,21 @@ def measurements() -> Iterator[Measurement]:
             f"expand and verify 64 ranks x 64 sequences, backward: {name}", 1000.0, lambda plan=made: verify(plan)
         )
     yield from _remaps()
+
+
+def _trees() -> Iterator[Measurement]:
+    """64 prompts of 64 responses each: planned, expanded, and the program proved."""
+    cluster, generator = load_cluster("h100").build(num_ranks=64, ranks_per_node=8), np.random.default_rng(0)
+    trees = tuple(RolloutShape(responses=64).draw(generator) for _ in range(64))
+    batch = Batch(tuple(map(num_tokens, trees)), trees)
+    size = f"64 ranks x {sum(map(len, trees))} segments of {len(trees)} trees, {batch.num_tokens / 1e6:.1f}M tokens"
+    for name, budget_ms in (("distca", 50.0), ("zeppelin", None)):
+        make = make_planner(name, cluster, MODEL)
+        plan = make(batch)
+        program = expand(plan, "keep")
+        yield Measurement(f"plan {size}: {name}", budget_ms, partial(make, batch))
+        yield Measurement(f"expand {size}: {name}", None, partial(expand, plan, "keep"))
+        yield Measurement(f"prove {size}: {name}", None, partial(verify_program, program))
 
 
 def _rl_steps() -> Iterator[Measurement]:

@@ -10,7 +10,7 @@ sequence cut over all groups (`_spread`); each shared evenly by few neighbours (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush, heapreplace
@@ -384,14 +384,15 @@ def _level_tokens(placed: Shares) -> Iterator[float]:
     tokens.
     """
     mean, held = placed.mean_tokens, placed.held
-    density = [length / work for length, work in zip(placed.lengths, placed.work, strict=True)]
+    work = np.array(placed.work, dtype=np.float64)
+    density = np.array(placed.lengths, dtype=np.float64) / work
     most = held.index(max(held))
     yield held[most] - mean
     for _ in range(_STEPS * placed.num_groups):
         least = held.index(min(held))
         if held[most] <= mean * (1 + _TOLERANCE):
             return
-        trade = _best_trade(placed, density, (most, least), min(held[most] - mean, mean - held[least]))
+        trade = _best_trade(placed, (density, work), (most, least), min(held[most] - mean, mean - held[least]))
         if trade is None:
             return
         sparse, dense, amount = trade
@@ -402,28 +403,24 @@ def _level_tokens(placed: Shares) -> Iterator[float]:
 
 
 def _best_trade(
-    placed: Shares, density: Sequence[float], groups: tuple[int, int], need: float
+    placed: Shares, of_each: tuple[Floats, Floats], groups: tuple[int, int], need: float
 ) -> tuple[int, int, float] | None:
-    """(sequence of the first group, of the second, work) with most tokens moved for those cut."""
+    """(sequence of the first group, of the second, work) with most tokens moved for those cut;
+    `of_each`: tokens of a second's work, and work, of every sequence.
+    """
     most, least = groups
-    work, lengths, of, mean = placed.work, placed.lengths, placed.of, placed.mean_tokens
-    there = [
-        (density[dense], dense, of[dense][least] * work[dense], 0 if most in of[dense] else lengths[dense])
-        for dense in placed.on[least]
-    ]
-    if not there:
+    lengths, of, mean = placed.lengths, placed.of, placed.mean_tokens
+    if not placed.on[least]:
         return None
-    here: Iterable[int] = placed.on[most]
-    # A few instead of all pairs, which are quadratic in the sequences of two groups.
-    if len(there) > _TRADED or len(placed.on[most]) > _TRADED:
-        # Those with which the other group's mean is traded for most tokens.
-        mean_there, mean_here = (placed.held[group] / placed.load[group] for group in (least, most))
-        there = sorted(there, key=lambda each: ((each[0] - mean_here) * each[2], each[1]))[:_TRADED]
-        here = sorted(here, key=lambda seq: ((mean_there - density[seq]) * of[seq][most] * work[seq], seq))[:_TRADED]
+    # What is offered is what the other group's mean is traded for most tokens.
+    mean_there, mean_here = (placed.held[at] / placed.load[at] for at in (least, most))
+    there = [
+        (own, seq, part, 0 if most in of[seq] else lengths[seq])
+        for own, seq, part in _offers(placed, of_each, least, -1.0, mean_here)
+    ]
     there.sort()
     best, chosen = 0.0, (0, 0, 0.0)
-    for sparse in here:
-        own, part = density[sparse], of[sparse][most] * work[sparse]
+    for own, sparse, part in _offers(placed, of_each, most, 1.0, mean_there):
         base = mean if least in of[sparse] else mean + lengths[sparse]
         for other, dense, all_of_it, also_cut in there:
             # By a second of work; none if both are the same sequence. Later ones gain less; the bound
@@ -436,6 +433,24 @@ def _best_trade(
             if score > best or (score == best and (-sparse, -dense) > (-chosen[0], -chosen[1])):
                 best, chosen = score, (sparse, dense, amount)
     return chosen if best > 0 else None
+
+
+def _offers(
+    placed: Shares, of_each: tuple[Floats, Floats], group: int, sign: float, mean: float
+) -> list[tuple[float, int, float]]:
+    """(density, sequence, work) of what a group may trade: of many, a few, since all pairs are
+    quadratic. `mean`: density of the other group, `sign` -1 where more tokens for work are wanted.
+    """
+    own, of = placed.on[group], placed.of
+    if len(own) <= _TRADED:
+        work, lengths = placed.work, placed.lengths
+        return [(lengths[seq] / work[seq], seq, of[seq][group] * work[seq]) for seq in own]
+    seqs = np.array(sorted(own))
+    density, part = of_each[0][seqs], of_each[1][seqs]
+    cut = sorted(placed.cut & own)
+    part[np.searchsorted(seqs, cut)] *= [of[seq][group] for seq in cut]
+    first = np.argsort(sign * (mean - density) * part, kind="stable")[:_TRADED]
+    return list(zip(*(each[first].tolist() for each in (density, seqs, part)), strict=True))
 
 
 def zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:

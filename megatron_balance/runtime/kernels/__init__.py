@@ -128,7 +128,8 @@ class TorchCalls:
 class _FlashAttn2Calls:
     """The package flash-attn."""
 
-    def __init__(self) -> None:
+    def __init__(self, softcap: float = 0.0) -> None:
+        self.softcap = softcap
         self.module: ModuleType = import_module("flash_attn.flash_attn_interface")
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -137,6 +138,7 @@ class _FlashAttn2Calls:
             dropout_p=0.0,
             softmax_scale=scale,
             causal=at.causal,
+            softcap=self.softcap,
             **_window_sides(at),
         )
         return out, lse.T
@@ -150,7 +152,7 @@ class _FlashAttn2Calls:
             causal=at.causal,
             window_size_left=at.window[0],
             window_size_right=at.window[1],
-            softcap=0.0,
+            softcap=self.softcap,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
@@ -167,7 +169,8 @@ FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
 class _FlashAttn3Calls:
     """flash-attn 3 for Hopper."""
 
-    def __init__(self) -> None:
+    def __init__(self, softcap: float = 0.0) -> None:
+        self.softcap = softcap
         self.module: ModuleType = import_module(next(name for name in FLASH_ATTN_3 if not _import_fault(name)))
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -175,6 +178,7 @@ class _FlashAttn3Calls:
         out, lse, *_ = self.module._flash_attn_forward(
             *(q, k, v, *new_keys_and_out, at.cu_q, at.cu_k, *used),
             *(at.max_q, at.max_k, *paging_rotary_scales, scale, at.causal),
+            softcap=self.softcap,
         )
         return out, lse.T
 
@@ -183,6 +187,7 @@ class _FlashAttn3Calls:
         self.module._flash_attn_backward(
             *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), at.cu_q, at.cu_k, None, None, at.max_q, at.max_k),
             *(dq, dk, dv, scale, at.causal),
+            softcap=self.softcap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
@@ -288,8 +293,8 @@ class _Capabilities:
 class _Offer:
     """A kernel that can be chosen."""
 
-    # Makes it for tensors of a head dim.
-    make: Callable[[int], Kernel]
+    # Makes it for tensors of a head dim, and for scores with a soft cap (0: none), if it `caps`.
+    make: Callable[[int, float], Kernel]
     # Types of devices.
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -307,6 +312,8 @@ class _Offer:
     window_fault: Callable[[], str] = str
     # Values may have another width than keys; else the narrower are padded.
     two_widths: bool = False
+    # It can cap scores softly (`AttentionShape.softcap`).
+    caps: bool = False
 
     def fault(self) -> str:
         """Why it cannot be used here: `NOT_INSTALLED`, an error at import, a version; "": it can."""
@@ -319,8 +326,18 @@ class _Offer:
     def installed(self) -> bool:
         return not self.fault()
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False) -> str:
+    def refusal(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        *,
+        windows: bool = False,
+        softcap: float = 0.0,
+    ) -> str:
         """The reason why it does not serve such tensors; "" if it does."""
+        if softcap and not self.caps:
+            return "cannot cap scores softly"
         if windows and self.window_fault():
             return self.window_fault()
         if device.type not in self.devices:
@@ -522,9 +539,9 @@ _BF16_FP16 = (torch.bfloat16, torch.float16)
 _MULTIPLE = 8  # head dims that the libraries take are multiples of it; others are padded
 
 
-def _varlen(name: str, calls: Callable[[], _Calls]) -> Callable[[int], Kernel]:
-    def make(head_dim: int) -> Kernel:
-        kernel = VarlenKernel(name, calls())
+def _varlen(name: str, calls: Callable[..., _Calls]) -> Callable[[int, float], Kernel]:
+    def make(head_dim: int, softcap: float) -> Kernel:
+        kernel = VarlenKernel(name, calls(softcap) if softcap else calls())
         more = -head_dim % _MULTIPLE
         return PaddedKernel(kernel, (head_dim, head_dim), head_dim + more) if more else kernel
 
@@ -533,8 +550,13 @@ def _varlen(name: str, calls: Callable[[], _Calls]) -> Callable[[int], Kernel]:
 
 # By name, as a run file's `kernel:` has them.
 KERNELS: dict[str, _Offer] = {
-    "plain": _Offer(lambda _: PlainKernel(), ("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16), two_widths=True),
-    "cpu_flash": _Offer(lambda _: CpuFlashKernel(), ("cpu",), (torch.float32, *_BF16_FP16)),
+    "plain": _Offer(
+        lambda _, softcap: PlainKernel(softcap),
+        *(("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16)),
+        two_widths=True,
+        caps=True,
+    ),
+    "cpu_flash": _Offer(lambda *_: CpuFlashKernel(), ("cpu",), (torch.float32, *_BF16_FP16)),
     "torch_varlen": _Offer(
         _varlen("torch_varlen", TorchCalls), *(("cuda",), _BF16_FP16, (256, 256)), capabilities=_Capabilities((8, 0))
     ),
@@ -543,6 +565,7 @@ KERNELS: dict[str, _Offer] = {
         *(("cuda",), _BF16_FP16, (256, 256), ("flash_attn.flash_attn_interface",)),
         "pip install --no-build-isolation flash-attn",
         _Capabilities((8, 0)),
+        caps=True,
     ),
     # Of the other libraries' limits those that stand in Transformer Engine 2.17.1's own choice
     # (pytorch/attention/dot_product_attention/utils.py) and in torch 2.13 (nn/attention/_fa4.py).
@@ -552,6 +575,7 @@ KERNELS: dict[str, _Offer] = {
         "build hopper/ of https://github.com/Dao-AILab/flash-attention",
         _Capabilities((9, 0), (9, 0)),
         window_fault=lambda: "is not called with sliding windows here",
+        caps=True,
     ),
     "flash_attn_4": _Offer(
         _varlen("flash_attn_4", lambda: TorchCalls("FA4")),
@@ -592,23 +616,29 @@ def _preferred(device: torch.device) -> tuple[str, ...]:
 
 
 def choose_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    windows: bool = False,
+    softcap: float = 0.0,
 ) -> Kernel:
     """Make the kernel called `name`, and log once which it is. "auto": the first of
-    `_preferred(device)` that serves these tensors (and sliding `windows`), can be used here and, on
-    a GPU, passes its trial. ConfigError: no such kernel, it cannot be used here or serve these
-    tensors, or none of `auto` can.
+    `_preferred(device)` that serves these tensors (and sliding `windows`, and a `softcap` other than
+    0), can be used here and, on a GPU, passes its trial. ConfigError: no such kernel, it cannot be
+    used here or serve these tensors, or none of `auto` can.
     """
     # One that is installed but broken is reported once and skipped.
     shown = f"({device.type}, {dtype}, head dim {head_dim})"
     if name == "auto":
-        kernel = _automatic(device, dtype, head_dim, windows=windows)
+        kernel = _automatic(device, dtype, head_dim, windows=windows, softcap=softcap)
     elif name not in KERNELS:
         raise ConfigError(f"unknown kernel {name!r}; known: auto, {', '.join(KERNELS)}")
     else:
         offer = KERNELS[name]
-        kernel, reason = _made(name, device, dtype, head_dim, windows=windows)
-        if kernel is None and offer.refusal(device, dtype, head_dim, windows=windows):
+        kernel, reason = _made(name, device, dtype, head_dim, windows=windows, softcap=softcap)
+        if kernel is None and offer.refusal(device, dtype, head_dim, windows=windows, softcap=softcap):
             raise ConfigError(f"kernel {name} {reason} (head dim {head_dim}); use kernel: auto")
         if kernel is None:
             needs = f"needs {' or '.join(offer.modules)}, which is not installed"
@@ -619,10 +649,16 @@ def choose_kernel(
 
 
 def kernel_of_widths(
-    name: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, int], *, windows: bool = False
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, int],
+    *,
+    windows: bool = False,
+    softcap: float = 0.0,
 ) -> Kernel:
     """`choose_kernel` for queries and keys of one width, and values and outputs of maybe another."""
-    kernel = choose_kernel(name, device, dtype, max(widths), windows=windows)
+    kernel = choose_kernel(name, device, dtype, max(widths), windows=windows, softcap=softcap)
     return (
         kernel
         if widths[0] == widths[1] or KERNELS[kernel.name].two_widths
@@ -630,14 +666,14 @@ def kernel_of_widths(
     )
 
 
-def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool) -> Kernel:
+def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool, softcap: float) -> Kernel:
     reasons: dict[str, str] = {}
     for name in _preferred(device):
         offer = KERNELS[name]
-        kernel, reasons[name] = _made(name, device, dtype, head_dim, windows=windows)
+        kernel, reasons[name] = _made(name, device, dtype, head_dim, windows=windows, softcap=softcap)
         if kernel is not None:
             return kernel
-        served = not offer.refusal(device, dtype, head_dim, windows=windows)
+        served = not offer.refusal(device, dtype, head_dim, windows=windows, softcap=softcap)
         if offer.modules and served and reasons[name] != NOT_INSTALLED:
             _tell(logging.WARNING, f"attention kernel {name} is installed, but is skipped: {reasons[name]}")
     mends = [f"{name}: {KERNELS[name].mend}" for name in reasons if KERNELS[name].mend]
@@ -649,18 +685,18 @@ def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, windo
 
 
 def _made(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool, softcap: float
 ) -> tuple[Kernel | None, str]:
     offer = KERNELS[name]
-    reason = offer.refusal(device, dtype, head_dim, windows=windows) or offer.fault()
+    reason = offer.refusal(device, dtype, head_dim, windows=windows, softcap=softcap) or offer.fault()
     if reason:
         return None, reason
     try:
-        kernel = offer.make(head_dim)
+        kernel = offer.make(head_dim, softcap)
     except Exception as error:
         return None, _first_line(error)
     if capability_of(device) is not None and name != "plain":
-        reason = _trial_failure(kernel, device, dtype, head_dim, windows=windows)
+        reason = _trial_failure(kernel, device, dtype, head_dim, windows=windows, softcap=softcap)
     if reason:
         _restore_flash_attention()
         return None, reason
@@ -687,13 +723,19 @@ _RESULTS = ("out", "LSE", "dq", "dk", "dv")
 
 
 def _trial_failure(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    windows: bool = False,
+    softcap: float = 0.0,
 ) -> str:
     """Why the kernel's results cannot be used, with `windows` too; "": they are right. Found once."""
     for rows in (_ENTRIES, replace(_ENTRIES, windows=_WINDOWS))[: 1 + windows]:
-        key = (kernel.name, device, dtype, head_dim, rows)
+        key = (kernel.name, device, dtype, head_dim, rows, bool(softcap))
         if key not in _failures:
-            _failures[key] = _failure(kernel, device, dtype, head_dim, rows)
+            _failures[key] = _failure(kernel, device, dtype, head_dim, rows, softcap)
         if _failures[key]:
             return _failures[key]
     return ""
@@ -702,7 +744,9 @@ def _trial_failure(
 _failures: dict[tuple[object, ...], str] = {}
 
 
-def _failure(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, rows: Entries) -> str:
+def _failure(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, rows: Entries, softcap: float
+) -> str:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (
         torch.randn(rows, heads, head_dim, generator=generator).to(device, dtype)
@@ -711,7 +755,7 @@ def _failure(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim:
     scale = head_dim**-0.5
     try:
         found = _results(kernel, rows, (q, k, v), dout, scale)
-        exact = _results(PlainKernel(), rows, (q.float(), k.float(), v.float()), dout.float(), scale)
+        exact = _results(PlainKernel(softcap), rows, (q.float(), k.float(), v.float()), dout.float(), scale)
         apart = [
             float((one.float() - other).abs().max() / other.abs().max())
             for one, other in zip(found, exact, strict=True)

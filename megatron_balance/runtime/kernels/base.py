@@ -74,6 +74,10 @@ class PlainKernel:
 
     name = "plain"
 
+    def __init__(self, softcap: float = 0.0) -> None:
+        """`softcap`: see `runtime.lower.memory.AttentionShape`."""
+        self._cap = softcap
+
     def launches(self, entries: Entries) -> int:
         return len(entries.causal)
 
@@ -84,7 +88,7 @@ class PlainKernel:
     def forward(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
         for at, ((a, b), (c, d)) in enumerate(zip(entries.q, entries.k, strict=True)):
-            scores = _scores(q[a:b], k[c:d], hidden(entries, at, q.device), scale)
+            scores = self._scores(q[a:b], k[c:d], hidden(entries, at, q.device), scale)
             lse = torch.logsumexp(scores, -1)
             # g: key-value head, r: query head of it, t: query, s: key, d: width
             out = torch.einsum("grts,sgd->tgrd", torch.exp(scores - lse[..., None]), v[c:d].to(scores.dtype))
@@ -97,7 +101,7 @@ class PlainKernel:
         grad, out, lse = dout
         num_kv = k.shape[1]
         for at, ((a, b), (c, d), (e, f)) in enumerate(zip(entries.q, entries.k, entries.dout, strict=True)):
-            scores = _scores(q[a:b], k[c:d], hidden(entries, at, q.device), scale)
+            scores = self._scores(q[a:b], k[c:d], hidden(entries, at, q.device), scale)
             wide = scores.dtype
             weights = torch.exp(scores - lse[e:f].T.unflatten(0, (num_kv, -1))[..., None])
             dy = grad[e:f].to(wide).unflatten(1, (num_kv, -1))
@@ -107,10 +111,20 @@ class PlainKernel:
                 * (torch.einsum("tgrd,sgd->grts", dy, v[c:d].to(wide)) - delta.permute(1, 2, 0)[..., None])
                 * scale
             )
+            if self._cap:  # the derivative of the cap; hidden scores are minus infinity
+                dscores *= 1 - (scores.clamp(min=-self._cap) / self._cap) ** 2
             dqs.append(torch.einsum("grts,sgd->tgrd", dscores, k[c:d].to(wide)).flatten(1, 2))
             dks.append(torch.einsum("grts,tgrd->sgd", dscores, q[a:b].to(wide).unflatten(1, (num_kv, -1))))
             dvs.append(torch.einsum("grts,tgrd->sgd", weights, dy))
         return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
+
+    def _scores(self, q: Tensor, k: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+        """Scaled scores [G, H / G, Tq, Tk]."""
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        scores = torch.einsum("tgrd,sgd->grts", q.to(wide).unflatten(1, (k.shape[1], -1)), k.to(wide)) * scale
+        if self._cap:
+            scores = self._cap * torch.tanh(scores / self._cap)
+        return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
 
 
 def hidden(entries: Entries, at: int, device: torch.device) -> Tensor | None:
@@ -122,10 +136,3 @@ def hidden(entries: Entries, at: int, device: torch.device) -> Tensor | None:
     own = torch.arange(num_q, device=device)[:, None] + num_k - num_q
     keys = torch.arange(num_k, device=device)
     return (keys < own - left) | (keys > own + right)
-
-
-def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
-    """Scaled scores [G, H / G, Tq, Tk]."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = torch.einsum("tgrd,sgd->grts", q.to(wide).unflatten(1, (k.shape[1], -1)), k.to(wide)) * scale
-    return scores if hidden is None else scores.masked_fill(hidden, -math.inf)

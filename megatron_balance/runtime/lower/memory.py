@@ -177,6 +177,8 @@ class AttentionShape:
     # Where the latent of multi-latent attention travels in place of keys and values, its rank and
     # the width of the rotary key beside it; then `num_kv_heads` is 1.
     latent: tuple[int, int] | None = None
+    # Scores stay below it in magnitude: softcap * tanh(score / softcap). 0: they are as they are.
+    softcap: float = 0.0
 
     @property
     def latent_dim(self) -> int | None:
@@ -478,7 +480,7 @@ def peak_bytes(
     phases: Mapping[PhaseName, steps.Phase], sizes: tuple[Sizes, Sizes], form: CallForm, *, keep: bool
 ) -> PeakBytes:
     """Peak bytes of one call. `sizes`: of query and of key buffers."""
-    kept = sum(_message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in steps.INPUTS) if keep else 0
+    kept = sum(_message_bytes(m, form) for m in received_in(phases["forward"]) if m.kind in steps.INPUTS) if keep else 0
     partials = sum(rows * heads * (form.value_width + 1) * form.wide.itemsize for rows, heads in sizes[0].values())
     forward = partials + _peak(phases["forward"], form, {}) if "forward" in phases else 0
     backward = kept + _backward_bytes(phases["backward"], sizes, form) if "backward" in phases else 0
@@ -506,7 +508,8 @@ def _message_bytes(message: steps.PeerMessage, form: CallForm) -> int:
     return sum(padded(num_bytes) for num_bytes in tensor_bytes([message.carried], form.sizes))
 
 
-def _received(phase: steps.Phase) -> list[steps.PeerMessage]:
+def received_in(phase: steps.Phase) -> list[steps.PeerMessage]:
+    """The messages that a phase receives, in order."""
     return [m for step in phase.steps if isinstance(step, steps.FinishStep) for m in step.exchange.receives]
 
 
@@ -515,7 +518,7 @@ def _peak(phase: steps.Phase, form: CallForm, grads: Mapping[steps.Value, int]) 
     live = peak = 0
     made: dict[steps.Value, int] = {}  # gradients so far
     held: dict[steps.Value, int] = {
-        (m.kind, m.buffer): _message_bytes(m, form) for m in _received(phase) if m.kind in steps.INPUTS
+        (m.kind, m.buffer): _message_bytes(m, form) for m in received_in(phase) if m.kind in steps.INPUTS
     }
     upcoming = [step.exchange for step in phase.steps if isinstance(step, steps.IssueStep)]
     started = expected = 0

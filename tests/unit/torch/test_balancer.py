@@ -361,13 +361,28 @@ def test_a_layer_of_another_mask_than_the_plans_is_refused() -> None:
         balanced_attention(x, x[:, :2], x[:, :2], full, window=2)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "softcap", "complaint"),
+    [
+        ("auto", -1.0, "softcap: expected a number above 0, or 0 for none, got -1.0"),
+        ("auto", float("nan"), "softcap: expected a number above 0, or 0 for none, got nan"),
+        ("cpu_flash", 30.0, "kernel cpu_flash cannot cap scores softly .*; use kernel: auto"),
+    ],
+)
+def test_soft_caps_that_no_kernel_has_are_refused(kernel: str, softcap: float, complaint: str) -> None:
+    batch = SequenceBalancer("te_ring", MODEL, settings=Settings(kernel=kernel))(DOCUMENTS)
+    x = torch.zeros(6, 4, 8)
+    with pytest.raises(ConfigError, match=complaint):
+        balanced_attention(x, x[:, :2], x[:, :2], batch, softcap=softcap)
+
+
 def test_transformers_attention_runs_and_names_what_it_cannot() -> None:
     batch = balancer()(DOCUMENTS)
     assert call(batch, sliding_window=None, dropout=0.0, is_causal=True)[0].shape == (1, 6, 4, 8)
     assert call(batch, sliding_window=3)[0].shape == (1, 6, 4, 8), "a window that no document exceeds"
     for given, complaint in (
         ({"dropout": 0.1}, "Linear asks for dropout; balanced attention is causal"),
-        ({"softcap": 30.0, "is_causal": False}, "soft-capped scores, attention that is not causal"),
+        ({"dropout": 0.1, "is_causal": False}, "dropout, attention that is not causal"),
     ):
         with pytest.raises(ConfigError, match=complaint):
             call(batch, **given)

@@ -353,7 +353,6 @@ def test_every_refusal_has_its_own_hint() -> None:
     batch = SequenceBalancer("te_ring", Model(4, 2, 8))(DOCUMENTS)
     for given, hint in (
         ({"dropout": 0.1}, "Set attention_dropout=0"),
-        ({"softcap": 30.0}, "No kernel here caps scores"),
         ({"is_causal": False}, r'Give the balancer Settings\(mask="full"'),
         ({"position_bias": torch.zeros(1)}, "No kernel here has it"),
         ({"cu_seq_lens_q": torch.tensor([0, 15])}, "cu_seq_lens_q; .* Leave out what says where documents lie"),
