@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 
@@ -128,6 +129,13 @@ def base_sync_s(base: Strategy, model: Model, cluster: Cluster) -> tuple[float, 
     return all_gather_s(each * model.bytes_per_element, group), all_gather_s(each * GRADIENT_BYTES, group)
 
 
+def beside_bytes(layouts: Layouts, strategy: Strategy, model: Model, num_ranks: int) -> Floats:
+    """Bytes [num_ranks] that roles take beside the weights and gradients of `strategy` itself."""
+    roles = role_bytes(layouts, model, num_ranks)
+    return roles if strategy == layouts.base else roles - held_bytes(strategy, model, num_ranks)
+
+
+@lru_cache(maxsize=64)  # asked for each candidate, in every step
 def role_bytes(layouts: Layouts, model: Model, num_ranks: int) -> Floats:
     """Bytes of weights and fp32 gradients that all roles of each rank share [num_ranks]: those of the
     largest. The base layout is none.
@@ -139,10 +147,11 @@ def role_bytes(layouts: Layouts, model: Model, num_ranks: int) -> Floats:
     return found
 
 
+@lru_cache(maxsize=512)
 def held_bytes(strategy: Strategy, model: Model, num_ranks: int) -> Floats:
     """Bytes of weights and fp32 gradients of each rank under one strategy [num_ranks]."""
     found = np.zeros(num_ranks)
-    for rank, seat in enumerate(strategy.seats()):
+    for rank, seat in enumerate(islice(strategy.seats(), num_ranks)):
         elements = _parameters(seat.scheme, seat.stage, model)
         found[rank] = elements * (model.bytes_per_element + GRADIENT_BYTES)
     return found

@@ -85,20 +85,32 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     if not candidates:
         return planner_within(context, *within)(lengths, context, carry)
     every = [*carry.waiting, *enumerate(chain.from_iterable(lengths))]
-    sizes = [length for _, length in every]
-    held = pipelines.holders([pipelines.pipelines_of(strategy, context) for strategy in candidates], sizes)
+    best, microbatches, _ = fastest([length for _, length in every], candidates, context)
+    return pipelines.side_by_side(every, best, microbatches, within), EMPTY
+
+
+def fastest(
+    sizes: Sequence[int], candidates: Sequence[Strategy], context: StepContext
+) -> tuple[pipelines.Pipelines, pipelines.Microbatches, float]:
+    """The candidate that a step takes, its microbatches, and the seconds of the step, with what moves
+    weights and gradients. InfeasibleError: none holds the longest sequence.
+    """
+    options: HydraulisOptions = context.options
+    layouts = None
+    if context.strategy is None:
+        layouts = layouts_of(options, context.cluster.num_ranks, context.base)
+    held = pipelines.holders([pipelines.pipelines_of(each, context, layouts) for each in candidates], sizes)
     solvers = pipelines.Solvers(options.dispatching, options.packing, options.node_limit)
     costs = [each.with_overhead(options.microbatch_s).costs for each in held]
-    moving = _moving_of([each.strategy for each in held], context)
-    best, microbatches, _ = pipelines.fastest(sizes, costs, solvers, moving)
-    return pipelines.side_by_side(every, held[best], microbatches, within), EMPTY
+    moving = [] if layouts is None else _moving_of([each.strategy for each in held], layouts, context)
+    best, microbatches, step_s = pipelines.fastest(sizes, costs, solvers, moving)
+    return held[best], microbatches, step_s
 
 
-def _moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[pipelines.CandidateMovement]:
-    """The moves of weights and gradients of each strategy; empty where all run the base layout."""
-    layouts = layouts_of(context.options, context.cluster.num_ranks, context.base)
-    if context.strategy is not None or layouts is None:
-        return []
+def _moving_of(
+    strategies: Sequence[Strategy], layouts: Layouts, context: StepContext
+) -> list[pipelines.CandidateMovement]:
+    """The moves of weights and gradients of each strategy."""
     cluster, model = context.cluster, context.model
     sync_s = sum(base_sync_s(layouts.base, model, cluster))
     known = sync_s, model.num_layers, layouts.overlap

@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-import numpy as np
-
-from megatron_balance.analysis.backward import state_bytes
-from megatron_balance.analysis.change import Change, PipelineWork
+from megatron_balance.analysis.backward import Stage, microbatch_bytes, state_bytes
+from megatron_balance.analysis.change import Change, Layouts, PipelineWork, beside_bytes
+from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.step_memory import StepMemory, max_len, stages_of
-from megatron_balance.cost.base import MachineCost
-from megatron_balance.cost.fits import fit_quadratic
+from megatron_balance.cost.fits import least_squares
 from megatron_balance.cost.parallel import joined_nodes, one_of_each, stage_transfer_s, wide_ranks
 from megatron_balance.cost.perturbed import changed, on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.step import EMPTY, StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext, planner_within, renumbered
 from megatron_balance.solvers import dispatch
 from megatron_balance.solvers.dispatch import Assigned, PipelineCost
+from megatron_balance.solvers.groups import plan_of
 
+T = TypeVar("T")
 # Tokens of a microbatch where nobody says what a rank holds.
 UNLIMITED = 1 << 40
 Microbatches = tuple[tuple[tuple[int, ...], ...], ...]
@@ -152,25 +153,25 @@ def fastest(
     candidates: Sequence[Sequence[PipelineCost]],
     solvers: Solvers = OURS,
     moving: Sequence[CandidateMovement] = (),
-) -> tuple[int, Microbatches, tuple[float, ...]]:
+) -> tuple[int, Microbatches, float]:
     """The candidate whose slowest pipeline ends first, with what moves weights (`moving`): its
-    number, and as `deal`.
+    number, its microbatches, and seconds of the step.
     """
     assigned = [solvers.dispatch(lengths, costs) for costs in candidates]
     least = [
         dispatch.slowest_s(lengths, costs, each, PipelineCost.least_s) + (moving[at].least_s if moving else 0.0)
         for at, (costs, each) in enumerate(zip(candidates, assigned, strict=True))
     ]
-    best: tuple[float, int, Microbatches, tuple[float, ...]] | None = None
+    best: tuple[float, int, Microbatches] | None = None
     for at in sorted(range(len(candidates)), key=least.__getitem__):
         if best is not None and least[at] > best[0]:
             break
         made, seconds = packed(lengths, candidates[at], assigned[at], solvers)
         step_s = max(seconds) + (moving[at].added_s(lengths, made, candidates[at]) if moving else 0.0)
         if best is None or (step_s, at) < best[:2]:
-            best = step_s, at, made, seconds
+            best = step_s, at, made
     assert best is not None, "no candidates"
-    return best[1:]
+    return best[1], best[2], best[0]
 
 
 def pipeline_s(microbatches: Sequence[Sequence[int]], cost: PipelineCost) -> float:
@@ -238,8 +239,9 @@ def _pipeline_step(
     return renumbered(step, list(chain.from_iterable(chosen)))
 
 
-def pipelines_of(strategy: Strategy, context: StepContext) -> Pipelines:
-    """The pipelines of a strategy with their costs.
+def pipelines_of(strategy: Strategy, context: StepContext, layouts: Layouts | None = None) -> Pipelines:
+    """The pipelines of a strategy with their costs. `layouts`: where weights move, whose roles take
+    memory.
 
     Raises:
         ConfigError: a strategy that the ranks or the model cannot be split by.
@@ -251,12 +253,21 @@ def pipelines_of(strategy: Strategy, context: StepContext) -> Pipelines:
         strategy.check(context.cluster.num_ranks, context.cluster.node_size)
         for scheme in dict.fromkeys(strategy.pipelines):
             check_scheme(scheme, context.model, f"strategy {strategy}: ")
-    known: dict[Scheme, tuple[PipelineCost, StepContext]] = {}
-    for scheme in strategy.pipelines:
-        if scheme not in known:
-            known[scheme] = _pipeline(scheme, context)
+    beside = dict.fromkeys(strategy.pipelines, 0.0)
+    if layouts is not None:
+        of_ranks = beside_bytes(layouts, strategy, context.model, context.cluster.num_ranks)
+        for number, scheme in enumerate(strategy.pipelines):
+            beside[scheme] = max(beside[scheme], float(of_ranks[strategy.ranks_of(number)].max()))
+    known = {scheme: _pipeline(scheme, _with_less(context, held)) for scheme, held in beside.items()}
     costs, inside = zip(*(known[scheme] for scheme in strategy.pipelines), strict=True)
     return Pipelines(strategy, costs, inside)
+
+
+def _with_less(context: StepContext, held: float) -> StepContext:
+    if not held:
+        return context
+    left = max(1.0, context.cluster.memory_bytes - held)
+    return replace(context, cluster=replace(context.cluster, memory_bytes=left))
 
 
 def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepContext]:
@@ -277,8 +288,10 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
     ranks = gpus if tensor is None else wide_ranks(joined_nodes(gpus, tensor), tensor)
     cluster = stage_cluster(ranks, scheme.context)
     cost = on_cluster(context.cost, cluster, tensor)
-    alone = Scheme(1, scheme.pipeline, scheme.context)
-    known = cost_of_scheme(alone, context.model, cluster, lambda _cluster, _tensor: cost, most)
+    groups = gpus.num_ranks if tensor is None else ranks.num_ranks
+    memory = _memory(scheme, replace(context, of_ranks=False), context.model, groups)
+    memory = memory or StepMemory(context.model, tuple(stages_around(scheme, context.model, groups)))
+    known = cost_of_scheme(scheme, Machine(cluster, context.model, cost, memory=memory), most)
     model = context.model
     if context.of_ranks:
         model = model.share(scheme.tensor)
@@ -294,7 +307,7 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
         strategy=None,
         own_microbatches=False,
         may_carry=False,
-        memory=_memory(scheme, context, model, gpus.num_ranks if tensor is None else ranks.num_ranks),
+        memory=_memory(scheme, context, model, groups),
     )
     return known, inside
 
@@ -308,11 +321,16 @@ def _memory(scheme: Scheme, context: StepContext, model: Model, num_groups: int)
     if told is None or context.strategy is not None:
         return told
     tensor = scheme.tensor if context.of_ranks else 1
-    stages = stages_of(context.model, max(scheme.context, num_groups // scheme.pipeline), pipeline=scheme.pipeline)
+    stages = stages_around(scheme, context.model, num_groups)
     spread = (replace(each, sharding=replace(each.sharding, tensor=tensor)) for each in stages)
     recompute = told.stages[0].recompute
     known = (replace(each, recompute=recompute, state_bytes=state_bytes(context.model, each)) for each in spread)
     return StepMemory(model, tuple(known), told.asked)
+
+
+def stages_around(scheme: Scheme, model: Model, num_groups: int) -> list[Stage]:
+    """The stages of a pipeline of wide ranks, in a job of `num_groups` of them."""
+    return stages_of(model, max(scheme.context, num_groups // scheme.pipeline), pipeline=scheme.pipeline)
 
 
 def stage_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
@@ -326,22 +344,18 @@ def stage_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
     return replace(cluster, num_ranks=num_ranks, ranks_per_node=min(size, num_ranks))
 
 
-# Seconds of one sequence under a parallel scheme, and the quadratic through them (Hydraulis, arXiv
+# Seconds of a microbatch under a parallel scheme, and the cost through them (Hydraulis, arXiv
 # 2412.07894, Appendix C.2).
 #
-# Hydraulis profiles each scheme <TP, PP, CP> on its cluster. Here the times to fit come from a cost
-# model of one rank, with the scheme's communication on top.
+# Hydraulis profiles each scheme <TP, PP, CP> on its cluster. Here the times to fit are the estimate's
+# (`analysis.estimate`), which the simulator's are held to.
 
-# A ring's backward moves keys and values again, and their gradients.
-_RING_BACKWARD = 2
-# Lengths in tokens through whose predicted times the quadratic of a scheme goes.
-_FITTED = tuple(1 << power for power in range(8, 18))
-# Those longer than this many times the longest microbatch are left out, as long as three stay.
-_BEYOND = 4
+# Tokens of a rank in the microbatches whose times are fitted: the most that it holds, as a power of
+# two between these, and that over `_PART`; in sequences of one length, at most so many, or in one.
+_LEAST_FULL, _MOST_FULL, _PART = 1 << 10, 1 << 15, 32
+_LENGTHS, _MOST_SEQUENCES = tuple(512 * 8**at for at in range(6)), 256
 # Megatron pads a vocabulary to it (--make-vocab-size-divisible-by), times its own TP.
 _VOCAB_MULTIPLE = 128
-# (cluster of wide ranks, tensor parallelism) -> its cost.
-_CostOf = Callable[[Cluster, int], MachineCost]
 
 
 def check_scheme(scheme: Scheme, model: Model, where: str = "") -> None:
@@ -368,47 +382,62 @@ def check_scheme(scheme: Scheme, model: Model, where: str = "") -> None:
         )
 
 
-def cost_of_scheme(scheme: Scheme, model: Model, cluster: Cluster, cost_of: _CostOf, max_tokens: int) -> PipelineCost:
-    """The cost of a pipeline whose microbatches have at most `max_tokens`: the quadratic through the
-    predicted times of sequences.
-
-    Raises:
-        ConfigError: a tensor parallelism that does not fit the cluster's nodes.
+def cost_of_scheme(scheme: Scheme, machine: Machine, max_tokens: int) -> PipelineCost:
+    """The cost of a pipeline whose microbatches have at most `max_tokens`, by estimated times of
+    microbatches. `machine`: the wide ranks of one stage, with its step's memory.
     """
-    wide = wide_ranks(cluster, scheme.tensor)
-    cost = cost_of(wide, scheme.tensor)
-    lengths = [length for at, length in enumerate(_FITTED) if at < 3 or length <= _BEYOND * max_tokens]
-    fitted = fit_quadratic(lengths, [sequence_s(scheme, model, wide, cost, length) for length in lengths])
-    return PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, max_tokens)
+    asked = scheme, max_tokens, machine.memory, machine.cost, machine.cluster, machine.model
+    return _known(asked, lambda: _fitted(scheme, machine, max_tokens))
 
 
-def sequence_s(scheme: Scheme, model: Model, wide: Cluster, cost: MachineCost, length: int) -> float:
-    """Seconds of the longest pipeline stage for one sequence as a microbatch, forward and backward.
-
-    The stage is the last one, which has the logits. Context parallelism is a zigzag ring over the
-    ranks of `wide`, each round's transfer hidden behind its attention or the other way round.
-    """
-    tokens = length / scheme.context
-    rounds = scheme.context - 1
-    link = cost.link(inter_node=scheme.context > wide.node_size)
-    round_s = cost.call_s + link.time_s(cost.kv_bytes(tokens))
-    layer_s = 0.0
-    for backward in (False, True):
-        ring_s = rounds * round_s * (_RING_BACKWARD if backward else 1)
-        attention_s = _attention_s(scheme, model, cost, length, backward=backward)
-        layer_s += model.attending * max(attention_s, ring_s) + cost.layer_s(tokens, backward=backward)
-    handed_on_s = 2 * stage_transfer_s(model, tokens, link) if scheme.pipeline > 1 else 0.0
-    head_s = cost.head_s(tokens) + cost.head_s(tokens, backward=True)
-    return model.num_layers / scheme.pipeline * layer_s + head_s + handed_on_s
-
-
-def _attention_s(scheme: Scheme, model: Model, cost: MachineCost, length: int, *, backward: bool) -> float:
-    """One layer's attention on one rank: the first and the last of 2 CP chunks, a launch a round."""
-    heads = [0, model.num_heads], [0, model.num_kv_heads]
-    chunk = ceil(length / (2 * scheme.context))
-    queries = [(0, length)] if scheme.context == 1 else [(0, chunk), (length - chunk, length)]
-    pairs = np.array(
-        [[0, *query, *heads[0], 0, query[1], *heads[1]] for query in queries if query[0] >= 0], dtype=np.int64
+def _fitted(scheme: Scheme, machine: Machine, max_tokens: int) -> PipelineCost:
+    model, ranks = machine.model, scheme.context
+    full = (1 << max(_LEAST_FULL, min(_MOST_FULL, max_tokens // ranks)).bit_length() - 1) * ranks
+    sizes = [(tokens, one) for tokens in (full // _PART, full) for one in (*_LENGTHS, tokens)]
+    cases = sorted({(tokens // one, one) for tokens, one in sizes if one <= tokens <= _MOST_SEQUENCES * one})
+    assert machine.memory is not None, "whether layers keep what they received is decided by the step's memory"
+    memory = machine.memory.of_microbatches(scheme.pipeline)
+    fullest = _known(
+        (full, machine.cluster, model), lambda: microbatch_bytes([_ring(machine.cluster, model, 1, full)], model)
     )
-    launches_s = (scheme.context - 1) * cost.launch_s(1)
-    return float(cost.attend_s(pairs, np.zeros(len(pairs), dtype=np.int64), 1, backward=backward)[0]) + launches_s
+    keeps = memory.decide(fullest, machine.cluster.memory_bytes).kept_share >= 0.5
+    alike = replace(machine, memory=replace(memory, asked="keep" if keeps else "replay"))
+    layers_s = _known(
+        (cases, keeps, machine.cost, machine.cluster, model),
+        lambda: [estimate(_ring(machine.cluster, model, *each), alike).layer_s for each in cases],
+    )
+    layers = model.num_layers / scheme.pipeline
+    seconds = [
+        layers * layer_s + _beside_layers_s(scheme, machine, number * length / ranks)
+        for (number, length), layer_s in zip(cases, layers_s, strict=True)
+    ]
+    columns = [[number * length**2, number * length, 1.0, number] for number, length in cases]
+    a, b, c, d = least_squares(columns, seconds, what=f"costs of {scheme}")
+    return PipelineCost(a, b, c, scheme.pipeline, max_tokens, d)
+
+
+# Costs, and bytes and seconds of rings, by what they were asked for: schemes of other stages ask for
+# the same rings, and a job asks for all in every step.
+_RECENT: list[tuple[tuple[Any, ...], Any]] = []
+_MOST_RECENT = 256
+
+
+def _known(asked: tuple[Any, ...], find: Callable[[], T]) -> T:
+    for known, found in tuple(_RECENT):  # a copy: threads plan ahead
+        if known == asked:
+            return found
+    found = find()
+    _RECENT[:] = [(asked, found), *_RECENT[: _MOST_RECENT - 1]]
+    return found
+
+
+def _ring(cluster: Cluster, model: Model, number: int, length: int) -> MicrobatchPlan:
+    """`number` sequences of `length` tokens around a zigzag ring of all ranks."""
+    every = Zone("pool", "ring", tuple(range(cluster.num_ranks)), tuple(range(number)))
+    return plan_of("te_ring", (length,) * number, (cluster, model), (every,))
+
+
+def _beside_layers_s(scheme: Scheme, machine: Machine, tokens: float) -> float:
+    """Seconds of the last stage beside its layers: logits, and what it is handed and hands back."""
+    handed_on_s = 2 * stage_transfer_s(machine.model, tokens, machine.inter) if scheme.pipeline > 1 else 0.0
+    return machine.cost.head_s(tokens) + machine.cost.head_s(tokens, backward=True) + handed_on_s

@@ -98,9 +98,11 @@ class StepPlanner:
         self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
 
     def candidates(self) -> list[Pipelines]:
-        assert self.choice.planner.strategies is not None, "asked of planners that choose among strategies"
-        context = dataclasses.replace(self._context, options=self.choice.options)
-        return [pipelines_of(each, context) for each in self.choice.planner.strategies(self.choice.options)]
+        options, planner = self.choice.options, self.choice.planner
+        assert planner.strategies is not None, "asked of planners that choose among strategies"
+        context = dataclasses.replace(self._context, options=options)
+        layouts = planner.layouts and planner.layouts(options, context.cluster.num_ranks, context.base)
+        return [pipelines_of(each, context, layouts) for each in planner.strategies(options)]
 
     def plan(
         self, lengths: Sequence[Sequence[int]], carry: Carry = EMPTY, *, trees: Trees = (), may_delay: bool = True

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, product
 from math import inf
 from statistics import fmean
@@ -20,18 +19,26 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.analysis.step_memory import MARGIN, max_len
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.step_memory import MARGIN, StepMemory, max_len
 from megatron_balance.config import SchemeTable
 from megatron_balance.cost.base import MachineCost
-from megatron_balance.cost.parallel import joined_nodes
+from megatron_balance.cost.parallel import joined_nodes, wide_ranks
 from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.hydraulis import AUTO
-from megatron_balance.planners.pipelines import check_scheme, cost_of_scheme, deal, packed
+from megatron_balance.planners.hydraulis import AUTO, fastest, strategies_of
+from megatron_balance.planners.pipelines import (
+    check_scheme,
+    cost_of_scheme,
+    deal,
+    packed,
+    stage_cluster,
+    stages_around,
+)
 from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.solvers.dispatch import EFFICIENCY, PipelineCost, dispatch
 
@@ -105,14 +112,15 @@ def classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: Sch
     ends = np.unique(np.concatenate([even, own]))
     at = np.searchsorted(ends, drawn)
     used = np.unique(at)
-    tokens, squares = (np.bincount(at, drawn**power, len(ends))[used] for power in (1, 2))
+    number, tokens, squares = (np.bincount(at, drawn**power, len(ends))[used] for power in (0, 1, 2))
     scale = num_tokens / drawn.sum()
     top = np.array([drawn[at == each].max() for each in used])
-    a, b, c, most_tokens, stages = (
-        np.array([getattr(each, name) for each in known])[:, None] for name in ("a", "b", "c", "max_tokens", "stages")
+    a, b, c, d, most_tokens, stages = (
+        np.array([getattr(each, name) for each in known])[:, None]
+        for name in ("a", "b", "c", "d", "max_tokens", "stages")
     )
-    work_s = scale * (a * squares + (b + c / most_tokens) * tokens)
-    one_s = np.maximum((a * top + b) * top + c, _full_s(b, c, most_tokens))
+    work_s = scale * (a * squares + (b + c / most_tokens) * tokens + d * number)
+    one_s = np.maximum((a * top + b) * top + d + c, _full_s(b, c, most_tokens))
     fill_s = np.where(top <= most_tokens, (stages - 1) * one_s, np.inf)
     gpus = np.array([float(scheme.num_ranks) for scheme in schemes])
     kept = _undominated(
@@ -330,9 +338,20 @@ def with_proposed(choice: PlannerChoice, steps: Sequence[Sequence[Lengths]], con
     num_ranks = context.cluster.num_ranks
     tokens = max(1, sum(map(sum, batches)) // len(batches))
     proposed = propose(list(chain.from_iterable(batches)), tokens, costs, num_ranks)
-    found = rank(proposed, batches, costs, num_ranks)
-    strategies = tuple(str(each.strategy) for each in found)
-    return replace(choice, options=replace(choice.options, strategies=strategies))
+    found = tuple(str(each.strategy) for each in rank(proposed, batches, costs, num_ranks))
+    # Beside others a strategy of one scheme has their roles in its memory, and syncs by itself.
+    alone = tuple(each for each in found if len(set(Strategy.parse(each).pipelines)) == 1)
+    asked = [replace(choice.options, strategies=each) for each in (found, *((each,) for each in alone))]
+    return replace(choice, options=min(asked, key=lambda each: _mean_s(batches, replace(context, options=each))))
+
+
+def _mean_s(batches: Sequence[Lengths], context: StepContext) -> float:
+    """Mean seconds of steps by the candidates of `context`'s options; infinite: one fits nowhere."""
+    candidates = strategies_of(context.options)
+    try:
+        return fmean(fastest(batch, candidates, context)[2] for batch in batches)
+    except InfeasibleError:
+        return inf
 
 
 def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[PipelineCost, ...]:
@@ -345,18 +364,22 @@ def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[Pi
 def rank(
     proposed: dict[int, tuple[Strategy, ...]], batches: Sequence[Lengths], costs: SchemeCosts, num_ranks: int
 ) -> tuple[SampledStrategy, ...]:
-    """The strategies that are best for some longest length, on the batches without longer
-    sequences; the one that holds the longest sequence first.
+    """The strategies that are best for some longest length, on the batches without longer sequences,
+    and the best of one scheme for all lengths, whose weights need not move; the one that holds the
+    longest sequence first.
     """
     kept: dict[Strategy, tuple[PipelineCost, ...]] = {}
-    for longest, strategies in proposed.items():
+    most = max(proposed, default=0)
+    for longest, strategies in [*proposed.items(), (most, _of_one_scheme(most, costs, num_ranks))]:
+        if not strategies:
+            continue
         short = [[length for length in batch if length <= longest] for batch in batches]
         known = {strategy: costs_of(strategy, costs, num_ranks) for strategy in strategies}
         best = _fastest(strategies, known, [batch for batch in short if batch])
         kept[best] = known[best]
-    most = {strategy: max(each.max_tokens for each in known) for strategy, known in kept.items()}
+    holds = {strategy: max(each.max_tokens for each in known) for strategy, known in kept.items()}
     seconds = {
-        strategy: [max(deal(batch, known)[1]) if max(batch) <= most[strategy] else inf for batch in batches]
+        strategy: [max(deal(batch, known)[1]) if max(batch) <= holds[strategy] else inf for batch in batches]
         for strategy, known in kept.items()
     }
     wins = [min(kept, key=lambda each: seconds[each][at]) for at in range(len(batches))]
@@ -364,8 +387,17 @@ def rank(
     for strategy in kept:
         held = [each for each in seconds[strategy] if each != inf]
         share, mean_s = wins.count(strategy) / len(batches), fmean(held) if held else 0.0
-        candidates.append(SampledStrategy(strategy, most[strategy], len(held), mean_s, share))
+        candidates.append(SampledStrategy(strategy, holds[strategy], len(held), mean_s, share))
     return tuple(sorted(candidates, key=lambda each: -each.max_tokens))
+
+
+def _of_one_scheme(longest: int, costs: SchemeCosts, num_ranks: int) -> tuple[Strategy, ...]:
+    """The strategies of one scheme on all ranks that hold a sequence of `longest` tokens."""
+    return tuple(
+        Strategy((scheme,) * (num_ranks // scheme.num_ranks))
+        for scheme in costs.schemes(num_ranks)
+        if num_ranks % scheme.num_ranks == 0 and costs.pipeline(scheme, num_ranks).max_tokens >= longest
+    )
 
 
 def _fastest(
@@ -468,9 +500,11 @@ class PredictedCosts:
     def pipeline(self, scheme: Scheme, num_ranks: int) -> PipelineCost:
         if (scheme, num_ranks) not in self._known:
             check_scheme(scheme, self.model)
-            cluster, cost_of = self._cluster_for(scheme), partial(on_cluster, self.cost)
-            most = self._max_tokens(scheme, num_ranks)
-            self._known[scheme, num_ranks] = cost_of_scheme(scheme, self.model, cluster, cost_of, most)
+            wide = wide_ranks(joined_nodes(self.cluster, scheme.tensor), scheme.tensor)
+            cluster = stage_cluster(wide, scheme.context)
+            memory = StepMemory(self.model, tuple(stages_around(scheme, self.model, num_ranks // scheme.tensor)))
+            machine = Machine(cluster, self.model, on_cluster(self.cost, cluster, scheme.tensor), memory=memory)
+            self._known[scheme, num_ranks] = cost_of_scheme(scheme, machine, self._max_tokens(scheme, num_ranks))
         return self._known[scheme, num_ranks]
 
     def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:
@@ -485,10 +519,6 @@ class PredictedCosts:
         """Whether context-parallel ranks fill nodes, or parts of one."""
         wide = max(1, self.cluster.node_size // tensor)
         return context % wide == 0 or wide % context == 0
-
-    def _cluster_for(self, scheme: Scheme) -> Cluster:
-        joined = joined_nodes(self.cluster, scheme.tensor)
-        return replace(joined, num_ranks=-(-scheme.num_ranks // joined.node_size) * joined.node_size)
 
 
 # `schemes`: those with costs that so many GPUs can run; `pipeline`: of one in a job of so many, which

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.analysis.backward import MicrobatchBytes, StepBytes, decide, microbatch_bytes, step_bytes
-from megatron_balance.analysis.change import Layouts, PipelineWork, base_sync_s, change, held_bytes, role_bytes
+from megatron_balance.analysis.change import PipelineWork, base_sync_s, beside_bytes, change
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES
 from megatron_balance.analysis.rounds import coupled, in_step
@@ -28,7 +28,6 @@ from megatron_balance.cost.modules import num_parameters
 from megatron_balance.cost.parallel import joined_nodes, wide_ranks
 from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan, Tick, TickPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
@@ -312,14 +311,18 @@ def _simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup:
             f"strategy {strategy} says the degrees of its pipelines, whose ranks are alike; leave out --pipeline, "
             "--interleave, --expert-parallel and --slow"
         )
+    layouts, moved, beside = setup.layouts, dict[str, float](), np.zeros(gpus.num_ranks)
+    if layouts is not None:
+        beside = beside_bytes(layouts, strategy, gpus.model, gpus.num_ranks)
     steps = [
-        _simulate_pipeline(plan.of_pipeline(pipeline), scheme, gpus, setup)
+        _simulate_pipeline(
+            plan.of_pipeline(pipeline), scheme, gpus, setup, float(beside[strategy.ranks_of(pipeline)].max())
+        )
         for pipeline, scheme in enumerate(strategy.pipelines)
     ]
     own_s = [step.step_s - sum(step.phases_s[name] for name in _MEETING) for step in steps]
     slowest = max(range(len(steps)), key=own_s.__getitem__)
     phases = {**steps[slowest].phases_s, **{name: max(step.phases_s[name] for step in steps) for name in _MEETING}}
-    layouts, moved = setup.layouts, dict[str, float]()
     if layouts is not None:
         phases |= dict.fromkeys(_CHANGE, 0.0)
         if strategy == layouts.base:  # its weights are gathered when its model runs, beside nothing
@@ -337,9 +340,10 @@ def _simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup:
     ranks = [scheme.num_ranks for scheme in strategy.pipelines]
     held = [np.repeat(step.peak_bytes / s.tensor, s.tensor) for step, s in zip(steps, strategy.pipelines, strict=True)]
     held.append(np.zeros(gpus.num_ranks - strategy.num_ranks))
-    peaks = np.concatenate(held)
-    if layouts is not None:
-        peaks = _with_roles(peaks, strategy, layouts, gpus.model)
+    peaks = np.concatenate(held) + beside
+    if layouts is not None and strategy != layouts.base:
+        # A GPU that is left over holds its part of the optimizer all the same.
+        peaks[strategy.num_ranks :] += OPTIMIZER_BYTES * num_parameters(gpus.model) / gpus.num_ranks
     return Step(
         step_s,
         sum(step.num_tokens for step in steps),
@@ -357,24 +361,11 @@ def _simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup:
     )
 
 
-def _with_roles(peaks: Floats, strategy: Strategy, layouts: Layouts, model: Model) -> Floats:
-    # Peak bytes of GPUs [num_ranks] where all roles share the memory of the largest. Weights (bf16)
-    # and gradients of the base layout's own model give their memory back meanwhile.
-    #
-    # `peaks`: with weights and gradients of `strategy` alone, without the optimizer where a GPU is
-    # left over.
-    num_ranks = len(peaks)
-    roles = role_bytes(layouts, model, num_ranks)
-    if strategy == layouts.base:
-        return peaks + roles
-    left_over = np.arange(num_ranks) >= strategy.num_ranks
-    states = np.where(left_over, OPTIMIZER_BYTES * num_parameters(model) / num_ranks, 0.0)
-    return peaks - held_bytes(strategy, model, num_ranks) + states + roles
-
-
-def _simulate_pipeline(step: StepPlan, scheme: Scheme, gpus: Machine, setup: Setup) -> Step:
-    # One pipeline's step; all GPUs share what the pipeline holds of the parameters.
-    wide = wide_ranks(joined_nodes(gpus.cluster, scheme.tensor), scheme.tensor)
+def _simulate_pipeline(step: StepPlan, scheme: Scheme, gpus: Machine, setup: Setup, beside: float) -> Step:
+    # One pipeline's step; all GPUs share what the pipeline holds of the parameters. `beside`: bytes of
+    # a GPU that its other roles take.
+    free = replace(gpus.cluster, memory_bytes=max(1.0, gpus.cluster.memory_bytes - beside))
+    wide = wide_ranks(joined_nodes(free, scheme.tensor), scheme.tensor)
     size = wide.node_size
     alike = max(scheme.context, wide.num_ranks // scheme.pipeline)
     alike -= alike % min(alike, size)

@@ -26,7 +26,7 @@ Assigned = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class PipelineCost:
-    """One stage runs one sequence of l tokens in `a` l^2 + `b` l seconds, forward and backward;
+    """One stage runs one sequence of l tokens in `a` l^2 + `b` l + `d` seconds, forward and backward;
     each microbatch adds `c`. `max_tokens`: most tokens of a microbatch, MaxLen.
     """
 
@@ -35,14 +35,15 @@ class PipelineCost:
     c: float
     stages: int
     max_tokens: int
+    d: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.a, self.b, self.c) < 0 or self.stages < 1 or self.max_tokens < 0:
+        if min(self.a, self.b, self.c, self.d) < 0 or self.stages < 1 or self.max_tokens < 0:
             raise ConfigError(f"{self}: coefficients and max_tokens must not be negative, stages at least 1")
 
     def sequence_s(self, length: int) -> float:
         """Seconds of one stage for one sequence, without what its microbatch adds."""
-        return (self.a * length + self.b) * length
+        return (self.a * length + self.b) * length + self.d
 
     def bound_s(self, lengths: Sequence[int]) -> float:
         """Seconds by Eq. 2 (E.1), c spread over full microbatches: up to (stages - 1) c above
@@ -99,6 +100,7 @@ def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, fil
     tokens = np.array(lengths, dtype=np.int64)
     per_token = np.array([each.b + each.c / max(each.max_tokens, 1) for each in kinds])
     work = np.array([each.a for each in kinds])[:, None] * tokens.astype(np.float64) ** 2 + per_token[:, None] * tokens
+    work += np.array([each.d for each in kinds])[:, None]
     work[np.array([each.max_tokens for each in kinds])[:, None] < tokens] = NOT_HELD
     return MachinesProblem(
         work,

@@ -123,9 +123,8 @@ def chosen(
     pipelines = {each: costs_of(each, known, job.num_ranks) for each in candidates(source, job)}
     held = [each for each, own in pipelines.items() if max(cost.max_tokens for cost in own) >= max(batch)]
     ways = [_moving(job, base, each, overlap=True) for each in held] if base is not None else []
-    best, made, found = fastest(batch, [pipelines[each] for each in held], moving=ways)
-    added_s = ways[best].added_s(batch, made, pipelines[held[best]]) if ways else 0.0
-    return held[best], max(found) + added_s, made
+    best, made, step_s = fastest(batch, [pipelines[each] for each in held], moving=ways)
+    return held[best], step_s, made
 
 
 def _exchange_s(source: str, job: TrainedCase, batch: Lengths) -> tuple[float, float]:

@@ -208,7 +208,7 @@ def test_the_best_candidate_is_found_and_those_that_cannot_win_are_not_packed(
         every = [max(deal(lengths, costs)[1]) for costs in candidates]
         least = [slowest_s(lengths, costs, dispatch(lengths, costs), PipelineCost.least_s) for costs in candidates]
         best, _, seconds = pipelines.fastest(lengths, candidates)
-        assert max(seconds) == every[best] == min(every)
+        assert seconds == every[best] == min(every)
         overtaken += best != least.index(min(least))
     assert overtaken > 0
     # Candidates that cannot win are not packed.
@@ -220,7 +220,7 @@ def test_the_best_candidate_is_found_and_those_that_cannot_win_are_not_packed(
     counted = {"pack": lambda own, cost, nodes: packed.append(cost) or pack(own, cost, nodes)}
     monkeypatch.setattr(pipelines, "dispatch", SimpleNamespace(**vars(pipelines.dispatch) | counted))
     best, made, seconds = pipelines.fastest(lengths, candidates)
-    assert (best, max(seconds)) == (every.index(min(every)), min(every)) == (1, every[1])
+    assert (best, seconds) == (every.index(min(every)), min(every)) == (1, every[1])
     assert sorted(seq for own in made for each in own for seq in each) == [0, 1, 2, 3]
     assert packed == [quick, quick]
     # Nothing that packs comes below the least.
@@ -251,7 +251,7 @@ def test_the_best_candidate_that_holds_the_longest_sequence_is_taken() -> None:
         choose_planner("hydraulis", {**options, "microbatch_s": each}).plan_step(((300,) * 16,), CONTEXT)[0]
         for each in (0.0, 10.0)
     ]
-    assert [step.num_microbatches for step in steps] == [(4, 4), (1, 1)]
+    assert [step.num_microbatches for step in steps] == [(2, 2), (1, 1)]
 
 
 def test_a_microbatch_has_no_more_tokens_than_the_memory_of_its_pipelines_gpus_holds() -> None:

@@ -1,5 +1,6 @@
 """The round engine against the event engine: equal for one ring or collective, near for zones."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,28 +11,34 @@ from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, MicrobatchPlan, Model
 from megatron_balance.analysis import tables
+from megatron_balance.analysis.backward import USABLE
 from megatron_balance.analysis.change import Layouts, base_sync_s, change, held_bytes
 from megatron_balance.analysis.clocks import Outcome
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.compile.pipeline import project
 from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir import arrays, program
 from megatron_balance.ir.mask import CAUSAL, FULL
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.ir.strategy import Strategy
+from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.patterns import head_ring, zigzag
 from megatron_balance.patterns.base import HeadsThenHops, HopByHop
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.hydraulis import fastest, layouts_of
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.layers import Layers, with_layers
+from megatron_balance.planning.strategies import with_proposed
 from megatron_balance.simulator.attention import attention_call
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.simulator.ticks import simulate_planned
+from megatron_balance.workloads.lengths import draw
 from tests.support import by_hand
 from tests.support.cli import CommandLine
 from tests.support.dense import NAMES
@@ -233,6 +240,62 @@ def test_a_step_ends_with_its_slowest_pipeline_and_ranks_left_over_hold_nothing(
     assert found.phases_s["gradient_sync"] > 0
     assert found.peak_bytes[6:].tolist() == [0, 0]
     assert (found.peak_bytes[:6] > 0).all()
+
+
+COMMON_CRAWL = tuple(min(length, 16384) for length in draw("commoncrawl", 60_000, 1, 0)[0])
+SCHEMES = [f"tp{t}-pp{p}-cp{c}" for t in (1, 2, 4, 8) for p in (1, 2, 4) for c in (1, 2, 4, 8, 16) if t * p * c <= 16]
+
+
+SOME = ("tp8-pp1-cp1", "tp2-pp2-cp1", "tp1-pp4-cp2", "tp4-pp1-cp4", "tp1-pp1-cp8", "tp1-pp2-cp4")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model", "schemes"),
+    [
+        ("a800-ib", "llama-7b", SOME),
+        pytest.param("a800-ib", "llama-7b", SCHEMES, marks=pytest.mark.product),
+        pytest.param("h100", "llama3-8b", SCHEMES, marks=pytest.mark.product),
+    ],
+    ids=["some", "a800-ib", "h100"],
+)
+def test_a_strategy_is_priced_as_it_is_simulated_and_fits(cluster: str, model: str, schemes: Sequence[str]) -> None:
+    # What a pipeline is priced at is 5 % less to 15 % more: stages count as if all had the logits, and
+    # microbatches as if they kept as much as the fullest.
+    on, of = load_cluster(cluster).build(num_ranks=16), load_model(model)
+    machine, checked = Machine(on, of, AnalyticCost(on, of)), 0
+    context = StepContext(on, of, machine.cost, memory=StepMemory.one_stage(of, 16))
+    for lengths in (COMMON_CRAWL, (8192,) * 7, (500,) * 120):
+        for scheme in map(Scheme.parse, schemes):
+            strategy = Strategy((scheme,) * (16 // scheme.num_ranks))
+            choice = choose_planner("hydraulis", {"strategies": [str(strategy)]})
+            try:
+                _, _, priced_s = fastest(lengths, [strategy], replace(context, options=choice.options))
+            except InfeasibleError:
+                continue
+            found = simulate_planned(choice.plan_step((lengths,), context)[0], machine, machine, Setup("auto"))
+            own_s = found.step_s - found.phases_s["gradient_sync"] - found.phases_s["optimizer"]
+            assert 0.95 < priced_s / own_s < 1.16, (str(scheme), priced_s, own_s)
+            assert found.peak_bytes.max() <= USABLE * on.memory_bytes, str(scheme)
+            checked += 1
+    assert checked > len(schemes)
+
+
+def test_strategies_that_are_proposed_fit_with_the_roles_of_all_of_them() -> None:
+    on, of = load_cluster("a800-ib").build(num_ranks=16), load_model("llama-7b")
+    machine = Machine(on, of, AnalyticCost(on, of))
+    context = StepContext(on, of, machine.cost, memory=StepMemory.one_stage(of, 16))
+    lengths = COMMON_CRAWL * 2
+    # The base layout holds its own weights beside the largest role; microbatches are as long as fits.
+    given = {"strategies": ["4*tp2-pp1-cp2", "2*tp2-pp1-cp4"]}
+    proposed = with_proposed(choose_planner("hydraulis", {"strategies": "auto"}), [(lengths,)], context)
+    seconds: list[float] = []
+    for choice in (choose_planner("hydraulis", given), proposed):
+        layouts = layouts_of(choice.options, 16)
+        step = choice.plan_step((lengths,), context)[0]
+        found = simulate_planned(step, machine, machine, Setup("auto", layouts=layouts))
+        assert found.peak_bytes.max() <= USABLE * on.memory_bytes, str(step.strategy)
+        seconds.append(found.step_s)
+    assert seconds[1] < seconds[0]
 
 
 SHORT = "--ranks 8 --ranks-per-node 4 --model llama-3b --cluster h200 --lengths 9000,700,300,4000 --microbatches 1"

@@ -116,6 +116,9 @@ def test_microbatches_hold_every_sequence_once_and_fit(pipeline: PipelineCost) -
 def test_the_program_packs_more_evenly_and_util_tokens_is_the_first_length_near_the_best() -> None:
     # The program packs more evenly within its nodes.
     # Items of 5, 4, 3, 3 and 3 s into two microbatches: the longest first leaves 10 and 8 s.
+    # What a sequence takes whatever its length counts: 20 of one token take longer than one of 40.
+    each = [PipelineCost(0.0, 1.0, 0.0, 1, 100, d=2.0)] * 2
+    assert slowest_s([40, *[1] * 20], each, dispatch([40, *[1] * 20], each)) == 51
     pipeline, lengths = PipelineCost(0.0, 1.0, 5.0, 2, 10), [5, 4, 3, 3, 3]
     assert [sum(lengths[seq] for seq in own) for own in pack(lengths, pipeline)] == [8, 10]
     exactly = pack(lengths, pipeline, node_limit=20)
