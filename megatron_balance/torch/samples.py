@@ -188,7 +188,6 @@ class _SampleCalls:
         self._call: tuple[_PaddedSamples, BalancedBatch] | None = None
         self._scores = scores
         self._scored: Tensor | None = None  # scores of rows, of which the model gives one row's alone
-        # PEFT calls its inner model past the hooks
         model.register_forward_pre_hook(self._deal, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._return, always_call=True)
         if scores:
