@@ -100,32 +100,8 @@ def planned(args: Any, mesh: dict[str, Any], lengths: list[int], numbers: Sequen
         *(lengths, None, cluster, model_of(args)),
         **{"max_tokens": cap, "context": context, "attend": "context", **options},
     )
-    found: list[list[list[int]]] = [[] for _ in step.members]
-    for rank in range(data):
-        # A sample of a few tokens may have none on the first of its ranks.
-        rows = [rl.rows_of(step, rank * context + at) for at in range(context)]
-        for microbatch, parts in enumerate(zip(*rows, strict=True)):
-            found[microbatch].append(sorted({sample for part in parts for sample, _, _ in part}))
-    spread(found, lengths)
+    found = rl.whole_samples(step, context)
     return [[[numbers[sample] for sample in own] for own in of_ranks] for of_ranks in found]
-
-
-def spread(microbatches: list[list[list[int]]], lengths: Sequence[int]) -> None:
-    """Give ranks without a sample half of the fullest others': slime's workers take no empty ones."""
-    held = list(chain.from_iterable(microbatches))
-    for own in held:
-        if own:
-            continue
-        fullest = max((each for each in held if len(each) > 1), key=lambda e: sum(lengths[s] for s in e), default=None)
-        if fullest is None:
-            raise InfeasibleError(
-                f"slime: {len(lengths)} samples of a step for {len(microbatches)} microbatches on {len(held)} places, "
-                "and every place needs one; raise max_tokens_per_gpu or global_batch_size"
-            )
-        halves: tuple[list[int], list[int]] = ([], own)
-        for sample in sorted(fullest, key=lambda s: -lengths[s]):
-            min(halves, key=lambda half: sum(lengths[s] for s in half)).append(sample)
-        fullest[:] = halves[0]
 
 
 def model_of(args: Any) -> Model:

@@ -1,5 +1,5 @@
-"""slime's side of a schedule: the driver that asks for it and a worker that reads it, as slime of
-2026-08-21 does (`tools.slime_check` holds them against its source).
+"""slime's side of a schedule, the driver that asks for it and a worker that reads it, and NeMo-RL's of
+a packer, as they are of 2026-08-21 and 22 (`tools.rl_check` holds them against their sources).
 """
 
 import importlib
@@ -22,12 +22,67 @@ def build_dp_schedule(
     raise AssertionError("slime's own")
 
 
+class SequencePacker:
+    def __init__(
+        self,
+        bin_capacity: int,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+    ) -> None:
+        self.bin_capacity, self.collect_metrics = bin_capacity, collect_metrics
+        self.min_bin_count, self.bin_count_multiple = min_bin_count, bin_count_multiple
+
+    def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
+        raise NotImplementedError
+
+    def pack(self, sequence_lengths: list[int]) -> list[list[int]]:
+        return self._pack_implementation(sequence_lengths)
+
+
+def get_packer(
+    algorithm: Any,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+) -> Any:
+    raise ValueError(f"Unknown packing algorithm: {algorithm}")
+
+
 def modules() -> dict[str, ModuleType]:
-    """slime's modules that the script asks for."""
-    names = ("slime", "slime.utils", "slime.utils.dp_schedule")
-    made = {name: ModuleType(name) for name in names}
-    vars(made[names[-1]])["build_dp_schedule"] = build_dp_schedule
-    return made
+    """Modules that the scripts ask for."""
+    packing = {"SequencePacker": SequencePacker, "get_packer": get_packer}
+    made = {
+        **{name: {} for name in ("slime", "slime.utils", "nemo_rl", "nemo_rl.data", "nemo_rl.distributed")},
+        "slime.utils.dp_schedule": {"build_dp_schedule": build_dp_schedule},
+        "nemo_rl.data.packing": packing,
+        "nemo_rl.distributed.batched_data_dict": {"get_packer": get_packer},
+    }
+    found: dict[str, ModuleType] = {}
+    for name, members in made.items():
+        found[name] = ModuleType(name)
+        vars(found[name]).update(members)
+    return found
+
+
+def packed(algorithm: str, cap: int, shards: int, lengths: list[int], batch_size: int, multiple: int) -> Any:
+    """By data-parallel rank, batch and microbatch, the samples: NeMo-RL's `shard_by_batch_size`."""
+    make = importlib.import_module("nemo_rl.distributed.batched_data_dict").get_packer
+    packer = make(
+        algorithm=algorithm,
+        bin_capacity=cap,
+        collect_metrics=False,
+        min_bin_count=shards,
+        bin_count_multiple=shards,
+    )
+    found: list[list[list[list[int]]]] = [[] for _ in range(shards)]
+    for start in range(0, len(lengths), batch_size):
+        padded = [-(-length // multiple) * multiple for length in lengths[start : start + batch_size]]
+        bins = packer.pack(sequence_lengths=padded)
+        for shard, own in enumerate(found):
+            own.append([[start + at for at in each] for each in bins[shard::shards]])
+    return found
 
 
 def arguments(**others: Any) -> Any:
