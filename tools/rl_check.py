@@ -1,4 +1,4 @@
-"""What stands for slime and NeMo-RL in our tests, against their sources; theirs with our schedules.
+"""Stand-ins for slime and NeMo-RL in our tests, against their sources; their tests with our schedules.
 
 python -m tools.rl_check slime CHECKOUT
 python -m tools.rl_check nemo-rl CHECKOUT

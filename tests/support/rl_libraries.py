@@ -132,7 +132,7 @@ class DataIterator:
 
 
 def sharded(args: Any, data: int, context: int, tokens: list[list[int]], rollouts: list[int], multiple: int = 1) -> Any:
-    """What slime's workers are sent, by data-parallel rank."""
+    """Parts sent to slime's workers, by data-parallel rank."""
     manager = RolloutManager(args)
     names = ("dp_size", "cp_size", "vpp_size", "microbatch_group_size_per_vp_stage")
     manager.set_train_parallel_config(dict(zip(names, (data, context, 1 + (multiple > 1), multiple), strict=True)))
