@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.conftest import EXPERTS, Run, Train, assert_same_training, at_once, loaded_run, train_with
+from tests.megatron.conftest import EXPERTS, Run, Train, assert_same_training, at_once, loaded_run, started, train_with
 from tests.megatron.test_families import LATENTS, logged
 from tests.megatron.test_parity import two_nodes
 from tests.support.megatron_run import ROOT, Job, Result, Trainer
@@ -73,24 +73,32 @@ QWEN |= {"attention-output-gate": True, "moe-shared-expert-intermediate-size": 3
 QWEN |= {"moe-router-dtype": "fp32", "moe-router-topk": 4, "deterministic-mode": True}
 # Of Kimi Linear's kind, of gated delta nets: the pattern alone says that attention is latent.
 KIMI: dict[str, Any] = {**BOTH, **LATENTS, "multi-latent-attention": None, "hybrid-layer-pattern": "GEG+-"}
-KIMI |= {"rope-type": "yarn", "rotary-scaling-factor": 4}
+KIMI |= {"rope-type": "yarn", "rotary-scaling-factor": 4, "moe-router-load-balancing-type": "seq_aux_loss"}
 MODELS = {"mamba": MAMBA, "gated delta net": DELTA, "both, with experts": BOTH, "further tokens": AHEAD}
 MODELS |= {"nemotron 3": NEMOTRON, "qwen3-next": QWEN, "kimi": KIMI}
 EXPERTS_AND_TENSOR = {"expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
 TENSOR = {"tensor-model-parallel-size": 2, "context-parallel-size": 2, "sequence-parallel": True}
+REPLICAS = {"context-parallel-size": 2}
 STAGES = {"pipeline-model-parallel-size": 2, "context-parallel-size": 2}
 AGAIN = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 
 
+OfOneRank = Callable[..., tuple[dict[str, Any], Run]]
+
+
 @pytest.fixture(scope="module")
-def of_one_rank(
-    train_hybrid: Train, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[dict[str, Any], Run]]:
+def of_one_rank(train_hybrid: Train, tmp_path_factory: pytest.TempPathFactory) -> OfOneRank:
     @functools.cache
-    def run(model: str) -> tuple[dict[str, Any], Run]:
-        flags = {**MODELS[model], "train-iters": STEPS}
-        whole = "num-experts" in flags or "mtp-num-layers" in flags  # which have losses of a microbatch
-        return loaded_run(train_hybrid, tmp_path_factory.mktemp("weights"), flags, whole=whole, entry="gradients")
+    def given(model: str) -> dict[str, Any]:
+        return started(train_hybrid, tmp_path_factory.mktemp("weights"), {**MODELS[model], "train-iters": STEPS})
+
+    @functools.cache
+    def run(model: str, replicas: int = 1) -> tuple[dict[str, Any], Run]:
+        flags = given(model)
+        # Experts and further tokens have losses of a microbatch, which is that of all replicas.
+        whole = "num-experts" in flags or "mtp-num-layers" in flags
+        one = {**flags, "micro-batch-size": replicas} if whole else at_once(flags)
+        return flags, train_hybrid(1, "te_ring", one, entry="gradients")
 
     return run
 
@@ -102,7 +110,7 @@ def of_one_rank(
         ("mamba", "distca", TENSOR, {}),
         ("mamba", "te_ring", {**STAGES, **AGAIN, "hybrid-layer-pattern": "M-M|*-M"}, {}),
         ("mamba", "ulysses", {**STAGES, "hybrid-layer-pattern": "M-|M|*-|M"}, {}),
-        ("gated delta net", "zeppelin", {**AGAIN, "context-parallel-size": 2}, {"remap": True, "self_check": True}),
+        ("gated delta net", "zeppelin", {**AGAIN, **REPLICAS}, {"remap": True, "self_check": True}),
         ("gated delta net", "te_ring", TENSOR, {}),
         ("gated delta net", "distca", STAGES, {"pipeline": "stages"}),
         ("both, with experts", "zeppelin", {"expert-model-parallel-size": 2}, {}),
@@ -111,17 +119,19 @@ def of_one_rank(
         ("qwen3-next", "te_ring", {**TENSOR, **EXPERTS_AND_TENSOR}, {}),
         ("kimi", "zeppelin", {}, {"remap": True}),
         ("kimi", "te_ring", {}, {"latent_kv": True}),
+        ("kimi", "te_ring", REPLICAS, {}),
+        ("nemotron 3", "te_ring", REPLICAS, {}),
     ],
 )
 def test_a_hybrid_model_trains_like_one_rank(
     train_hybrid: Train,
-    of_one_rank: Callable[[str], tuple[dict[str, Any], Run]],
+    of_one_rank: OfOneRank,
     model: str,
     planner: str,
     flags: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
-    given, one = of_one_rank(model)
+    given, one = of_one_rank(model, replicas=2 if flags is REPLICAS else 1)
     run = train_hybrid(4, planner, {**given, **flags}, config={**two_nodes(4), **config}, entry="gradients")
     assert_same_training(run, one)
     for name in ("seq_load_balancing_loss", "load_balancing_loss", "mtp_1 loss", "mtp_2 loss"):
@@ -147,7 +157,7 @@ def test_a_killed_hybrid_model_goes_on_under_another_planner(train_hybrid: Train
 
 
 def test_packed_samples_of_a_script_train_like_one_rank(
-    train_hybrid: Train, of_one_rank: Callable[[str], tuple[dict[str, Any], Run]], tmp_path: Path
+    train_hybrid: Train, of_one_rank: OfOneRank, tmp_path: Path
 ) -> None:
     # Megatron's SFTDataset, whose samples say by cu_seqlens where conversations end.
     given, _ = of_one_rank("mamba")
@@ -178,3 +188,19 @@ def test_twenty_steps_on_eight_ranks_are_those_of_one(
     print(f"{model}, {planner}, {flags}: largest difference of a loss {max(differences):.1e}")  # noqa: T201
     assert max(differences[:10]) < 1e-5
     assert max(differences) < 1e-4, "AdamW divides the rounding noise of A_log by itself, so weights part"
+
+
+@pytest.mark.product
+def test_of_the_losses_of_routers_aux_loss_alone_depends_on_which_replica_has_a_token(
+    train_hybrid: Train, tmp_path: Path
+) -> None:
+    given = started(train_hybrid, tmp_path, {**KIMI, "train-iters": STEPS})
+    differences: dict[str, float] = {}
+    for kind, coefficient in {"aux_loss": 0.01, "none": 0.0, "seq_aux_loss": 0.01}.items():
+        flags = {**given, "moe-router-load-balancing-type": kind, "moe-aux-loss-coeff": coefficient}
+        one = train_hybrid(1, "te_ring", at_once(flags)).column("grad_norm")
+        norms = train_hybrid(4, "te_ring", {**flags, **REPLICAS}, config=two_nodes(4)).column("grad_norm")
+        differences[kind] = max(abs(a / b - 1) for a, b in zip(norms, one, strict=True))
+    print({kind: f"{difference:.1e}" for kind, difference in differences.items()})  # noqa: T201
+    assert max(differences["none"], differences["seq_aux_loss"]) < 1e-6
+    assert 1e-5 < differences["aux_loss"] < 1e-3, "Megatron takes it over the tokens of a replica"
