@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.compile.recurrent import carries_map, composers
+from megatron_balance.compile.recurrent import carries_map, composers, pieces_of, trees_of
 from megatron_balance.compile.remap import layouts
-from megatron_balance.ir.arrays import Bools, Ints, numbered, sums, union
+from megatron_balance.ir.arrays import Bools, Ints, numbered, sums
 from megatron_balance.ir.columns import Placed, Transfer
 from megatron_balance.ir.model import RecurrentLayers
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange
 from megatron_balance.ir.recurrent import STATE_KINDS, RecurrentOp
+from megatron_balance.ir.segments import PathEnds
 
 STATE_BYTES = 4
 
@@ -51,26 +52,29 @@ def bytes_moved(ops: Sequence[RecurrentOp], sizes: SummarySizes) -> Ints:
 
 class Pieces(NamedTuple):
     """The pieces of a plan's sequences: `Placed` rows by sequence, then by start; whether a sequence
-    begins, and ends, with each.
+    begins with each, and a path ends with it. `paths`: None: all are documents.
     """
 
     held: Ints
     begins: Bools
     ends: Bools
+    paths: PathEnds | None
 
     @staticmethod
     def of(plan: MicrobatchPlan) -> Pieces:
-        held = union(layouts(plan))
-        held = held[np.lexsort((held[:, Placed.START], held[:, Placed.SEQ]))]
-        lengths = np.array(plan.lengths, dtype=np.int64)
-        return Pieces(held, held[:, Placed.START] == 0, held[:, Placed.STOP] == lengths[held[:, Placed.SEQ]])
+        """ConfigError: a tree has full segments."""
+        trees = trees_of(plan)
+        held, paths = pieces_of(layouts(plan), trees), PathEnds.of(plan.lengths, trees) if trees else None
+        _, seq, start, stop = held.T
+        end = np.array(plan.lengths, dtype=np.int64)[seq] if paths is None else paths.end[paths.at(seq, start)]
+        return Pieces(held, start == 0, stop == end, paths)
 
 
 def kept_bytes(plan: MicrobatchPlan, own: RecurrentLayers) -> Ints:
     """Bytes that each rank keeps of a recurrent layer for the backward: states before its pieces,
     and the maps that it composed.
     """
-    held, begins, ends = Pieces.of(plan)
+    held, begins, ends, *_ = Pieces.of(plan)
     of_states = STATE_BYTES * own.state_heads * own.key_dim * own.value_dim
     kept = sums(held[~begins, Placed.RANK], np.full(int((~begins).sum()), of_states), plan.num_ranks)
     table = composers(held, own.state_heads)

@@ -15,17 +15,18 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.recurrent import STATE_BYTES, Pieces
 from megatron_balance.analysis.rounds import in_step
 from megatron_balance.analysis.statistics import tokens_per_rank
-from megatron_balance.compile.recurrent import composers, halos
+from megatron_balance.compile.recurrent import composers, halos, trees_of
 from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.cost.modules import scan_module, summary_module
 from megatron_balance.cost.parallel import all_to_all_s, group_of
-from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.arrays import Bools, Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Transfer
 from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.model import Model, RecurrentLayers
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.segments import PathEnds
 
 
 class _Links(NamedTuple):
@@ -63,8 +64,8 @@ def states_cost(plan: MicrobatchPlan, machine: Machine) -> StatesCost | None:
 
     Rounds are those of `compile.recurrent`: halos, summaries, states; each takes a call, a message to
     each peer, and the bytes of the busiest of a rank's links or of its NIC, in the direction that has
-    more. Raises ConfigError: a plan of trees. InfeasibleError: `by_heads`, and the layer's heads
-    cannot be dealt to a group's ranks.
+    more. Raises ConfigError: a tree has full segments. InfeasibleError: `by_heads`, and the plan is of
+    trees, or the layer's heads cannot be dealt to a group's ranks.
     """
     if (own := machine.model.recurrent) is None:
         return None
@@ -72,8 +73,6 @@ def states_cost(plan: MicrobatchPlan, machine: Machine) -> StatesCost | None:
         alike = on.cluster == machine.cluster and on.by_heads == machine.by_heads
         if known is plan and alike and (on.cost is machine.cost or on.cost == machine.cost):
             return found
-    if isinstance(plan.mask, Forest):
-        raise ConfigError("a plan of trees: what recurrent layers hand on along their paths has no price")
     found = _of_all_tokens(plan, machine, own) if machine.by_heads else _Priced(plan, machine, own).cost()
     _RECENT[:] = [(plan, machine, found), *_RECENT[:3]]
     return found
@@ -100,8 +99,11 @@ class _Priced:
 
     def __init__(self, plan: MicrobatchPlan, machine: Machine, own: RecurrentLayers) -> None:
         self.machine, self.own, self.ranks = machine, own, machine.num_ranks
-        self.held, self.begins, self.ends = Pieces.of(plan)
+        self.held, self.begins, self.ends, self.paths = Pieces.of(plan)
         self.size = self.held[:, Placed.STOP] - self.held[:, Placed.START]
+        # Of each sequence: sums of the gradients of branches, one less than it has leaves.
+        leaves = [len(tree) - len({segment.parent for segment in tree[1:]}) for tree in trees_of(plan)]
+        self.num_sums = np.array(leaves or [1] * len(plan.lengths)) - 1
 
     @cached_property
     def shares(self) -> tuple[Ints, Ints, Floats]:
@@ -119,7 +121,7 @@ class _Priced:
         """Links of every round, forward and backward."""
         forward: list[_Links] = []
         backward: list[_Links] = []
-        rows = halos(self.held, self.own.conv_width - 1)
+        rows = halos(self.held, self.own.conv_width - 1, self.paths)
         if len(rows):
             row_bytes = self.own.channels * self.machine.model.bytes_per_element
             num_bytes = (rows[:, Transfer.STOP] - rows[:, Transfer.START]) * row_bytes
@@ -129,9 +131,25 @@ class _Priced:
         if self.own.state_heads and not (self.begins & self.ends).all():
             state = float(STATE_BYTES * self.own.key_dim * self.own.value_dim)
             summary = np.where(self.begins, state, state + STATE_BYTES * self.own.map_size)
-            forward += [self._of_heads(summary, ~self.ends, up=True), self._of_heads(state, ~self.begins, up=False)]
-            backward += [self._of_heads(state, ~self.begins, up=True), self._of_heads(state, ~self.ends, up=False)]
+            before, behind = (~self.begins, ~self.ends) if self.paths is None else self._handed(self.paths)
+            forward += [self._of_heads(summary, ~self.ends, up=True), self._of_heads(state, before, up=False)]
+            backward += [self._of_heads(state, ~self.begins, up=True), self._of_heads(state, behind, up=False)]
         return forward, backward[1:] + backward[:1] if len(rows) else backward
+
+    def _handed(self, paths: PathEnds) -> tuple[Bools, Bools]:
+        # Pieces of trees for which the state before them, and its gradient behind, is handed back.
+        seq, start = self.held[:, Placed.SEQ], self.held[:, Placed.START]
+        before, end = paths.before(seq, start), paths.end[paths.at(seq, start)]
+        return self._once(~self.begins, 0 * start, before), self._once(~self.ends, self.held[:, Placed.STOP], end)
+
+    def _once(self, which: Bools, start: Ints, stop: Ints) -> Bools:
+        # Branches on a rank share one value of [start, stop), which may be that of a piece there.
+        values = np.column_stack([self.held[:, : Placed.START], start, stop])
+        number = np.unique(np.concatenate([self.held, values]), axis=0, return_inverse=True)[1].ravel()
+        own, asked = np.split(number, 2)
+        left, found = np.flatnonzero(which & ~np.isin(asked, own)), np.zeros(len(which), dtype=bool)
+        found[left[np.unique(asked[left], return_index=True)[1]]] = True
+        return found
 
     def _pairs(self, src: Ints, dst: Ints, num_bytes: Floats) -> _Links:
         across = self.machine.crosses(src, dst)
@@ -216,18 +234,19 @@ class _Priced:
         padded = (-self.size % own.chunk) * float(own.state_heads > 0)
         middle = self.size * (~self.begins & ~self.ends)
         padding, between = (np.bincount(rank, each, self.ranks) for each in (padded, middle))
-        composing = np.zeros(self.ranks)
+        composing = [np.zeros(self.ranks)] * 2
         if own.state_heads:
-            table = composers(self.held, own.heads)
-            counts = np.bincount(self.held[:, Placed.SEQ])
-            joins = (table[:, 3] - table[:, 2]) * np.maximum(counts[table[:, 1]] - 2, 0)
-            touched = float(STATE_BYTES * (own.map_size + 2 * own.key_dim * own.value_dim))
-            np.add.at(composing, table[:, 0], joins * touched)
+            table, state = composers(self.held, own.heads), STATE_BYTES * own.key_dim * own.value_dim
+            heads, seqs = table[:, 3] - table[:, 2], self.held[~self.begins & ~self.ends, Placed.SEQ]
+            joins = heads * np.bincount(seqs, minlength=len(self.num_sums))[table[:, 1]]
+            sums = heads * self.num_sums[table[:, 1]] * 2.0 * state
+            joins = joins * float(STATE_BYTES * own.map_size + 2 * state)
+            composing = [np.bincount(table[:, 0], each, self.ranks) for each in (joins, joins + sums)]
         found: list[Floats] = []
         for times in (1, 2):
             seconds = np.array([cost.scan_s(times * n * scan.flops, times * n * scan.elements) for n in padding])
             seconds += [cost.scan_s(n * summary.flops, n * summary.elements) for n in between]
-            seconds += [machine.pack_s(float(n) / 2) for n in composing]
+            seconds += [machine.pack_s(float(n) / 2) for n in composing[times - 1]]
             found.append(seconds * machine.slow())
         return found
 
@@ -261,6 +280,11 @@ def exchanged_heads(own: RecurrentLayers) -> int:
 
 def _of_all_tokens(plan: MicrobatchPlan, machine: Machine, own: RecurrentLayers) -> StatesCost:
     # In place of states, in each zone's ranks, both passes alike.
+    if isinstance(plan.mask, Forest):
+        raise InfeasibleError(
+            "all tokens by heads: expected documents, got trees, which nobody's recurrent layers exchange so; "
+            "simulate the rollouts one by one"
+        )
     seconds, moved, held = np.zeros(machine.num_ranks), np.zeros(len(machine.capacity())), tokens_per_rank(plan)
     for ranks in dict.fromkeys(zone.ranks for zone in plan.zones if isinstance(zone, Zone)):
         size, at = len(ranks), list(ranks)
@@ -299,7 +323,7 @@ def mean_layer_s(
     """Seconds of the mean layer of a model on each rank, in step in `group` (`rounds.coupled`).
 
     `attended`: of layers that attend, by their share of all; `linear`: outside attention; `states`:
-    None where every layer attends, and of trees, whose states have no price.
+    None where every layer attends.
     """
     if model.recurrent is None:
         return attended

@@ -40,23 +40,31 @@ def compile_recurrent(plan: MicrobatchPlan, num_heads: int, halo: int) -> Recurr
     """
     placed = layouts(plan)
     owned = [as_rows(placed[placed[:, Placed.RANK] == rank][:, Placed.FRAGMENT]) for rank in range(plan.num_ranks)]
-    trees = plan.mask.trees if isinstance(plan.mask, Forest) else ()
-    return program_of(plan.lengths, owned, num_heads, halo, trees)
+    return program_of(plan.lengths, owned, num_heads, halo, trees_of(plan))
 
 
-def program_of(
-    lengths: Sequence[int], owned: Sequence[Rows], num_heads: int, halo: int, trees: tuple[Tree, ...] = ()
-) -> RecurrentProgram:
-    """As `compile_recurrent`, for a linear layout: `Fragment` rows by rank.
+def trees_of(plan: MicrobatchPlan) -> tuple[Tree, ...]:
+    """The trees of a plan's sequences; none: all are documents.
 
     ConfigError: a tree has full segments, which no recurrence can show.
     """
+    return _causal(plan.mask.trees if isinstance(plan.mask, Forest) else ())
+
+
+def _causal(trees: tuple[Tree, ...]) -> tuple[Tree, ...]:
     if any(segment.full for tree in trees for segment in tree):
         raise ConfigError(
             "expected causal segments for recurrent layers, got full ones, whose tokens see later ones, which no "
             "recurrence shows; give causal segments, or a model whose layers all attend"
         )
-    laid = _Laid(pieces(owned, trees), PathEnds.of(lengths, trees), num_heads, halo)
+    return trees
+
+
+def program_of(
+    lengths: Sequence[int], owned: Sequence[Rows], num_heads: int, halo: int, trees: tuple[Tree, ...] = ()
+) -> RecurrentProgram:
+    """As `compile_recurrent`, for a linear layout: `Fragment` rows by rank."""
+    laid = _Laid(pieces(owned, _causal(trees)), PathEnds.of(lengths, trees), num_heads, halo)
     forward, backward = tuple(laid.forward()), tuple(laid.backward())
     return RecurrentProgram(tuple(lengths), num_heads, halo, tuple(owned), forward, backward, trees)
 
@@ -64,7 +72,12 @@ def program_of(
 def pieces(owned: Sequence[Rows], trees: tuple[Tree, ...] = ()) -> Ints:
     """All ranks' pieces, `Placed` rows by sequence, then by start; in trees each is of one segment."""
     rows, ranks = numbered(list(enumerate(owned)), Fragment.WIDTH)
-    runs = union(np.column_stack([ranks, rows]))
+    return pieces_of(np.column_stack([ranks, rows]), trees)
+
+
+def pieces_of(placed: Ints, trees: tuple[Tree, ...]) -> Ints:
+    """As `pieces`, of the `Placed` rows of all ranks."""
+    runs = union(placed)
     if trees:
         of = Forest(trees).segments
         segments = np.column_stack([key_seq(of.begin), of.start, of.stop])

@@ -172,7 +172,7 @@ def _check_states(plan: MicrobatchPlan, machine: Machine, *, refuses: bool) -> N
     sending all tokens by heads, as others do. Raises InfeasibleError: says both.
     """
     own = machine.model.recurrent
-    if own is None or machine.by_heads or isinstance(plan.mask, Forest):
+    if own is None or machine.by_heads:
         return
     states = states_cost(plan, machine)
     assert states is not None

@@ -290,7 +290,7 @@ def refuse(world: World) -> list[str]:
     model: Any = make("lfm2", hf.register())
     balancer = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))
     batch = balancer(documents(world.rank, 0))
-    trees = balancer.trees([(torch.arange(5), torch.arange(5), [(2, -1, False), (2, 0, True), (1, 0, False)])])
+    tree = torch.arange(5), torch.arange(5), [(2, -1, False), (2, 0, True), (1, 0, False)]
     mixer, hidden = model.model.layers[0].conv, torch.zeros(1, batch.num_rows, SIZES["hidden_size"])
     of_decoder = model.model.register_forward_pre_hook(lambda *_: mixer(hidden) and None)
     told.append(said(model, **hf.inputs(batch)))
@@ -302,7 +302,7 @@ def refuse(world: World) -> list[str]:
     told.append(
         said(scan, mixers._Mixing(batch, 1, alone=False), q, q, q, q[..., 0], q[..., 0], output_final_state=True)
     )
-    told.append(said(model, **hf.inputs(trees)))
+    told.append(said(balancer.trees, [tree]))
     balancer.close()
     return told
 

@@ -34,7 +34,6 @@ from megatron_balance.cost.base import ADD, Floats, MachineCost
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Move
-from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import FULL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -122,8 +121,7 @@ def _estimate(plan: MicrobatchPlan, machine: Machine, tables: Tables, zones: _Zo
     decision = memory.decide(microbatch, machine.cluster.memory_bytes)
     keeping = decision.kept_share
 
-    # Of trees states have no price: plans count them as nothing, and the simulator refuses.
-    group, states = coupled(plan), None if isinstance(plan.mask, Forest) else states_cost(plan, machine)
+    group, states = coupled(plan), states_cost(plan, machine)
 
     def seconds(policy: Policy, *, backward: bool) -> Floats:
         entered = _linear_s(np.asarray(loads.own, dtype=np.float64), machine.cost, backward=backward)

@@ -1,5 +1,6 @@
 """The price of handing states on: bytes as the program sends them, what pieces add, layer weights."""
 
+import logging
 import re
 from dataclasses import replace
 
@@ -8,20 +9,23 @@ import pytest
 
 from megatron_balance import MicrobatchPlan, Model, cli, make_planner
 from megatron_balance.analysis.backward import microbatch_bytes
+from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.recurrent import Pieces, SummarySizes, bytes_moved, kept_bytes
 from megatron_balance.analysis.states import by_heads_s, round_links, states_cost
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.recurrent import compile_recurrent
-from megatron_balance.config import load_cluster
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.modules import layer_modules, scan_module
+from megatron_balance.cost.modules import layer_modules, scan_module, summary_module
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Placed
-from megatron_balance.ir.forest import num_tokens
+from megatron_balance.ir.forest import Segment, num_tokens
 from megatron_balance.ir.model import RecurrentLayers
 from megatron_balance.ir.plan import Zone
+from megatron_balance.ir.recurrent import Compose
 from megatron_balance.ir.step import Layers
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.layers import remap_saves_s
@@ -30,6 +34,7 @@ from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import bound_s, simulate_step
 from megatron_balance.workloads.trees import draw_trees
 
+log = logging.getLogger(__name__)
 GDN = RecurrentLayers("gated_delta", 36, 12, 48, heads=32, value_dim=128, key_heads=16, key_dim=128)
 MAMBA = replace(GDN, kind="mamba2", heads=30, value_dim=64, key_heads=6, chunk=256)
 CONVOLUTION = RecurrentLayers("convolution", 36, 12, 48, heads=1, value_dim=2048, conv_width=3)
@@ -42,8 +47,17 @@ def machine_of(model: Model, num_ranks: int = 16, ranks_per_node: int = 8) -> Ma
     return Machine(cluster, model, AnalyticCost(cluster, model))
 
 
-def planned(name: str, machine: Machine, lengths: tuple[int, ...] = LENGTHS) -> MicrobatchPlan:
+def planned(name: str, machine: Machine, lengths: tuple[int, ...] | Batch = LENGTHS) -> MicrobatchPlan:
     return make_planner(name, machine.cluster, machine.model)(lengths)
+
+
+def trees() -> Batch:
+    # Rollouts of a prompt, and an agent's turns.
+    drawn = [
+        *draw_trees("rollouts:prompt=3000,responses=6,shortest=40,longest=2000", 25_000, 1, 0)[0],
+        *draw_trees("agents:system=900,turns=6,branches=3", 20_000, 1, 0)[0],
+    ]
+    return Batch(tuple(map(num_tokens, drawn)), tuple(drawn))
 
 
 def whole(num_ranks: int, lengths: tuple[int, ...]) -> MicrobatchPlan:
@@ -52,13 +66,14 @@ def whole(num_ranks: int, lengths: tuple[int, ...]) -> MicrobatchPlan:
     return MicrobatchPlan("mine", lengths, num_ranks, min(8, num_ranks), 16, 2, zones)
 
 
+@pytest.mark.parametrize("batch", [Batch(LENGTHS), trees()], ids=["documents", "trees"])
 @pytest.mark.parametrize("own", [GDN, MAMBA, CONVOLUTION], ids=lambda own: own.kind)
-def test_bytes_and_peers_are_those_of_the_program(own: RecurrentLayers) -> None:
+def test_bytes_and_peers_are_those_of_the_program(own: RecurrentLayers, batch: Batch) -> None:
     for name in PLANNERS:
         if name in ("auto", "flexsp", "hydraulis"):
             continue  # which ask the others, and take seconds
         machine = machine_of(replace(MODEL, recurrent=own), 10 if name == "usp" else 16, 5 if name == "usp" else 8)
-        plan = planned(name, machine)
+        plan = planned(name, machine, batch)
         program = compile_recurrent(plan, own.state_heads, own.conv_width - 1)
         sizes = SummarySizes(own.map_size, own.key_dim * own.value_dim, own.channels)
         for ops, rounds in zip((program.forward, program.backward), round_links(plan, machine), strict=True):
@@ -155,6 +170,33 @@ def test_states_are_beside_an_exchange_of_all_tokens_by_heads(
     assert by_heads_s(GDN, machine, 8192, 1) == 0.0
 
 
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "qwen3.5-35b-a3b", "kimi-linear-48b-a3b"])
+def test_rings_over_the_pool_are_refused_by_price_where_pieces_have_fewer_than_190_tokens(name: str) -> None:
+    machine = machine_of(load_model(name), 64)
+    own, ring = machine.model.recurrent, make_planner("te_ring", machine.cluster, machine.model, tokens_per_rank=9000)
+    assert own is not None
+    for tokens, documents in ((150, 27), (190, 22), (250, 16)):
+        lengths = (128 * tokens,) * documents
+        plan = (
+            StepPlanner(PlanSpec("te_ring", machine.cluster, machine.model, Layers(), {})).plan([lengths])[0].plans[0]
+        )
+        pieces, states = Pieces.of(plan), states_cost(plan, machine)
+        assert states is not None
+        size = pieces.held[:, Placed.STOP] - pieces.held[:, Placed.START]
+        # The two ranks' ends in the middle of a zigzag are one piece.
+        assert sorted({*size.tolist()}) == [tokens, 2 * tokens]
+        states_s, by_heads = float(states.seconds[0].max()), by_heads_s(own, machine, sum(lengths) / 64, 64)
+        log.info("%s: pieces of %d tokens %.1f ms, by heads %.1f", name, tokens, 1e3 * states_s, 1e3 * by_heads)
+        if tokens < 190:
+            assert states_s > by_heads + 1e-3
+            sentence = f"take {1e3 * states_s:.1f} ms in each of .* would take {1e3 * by_heads:.1f} ms"
+            with pytest.raises(InfeasibleError, match=sentence):
+                ring(lengths)
+        else:
+            assert states_s < by_heads + 1e-3
+            assert ring(lengths) == plan
+
+
 def test_a_remap_pays_for_its_moves_where_layers_attend_and_for_the_states_of_its_pieces() -> None:
     # Uneven tokens cost in all layers: a remap that does not pay in a dense model may in a hybrid one.
     machine = machine_of(MODEL)
@@ -219,9 +261,60 @@ def test_documents_whose_rows_by_heads_would_be_fewer_bytes_are_those_of_planner
         assert fewer or not by_heads.any(), name
 
 
-def test_a_plan_of_trees_is_refused() -> None:
-    (trees,) = draw_trees("agents", 20_000, 1, 0)
-    machine = machine_of(replace(MODEL, recurrent=None))
-    plan = make_planner("distca", machine.cluster, machine.model)(Batch(tuple(map(num_tokens, trees)), trees))
-    with pytest.raises(ConfigError, match="along their paths has no price"):
-        states_cost(plan, machine_of(MODEL))
+def test_trees_keep_and_compose_what_their_program_says() -> None:
+    own = replace(MAMBA, chunk=1)  # which every piece fills
+    machine, summary = machine_of(replace(MODEL, recurrent=own)), summary_module(own)
+    state, of_map = 4 * own.key_dim * own.value_dim, 4 * own.map_size
+    for name in ("distca", "zeppelin", "te_ring"):
+        plan = planned(name, machine, trees())
+        program, pieces = compile_recurrent(plan, own.heads, 3), Pieces.of(plan)
+        paths, ranks = program.paths, machine.num_ranks
+        touched = np.zeros((2, ranks))
+        kept = own.heads * state * np.bincount(pieces.held[~pieces.begins, Placed.RANK], minlength=ranks)
+        for backward, ops in enumerate((program.forward, program.backward)):
+            for op in (op for op in ops if isinstance(op, Compose)):
+                _, seq, start, middle, _, first, last = as_array(op.rows).T
+                joins = paths.before(seq, start) != paths.before(seq, middle)  # else of branches
+                assert backward or joins.all()
+                touched[backward, op.rank] += ((last - first) * (2 * state + of_map * joins)).sum()
+                kept[op.rank] += backward * ((last - first) * of_map * joins).sum()
+        assert touched[1].sum() > touched[0].sum()
+        assert kept_bytes(plan, own).tolist() == kept.tolist()
+        found = states_cost(plan, machine)
+        assert found is not None
+        size = pieces.held[:, Placed.STOP] - pieces.held[:, Placed.START]
+        middle = np.bincount(pieces.held[:, Placed.RANK], size * (~pieces.begins & ~pieces.ends), ranks)
+        for each, computes in zip(touched, found.compute_s, strict=True):
+            wanted = [
+                machine.cost.scan_s(n * summary.flops, n * summary.elements) + machine.pack_s(packed / 2)
+                for n, packed in zip(middle, each, strict=True)
+            ]
+            assert computes.tolist() == pytest.approx(wanted)
+
+
+def test_trees_are_estimated_and_simulated_with_their_states_and_refused_where_no_recurrence_runs_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machine, batch = machine_of(MODEL), trees()
+    plan = planned("distca", machine, batch)
+    handed_on = states_cost(plan, machine)
+    assert handed_on is not None
+    step = simulate_step([plan], machine, Setup(engine="rounds", pipeline=1))
+    of_states = step.phases_s["forward_states"]
+    assert np.abs(36 * handed_on.seconds[0] - of_states).min() < 1e-9 < of_states
+    assert estimate(plan, machine).layer_s == pytest.approx(sum(step.layer_s), rel=0.02)
+    assert bound_s([batch], machine) <= step.step_s
+    # By heads nobody has trees; full segments no recurrence shows.
+    with pytest.raises(InfeasibleError, match="expected documents, got trees"):
+        states_cost(plan, replace(machine, by_heads=True))
+    full = Batch((1100,), ((Segment(900, -1), Segment(200, 0, full=True)),))
+    with pytest.raises(ConfigError, match="expected causal segments for recurrent layers, got full ones"):
+        planned("distca", machine, full)
+    asked = (
+        "compare --model nemotron-h-8b --cluster h100 --ranks 8 --dataset rollouts:prompt=4k,responses=8 --tokens 40k"
+    )
+    assert cli.main([*asked.split(), "--planner", "megatron", "--planner", "distca", "--tokens-per-rank", "1m"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "states in each of 24 recurrent layers, forward, ms: " in said
+    assert "the same rollouts one by one take " in said
+    assert "Megatron-core itself" not in said

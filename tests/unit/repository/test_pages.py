@@ -271,6 +271,7 @@ ELSEWHERE = {
 
 # Beginnings of commands of `megatron-balance` that take longer than 5 s on a quiet machine.
 LONG = ("reproduce ", "report --dataset", "report --planner", "report --run", "profile ", "compare  --dataset github")
+LONG += ("compare --model nemotron-h-8b --cluster h100",)
 LONG += ("compare --ranks 64 --cluster a800-ib", "simulate --planner te_ring --lengths 40000")
 
 
