@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_balance.workloads.normalisations import NORMALISATIONS
-from tests.support import rl_jobs, verl_jobs
+from tests.support import rl_jobs, rl_libraries, verl_jobs
 from tests.support.pool import Pool
 from tests.support.rl_jobs import Case
 
@@ -105,3 +105,27 @@ def test_verls_engine_with_plans_gives_the_results_losses_and_gradients_of_one_r
             rank[-1], ("use_fused_kernels", "multi_modal_inputs", "a temperature", "ulysses"), strict=True
         ):
             assert said in told
+
+
+def test_openrlhfs_buffers_give_their_samples_to_the_ranks_of_the_plan_and_count_as_before(world: Pool) -> None:
+    ranks = world.run(rl_libraries.buffered, 4, 100, 32)
+    given = [rl_libraries.experienced(rank, 16 + rank % 2) for rank in range(4)]  # the last of two is none's step
+    for step in range(2):
+        wanted = [each for own in given for each in own[step * 8 : step * 8 + 8]]
+        found = [steps[step] for steps, *_ in ranks]
+        assert len({len(microbatches) for microbatches in found}) == 1
+        batches = [each for microbatches in found for each in microbatches]
+        assert all(each and sum(length for _, length, _ in each) <= 100 for each in batches)
+        numbers = sorted(number for each in batches for number, *_ in each)
+        assert numbers == sorted(int(each.sequences[0, 0]) for each in wanted)
+        count = sum(int(each.action_mask.sum()) for each in wanted)
+        first = len(ranks[0][0][0]) * step
+        for _, (_, tokens, samples), _ in ranks:
+            assert set(tokens[first : first + len(found[0])]) == {count}
+            assert set(samples[first : first + len(found[0])]) == {32}
+    assert sum(sum(scales) for _, (scales, *_), _ in ranks) == pytest.approx(2 * 4)
+    moved = {
+        number // 100 == rank for rank, (steps, *_) in enumerate(ranks) for each in steps[0] for number, *_ in each
+    }
+    assert moved == {True, False}
+    assert all("a sample has" in said for *_, said in ranks)
