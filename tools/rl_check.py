@@ -1,7 +1,9 @@
-"""Stand-ins for slime and NeMo-RL in our tests, against their sources; their tests with our schedules.
+"""Stand-ins for slime, NeMo-RL and OpenRLHF in our tests, against their sources; slime's tests with
+our schedule, NeMo-RL's packers beside ours.
 
 python -m tools.rl_check slime CHECKOUT
 python -m tools.rl_check nemo-rl CHECKOUT
+python -m tools.rl_check openrlhf CHECKOUT
 
 CHECKOUT: a clone, of which pure Python is imported. slime: its own tests of its schedule, with that
 of `scripts/examples/slime_balanced.py`; `refused`: the test asks for what the script refuses.
@@ -35,6 +37,10 @@ SOURCES = {
         "get_packer": ("nemo_rl/data/packing/algorithms.py", None),
         "SequencePacker": ("nemo_rl/data/packing/algorithms.py", "SequencePacker"),
     },
+    "openrlhf": {
+        "NaiveReplayBuffer": ("openrlhf/trainer/ppo_utils/replay_buffer.py", "NaiveReplayBuffer"),
+        "Experience": ("openrlhf/trainer/ppo_utils/experience.py", "Experience"),
+    },
 }
 """As `tools.verl_check.SOURCES`, of `tests.support.rl_libraries`."""
 
@@ -46,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     differ = differences(options.checkout, SOURCES[options.library], rl_libraries)
     print(*differ, f"signatures: {len(differ)} differ", sep="\n")
-    failed = {"slime": slime, "nemo-rl": nemo_rl}[options.library](options.checkout)
+    checks = {"slime": slime, "nemo-rl": nemo_rl}
+    failed = checks[options.library](options.checkout) if options.library in checks else 0
     return int(bool(failed or differ))
 
 

@@ -30,6 +30,10 @@ from megatron_balance.solvers.microbatches import MicrobatchesProblem, deal
 TESTS = "tests/utils/test_seqlen_balancing.py"
 OF_GPUS = "test_seqlen_balancing_distributed_params"
 SOURCES = {
+    "MegatronEngine": ("verl/workers/engine/megatron/transformer_impl.py", "MegatronEngine"),
+    "MegatronEngineWithLMHead": ("verl/workers/engine/megatron/transformer_impl.py", "MegatronEngineWithLMHead"),
+    "make_batch_generator": ("verl/utils/megatron/pipeline_parallel.py", None),
+    "concat_tensordict": ("verl/utils/tensordict_utils.py", None),
     "FSDPEngineWithLMHead": ("verl/workers/engine/fsdp/transformer_impl.py", "FSDPEngine"),
     "EngineRegistry": ("verl/workers/engine/base.py", "EngineRegistry"),
     "postprocess_batch_func": ("verl/workers/engine/utils.py", None),

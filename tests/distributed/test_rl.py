@@ -1,11 +1,12 @@
 """Steps of reinforcement learning by a driver's plan give the losses and gradients of one rank."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from megatron_balance.workloads.normalisations import NORMALISATIONS
-from tests.support import rl_jobs, verl_jobs
+from tests.support import rl_jobs, rl_libraries, verl_jobs
 from tests.support.pool import Pool
 from tests.support.rl_jobs import Case
 
@@ -65,26 +66,66 @@ def test_steps_and_samples_that_cannot_be_are_refused_on_every_rank(world: Pool)
         assert {expected: said for expected, said in told.items() if expected not in said} == {}
 
 
-def test_verls_engine_with_plans_gives_the_results_losses_and_gradients_of_one_rank(world: Pool) -> None:
+def assert_alone(ranks: list[Any]) -> None:
     rows, whole, alone = verl_jobs.alone()
+    for rank, (results, _, gradients, same) in enumerate(ranks):
+        own = [n for n in range(len(rows)) if max(0, n - 3) % 4 == rank]
+        assert same
+        assert len(results) == len(own)
+        for found, number in zip(results, own, strict=True):
+            for mine, theirs in zip(found, rows[number], strict=True):
+                assert float((mine - theirs).abs().max()) < 2e-5
+        for mine, theirs in zip(gradients, alone, strict=True):
+            assert float((mine - theirs).abs().max() / theirs.abs().max()) < 1e-5
+    assert sum(loss for _, loss, *_ in ranks) / 4 == pytest.approx(whole, rel=1e-5)
+
+
+def test_verls_megatron_engine_with_plans_moves_samples_and_brings_their_results_back(world: Pool) -> None:
+    ranks = world.run(verl_jobs.call_megatron, 4, 125)
+    assert_alone([given for given, *_ in ranks])
+    for _, tokens, told in ranks:
+        assert len(tokens) == 2 * 2  # an update and a pass without a backward
+        assert max(tokens) <= 125
+        for said, word in zip(told, ("distillation_only", "force_group_size", "fixed size"), strict=True):
+            assert word in said
+    held = [sum(tokens[:2]) for _, tokens, _ in ranks]
+    assert sum(held) == sum(verl_jobs.LENGTHS)
+
+
+def test_verls_engine_with_plans_gives_the_results_losses_and_gradients_of_one_rank(world: Pool) -> None:
     ranks = world.run(verl_jobs.call, 4, [70, 400])  # one is cut
     for at, cut in enumerate((True, False)):
-        order = [[n for n in range(len(rows)) if max(0, n - 3) % 4 == rank] for rank in range(4)]
-        for rank, own in zip(ranks, order, strict=True):
-            results, _, gradients, synced, same = rank[at]
-            assert same
-            assert len(results) == len(own)
-            for found, number in zip(results, own, strict=True):
-                for mine, theirs in zip(found, rows[number], strict=True):
-                    assert float((mine - theirs).abs().max()) < 2e-5
-            for mine, theirs in zip(gradients, alone, strict=True):
-                assert float((mine - theirs).abs().max() / theirs.abs().max()) < 1e-5
+        assert_alone([rank[at][:-1] for rank in ranks])
+        for *_, synced in (rank[at] for rank in ranks):
             # gradients are reduced behind the last microbatch alone
             assert synced == [False] * (len(synced) - 1) + [True]
             assert (len(synced) > 1) == cut
-        assert sum(rank[at][1] for rank in ranks) / 4 == pytest.approx(whole, rel=1e-5)
     for rank in ranks:
         for told, said in zip(
             rank[-1], ("use_fused_kernels", "multi_modal_inputs", "a temperature", "ulysses"), strict=True
         ):
             assert said in told
+
+
+def test_openrlhfs_buffers_give_their_samples_to_the_ranks_of_the_plan_and_count_as_before(world: Pool) -> None:
+    ranks = world.run(rl_libraries.buffered, 4, 100, 32)
+    given = [rl_libraries.experienced(rank, 16 + rank % 2) for rank in range(4)]  # the last of two is none's step
+    for step in range(2):
+        wanted = [each for own in given for each in own[step * 8 : step * 8 + 8]]
+        found = [steps[step] for steps, *_ in ranks]
+        assert len({len(microbatches) for microbatches in found}) == 1
+        batches = [each for microbatches in found for each in microbatches]
+        assert all(each and sum(length for _, length, _ in each) <= 100 for each in batches)
+        numbers = sorted(number for each in batches for number, *_ in each)
+        assert numbers == sorted(int(each.sequences[0, 0]) for each in wanted)
+        count = sum(int(each.action_mask.sum()) for each in wanted)
+        first = len(ranks[0][0][0]) * step
+        for _, (_, tokens, samples), _ in ranks:
+            assert set(tokens[first : first + len(found[0])]) == {count}
+            assert set(samples[first : first + len(found[0])]) == {32}
+    assert sum(sum(scales) for _, (scales, *_), _ in ranks) == pytest.approx(2 * 4)
+    moved = {
+        number // 100 == rank for rank, (steps, *_) in enumerate(ranks) for each in steps[0] for number, *_ in each
+    }
+    assert moved == {True, False}
+    assert all("a sample has" in said for *_, said in ranks)

@@ -1,12 +1,25 @@
-"""slime's side of a schedule, the driver that asks for it and a worker that reads it, and NeMo-RL's of
-a packer, as they are of 2026-08-21 and 22 (`tools.rl_check` holds them against their sources).
+"""slime's side of a schedule, the driver that asks for it and a worker that reads it, NeMo-RL's of a
+packer, and OpenRLHF's buffer, as they are of August 2026 (`tools.rl_check` holds them against their
+sources).
 """
 
 import importlib
+import runpy
+import sys
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.errors import InfeasibleError
+from tests.support.pool import World
+from tests.support.verl_jobs import EXAMPLES, config
 
 KEYS = ("tokens", "total_lengths")
 
@@ -50,6 +63,34 @@ def get_packer(
     raise ValueError(f"Unknown packing algorithm: {algorithm}")
 
 
+class Experience:
+    def __init__(self, sequences: torch.Tensor, action_mask: torch.Tensor, total_length: torch.Tensor) -> None:
+        self.sequences, self.action_mask, self.total_length = sequences, action_mask, total_length
+
+    def to_device(self, device: torch.device) -> Any:
+        return self if device == torch.device("cpu") else None
+
+
+class NaiveReplayBuffer:
+    def __init__(self, items: list[Experience]) -> None:
+        self.items, self.cpu_offload = items, True
+        self.sample_batch_size = 4
+        self.dynamic_indices: list[list[int]] = []
+        self.dynamic_sample_loss_scale: list[float] = []
+        self.dynamic_batch_num_tokens: list[float] = []
+        self.dynamic_global_batch_size: list[float] = []
+        self.dynamic_optimizer_step: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.dynamic_indices)
+
+    def __getitem__(self, idx: int) -> list[Experience]:
+        return [self.items[at] for at in self.dynamic_indices[idx]]
+
+    def setup_dynamic_batch(self, strategy: Any) -> None:
+        raise AssertionError(f"OpenRLHF's own, of {strategy}")
+
+
 def modules() -> dict[str, ModuleType]:
     """Modules that the scripts ask for."""
     packing = {"SequencePacker": SequencePacker, "get_packer": get_packer}
@@ -58,6 +99,7 @@ def modules() -> dict[str, ModuleType]:
         "slime.utils.dp_schedule": {"build_dp_schedule": build_dp_schedule},
         "nemo_rl.data.packing": packing,
         "nemo_rl.distributed.batched_data_dict": {"get_packer": get_packer},
+        "openrlhf.trainer.ppo_utils.replay_buffer": {"NaiveReplayBuffer": NaiveReplayBuffer},
     }
     found: dict[str, ModuleType] = {}
     for name, members in made.items():
@@ -151,3 +193,46 @@ def worked(sent: dict[str, Any]) -> tuple[list[list[list[list[int]]]], list[list
     for value, at in zip(values, chain.from_iterable(sent["micro_batch_indices"]), strict=True):
         results[at] = value
     return steps, results
+
+
+def experienced(rank: int, samples: int) -> list[Experience]:
+    """A rank's, of 3 to 90 tokens; the first is the sample's number, and the last half counts."""
+    draw, found = torch.Generator().manual_seed(rank), list[Experience]()
+    for at in range(samples):
+        length = int(torch.randint(3, 91, (1,), generator=draw))
+        ids = torch.full((1, length), rank * 100 + at)
+        found.append(Experience(ids, torch.arange(length)[None] >= length // 2, torch.tensor([length])))
+    return found
+
+
+def buffered(world: World, cap: int, batch: int) -> tuple[list[list[list[tuple[int, int, int]]]], Any, str]:
+    """Of OpenRLHF's buffer with our method, by step and microbatch its samples' numbers, tokens and
+    those that count; what it tells of each microbatch; the refusal of a cap that is too small.
+    """
+    mesh = {"dp": SimpleNamespace(get_group=lambda: dist.group.WORLD)}
+    with TemporaryDirectory() as folder, patch.dict(sys.modules, modules()):
+        config().save_pretrained(Path(folder))
+        runpy.run_path(str(EXAMPLES / "openrlhf_balanced.py"))["register"]()
+        train = SimpleNamespace(batch_size=batch, max_tokens_per_gpu=cap)
+        rollout = SimpleNamespace(batch_size=2 * batch, n_samples_per_prompt=1)
+        sizes = {"ds": SimpleNamespace(ring_attn_size=1, tensor_parallel_size=1), "train": train, "rollout": rollout}
+        args = SimpleNamespace(actor=SimpleNamespace(model_name_or_path=folder), **sizes)
+        buffer = NaiveReplayBuffer(experienced(world.rank, 2 * batch // world.size + world.rank % 2))
+        buffer.setup_dynamic_batch(SimpleNamespace(args=args, ds_device_mesh=mesh))
+        steps: list[list[list[tuple[int, int, int]]]] = [[]]
+        for at in range(len(buffer)):
+            own = [(int(e.sequences[0, 0]), e.sequences.numel(), int(e.action_mask.sum())) for e in buffer[at]]
+            steps[-1].append(own)
+            if buffer.dynamic_optimizer_step[at]:
+                steps.append([])
+        told = (
+            buffer.dynamic_sample_loss_scale,
+            buffer.dynamic_batch_num_tokens,
+            buffer.dynamic_global_batch_size,
+        )
+        train.max_tokens_per_gpu, said = 50, ""
+        try:
+            buffer.setup_dynamic_batch(SimpleNamespace(args=args, ds_device_mesh=mesh))
+        except InfeasibleError as error:
+            said = str(error)
+        return steps[:-1], told, said

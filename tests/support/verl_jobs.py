@@ -1,4 +1,4 @@
-"""verl's FSDP engine with plans on the ranks of a pool, and its calls on one rank.
+"""verl's engines with plans on the ranks of a pool, and their calls on one rank.
 
 Stand-ins call as verl 0.10.0.dev does (`tools.verl_check` holds them against its source): a dictionary
 for its TensorDict, nested results, losses scaled by the ranks that FSDP averages over.
@@ -7,6 +7,7 @@ for its TensorDict, nested results, losses scaled by the ranks that FSDP average
 import runpy
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,8 +20,9 @@ from torch import Tensor
 from megatron_balance.errors import ConfigError
 from tests.support.pool import World
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "examples" / "verl_balanced.py"
+EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 VOCABULARY, CLIP, COEFFICIENT = 64, 0.2, 0.1
+STAGES = 2  # whose schedule wants as many microbatches
 LENGTHS = (120, 3, 47, 9, 88, 30, 5, 61, 14, 26)
 
 
@@ -62,6 +64,73 @@ class FSDPEngineWithLMHead:
         raise NotImplementedError
 
 
+class MegatronEngine:
+    def __init__(self, model_config: Any, engine_config: Any) -> None:
+        self.model_config, self.engine_config, self.tf_config = model_config, engine_config, SimpleNamespace()
+        self.module = [model_of(model_config.hf_config)]
+        self.tokens: list[int] = []
+
+    def get_data_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def get_data_parallel_size(self) -> int:
+        return dist.get_world_size()
+
+    def _routed_num_tokens(self, data: Any) -> Tensor:
+        return data["input_ids"].offsets()[-1]
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        raise NotImplementedError
+
+
+class MegatronEngineWithLMHead(MegatronEngine):
+    def forward_step(
+        self, batch_iter: Any, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: Any
+    ) -> Any:
+        del logits_processor_func
+        batch = next(batch_iter)
+        self.tokens.append(len(batch["input_ids"].values()))
+        columns = zip(*results_of(model, batch["input_ids"].unbind()), strict=True)
+        output = dict(zip(("log_probs", "entropy"), map(nested, map(list, columns)), strict=True))
+        return output, partial(postprocess_micro_batch_func, data=batch)
+
+    def postprocess_micro_batch_func(
+        self, output: Any, data: Any, forward_only: bool, loss_function: Any, local_cp_size: Any = None
+    ) -> Any:
+        del forward_only, local_cp_size
+        loss, metrics = torch.ones(()), {}
+        if loss_function is not None:
+            loss, metrics = loss_function(model_output=output, data=data, dp_group=self.get_data_parallel_group())
+        told = {"loss": loss.detach().item(), "metrics": metrics, "model_output": output}
+        return loss * data["num_micro_batch"], told
+
+
+def forward_backward_no_pipelining(
+    *,
+    forward_step_func: Any,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    forward_only: bool,
+) -> list[Any]:
+    """Megatron's, which divides a loss by the microbatches."""
+    assert (seq_length, micro_batch_size) == (1, 1)
+    told: list[Any] = []
+    for _ in range(num_microbatches):
+        output, loss_function = forward_step_func(data_iterator, model[0])
+        loss, reduced = loss_function(output)
+        if not forward_only:
+            (loss / num_microbatches).backward()
+        told.append(reduced)
+    return told
+
+
+def make_batch_generator(batches: Any, vpp_size: int) -> Any:
+    return iter(batches)
+
+
 def assign_non_tensor(tensor_dict: dict[str, Any], **kwargs: Any) -> None:
     tensor_dict.update(kwargs)
 
@@ -77,6 +146,13 @@ def index_select_tensor_dict(batch: dict[str, Any], indices: list[int]) -> dict[
     return {name: chosen(value) for name, value in batch.items()}
 
 
+def concat_tensordict(data: list[dict[str, Any]]) -> dict[str, Any]:
+    def joined(name: str, value: Any) -> Any:
+        return nested([row for each in data for row in each[name].unbind()]) if isinstance(value, Tensor) else value
+
+    return {name: joined(name, value) for name, value in data[0].items()}
+
+
 def postprocess_batch_func(output_lst: Any, indices: Any, data: Any) -> dict[str, Any]:
     order = [at for own in indices for at in own]
     found: dict[str, list[Tensor]] = {}
@@ -88,13 +164,24 @@ def postprocess_batch_func(output_lst: Any, indices: Any, data: Any) -> dict[str
 
 
 def modules() -> dict[str, ModuleType]:
-    """verl's modules that the script asks for."""
-    made = {
+    """verl's and Megatron's modules that the scripts ask for."""
+    megatron: dict[str, Any] = {
+        "is_pipeline_last_stage": lambda **_: True,
+        "get_virtual_pipeline_model_parallel_world_size": lambda: None,
+        "get_pipeline_model_parallel_world_size": lambda: STAGES,
+    }
+    made: dict[str, dict[str, Any]] = {
+        "megatron.core.parallel_state": megatron,
+        "megatron.core.pipeline_parallel": {"get_forward_backward_func": lambda: forward_backward_no_pipelining},
+        "verl.workers.engine.megatron.transformer_impl": {"MegatronEngineWithLMHead": MegatronEngineWithLMHead},
+        "verl.utils.megatron.pipeline_parallel": {"make_batch_generator": make_batch_generator},
+        "verl.utils.device": {"get_device_id": lambda: "cpu"},
         "verl.workers.engine.fsdp.transformer_impl": {"FSDPEngineWithLMHead": FSDPEngineWithLMHead},
         "verl.workers.engine.base": {"EngineRegistry": EngineRegistry},
         "verl.workers.engine.utils": {"postprocess_batch_func": postprocess_batch_func},
         "verl.utils.tensordict_utils": {
-            each.__name__: each for each in (assign_non_tensor, get_non_tensor_data, index_select_tensor_dict)
+            each.__name__: each
+            for each in (assign_non_tensor, get_non_tensor_data, index_select_tensor_dict, concat_tensordict)
         },
     }
     found: dict[str, ModuleType] = {}
@@ -157,14 +244,20 @@ def loss_of(model_output: dict[str, Any], data: dict[str, Any], dp_group: Any = 
     return total * data["dp_size"] / data["batch_num_tokens"], {}
 
 
+def results_of(model: Any, samples: Any) -> list[tuple[Tensor, Tensor]]:
+    """Of each sample log-probabilities and entropies."""
+    rows: list[tuple[Tensor, Tensor]] = []
+    for ids in samples:
+        logp = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        own = logp[:-1].gather(1, ids[1:, None])[:, 0]
+        rows.append((torch.cat([own, own.new_zeros(1)]), -(logp.exp() * logp).sum(-1)))
+    return rows
+
+
 def alone() -> tuple[list[tuple[Tensor, Tensor]], float, list[Tensor]]:
     """Of each sample log-probabilities and entropies; the loss and its gradients, sample by sample."""
     model, given = model_of(config()), samples()
-    rows: list[tuple[Tensor, Tensor]] = []
-    for each in given:
-        logp = model(input_ids=each["input_ids"][None], use_cache=False).logits[0].log_softmax(-1)
-        own = logp[:-1].gather(1, each["input_ids"][1:, None])[:, 0]
-        rows.append((torch.cat([own, own.new_zeros(1)]), -(logp.exp() * logp).sum(-1)))
+    rows = results_of(model, [each["input_ids"] for each in given])
     output: dict[str, Any] = dict(
         zip(("log_probs", "entropy"), map(nested, map(list, zip(*rows, strict=True))), strict=True)
     )
@@ -178,12 +271,33 @@ def alone() -> tuple[list[tuple[Tensor, Tensor]], float, list[Tensor]]:
 
 def call(world: World, caps: list[int]) -> list[Any]:
     """By cap, results of this rank's samples, its losses, gradients, microbatches; the refusals."""
-    register = runpy.run_path(str(SCRIPT))["register"]
+    register = runpy.run_path(str(EXAMPLES / "verl_balanced.py"))["register"]
     with patch.dict(sys.modules, modules()):
         register()
         engine_class = EngineRegistry.engines["language_model", "fsdp2", "cpu", "balanced"]
         found = [_call(world, engine_class, cap) for cap in caps]
         return [*found, _refusals(engine_class)]
+
+
+def call_megatron(world: World, cap: int) -> Any:
+    """As `call` of one cap, by verl's Megatron engine; tokens of its microbatches, refusals."""
+    register = runpy.run_path(str(EXAMPLES / "verl_megatron_balanced.py"))["register"]
+    with patch.dict(sys.modules, modules()):
+        register()
+        engine_class = EngineRegistry.engines["language_model", "megatron", "cpu", "balanced"]
+        said = {"dynamic_context_parallel": False, "use_remove_padding": True, "context_parallel_size": 1}
+        config_of = SimpleNamespace(hf_config=config(), mtp=SimpleNamespace(enable=False))
+        engine, data = engine_class(config_of, SimpleNamespace(**said)), _mine(world)
+        data |= {"max_token_len_per_gpu": cap, "use_dynamic_bsz": True}
+        output = engine.forward_backward_batch(dict(data), loss_of)
+        forward = engine.forward_backward_batch(data, None, forward_only=True)
+        told: list[str] = []
+        for asked in ({"distillation_only": True}, {"force_group_size": 2}, {"use_dynamic_bsz": False}):
+            try:
+                engine.forward_backward_batch({**data, **asked}, loss_of)
+            except ConfigError as error:
+                told.append(str(error))
+        return _given(world, engine.module[0], forward, output), engine.tokens, told
 
 
 def _engine(engine_class: type[Any], sizes: int = 1) -> Any:
@@ -204,18 +318,22 @@ def _call(world: World, engine_class: type[Any], cap: int) -> Any:
     with engine.balancer:
         forward = engine.forward_backward_batch(dict(data), None, forward_only=True)
         output = engine.forward_backward_batch(data, loss_of)
-        gradients: list[Tensor] = []
-        for each in engine.module.parameters():
-            grad = torch.zeros_like(each) if each.grad is None else each.grad
-            dist.all_reduce(grad)
-            gradients.append(grad / world.size)
+    return *_given(world, engine.module, forward, output), engine.synced
+
+
+def _given(world: World, module: Any, forward: Any, output: Any) -> Any:
+    gradients: list[Tensor] = []
+    for each in module.parameters():
+        grad = torch.zeros_like(each) if each.grad is None else each.grad
+        dist.all_reduce(grad)
+        gradients.append(grad / world.size)
     same = all(
         torch.equal(a, b)
         for name in ("log_probs", "entropy")
         for a, b in zip(forward["model_output"][name].unbind(), output["model_output"][name].unbind(), strict=True)
     )
     results = [each.unbind() for each in (output["model_output"]["log_probs"], output["model_output"]["entropy"])]
-    return list(zip(*results, strict=True)), sum(output["loss"]), gradients, engine.synced, same
+    return list(zip(*results, strict=True)), sum(output["loss"]), gradients, same
 
 
 def _refusals(engine_class: type[Any]) -> list[str]:

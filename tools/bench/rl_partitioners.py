@@ -1,19 +1,20 @@
 """How libraries of reinforcement learning deal samples into microbatches, beside `rl.plan_step` on the
 same lengths: caps broken, microbatches, predicted steps on H100 over their bound.
 
-python -m tools.bench.rl_partitioners [--gpus 8 64 256] [--model qwen3-8b] [--shape grpo agent]
-    [--steps 2] [--json]
+python -m tools.bench.rl_partitioners [--gpus 8 64 256] [--model qwen3-8b]
+    [--shape grpo conversation agent] [--steps 2] [--json]
 
 Rules are written from what the libraries do, not copied: verl 0.8.0 (0.9.0 has the same file) and
 0.9.1 by their wheels, TRL 1.16's `TokenBudgetBatcher` by its own (samples in the order drawn, no
 prefix shared), slime of 2026-08-21 by its `dp_schedule.py`; Megatron's scheduler is that of
-`planners/megatron.py`. Lengths are drawn: of `agent` from those of Mooncake's trace of
-conversations (`conversation` of `workloads.distributions`), of `grpo` from no trace: median, spread
-and cut are ours.
+`planners/megatron.py`. Lengths are drawn: of `conversation` and `agent` from those of Mooncake's
+traces (`conversation` and `toolagent` of `workloads.distributions`), of `grpo` from no trace: median,
+spread and cut are ours.
 
-`each` is the step of ranks that meet in every layer, as FSDP's do to gather weights; `end` of ranks
-that meet at its end alone; both over even computation, without synchronisation and optimizer. A rank
-has all layers and experts, whatever memory would say.
+`max/mean`: seconds that ranks compute, the most of each microbatch over the mean. `each` is the step
+of ranks that meet in every layer, as FSDP's do to gather weights; `end` of ranks that meet at its end
+alone; both over even computation, without synchronisation and optimizer. A rank has all layers and
+experts, whatever memory would say.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, groupby
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -34,10 +35,13 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.base import Floats
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners.megatron import MegatronDynamicOptions, plan_batch
+from megatron_balance.simulator.attention import attention_call, linear_s
 from megatron_balance.simulator.step import bound_s, play_step
 from megatron_balance.solvers.groups import Frame
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins, LogNormal
@@ -81,11 +85,11 @@ class Shape:
         return lengths.ravel().tolist(), np.repeat(np.arange(prompts), self.group).tolist()
 
 
-CONVERSATION = DISTRIBUTIONS["conversation"]
-assert isinstance(CONVERSATION, Bins)
+CONVERSATION, TOOLAGENT = (cast("Bins", DISTRIBUTIONS[name]) for name in ("conversation", "toolagent"))
 SHAPES = {
     "grpo": Shape(group=16, lengths=LogNormal(3000, 1.0), longest=32768, cap=32768, context=1, each=32),
-    "agent": Shape(group=8, lengths=CONVERSATION, longest=126000, cap=16384, context=8, each=32),
+    "conversation": Shape(group=8, lengths=CONVERSATION, longest=126000, cap=16384, context=8, each=32),
+    "agent": Shape(group=8, lengths=TOOLAGENT, longest=126000, cap=16384, context=8, each=32),
 }
 
 # By data-parallel rank and microbatch, the samples.
@@ -244,6 +248,11 @@ class Case:
         plans = [frame.microbatch([self.lengths[at] for at, _ in each], [on for _, on in each]) for each in members]
         return StepPlan.whole(plans, [[at for at, _ in each] for each in members])
 
+    def _work_s(self, plan: MicrobatchPlan) -> Floats:
+        # Of each rank, a layer without waiting.
+        call = attention_call(plan, self.machine)
+        return sum(linear_s(plan, self.machine), start=call.forward.compute_s + call.backward.compute_s)
+
     def row(self, step: StepPlan) -> dict[str, Any]:
         """The figures of a step."""
         held = np.array([linear_tokens(plan) for plan in step.plans])
@@ -252,10 +261,12 @@ class Case:
         each_s = sum(
             played.layers_per_chunk * float(one.layer_s.max()) + float(one.head_s.max()) for one in played.passes
         )
+        work = [self._work_s(plan) for plan in step.plans]
         return {
             "broken": int((held > self.shape.cap).sum()),
             "most": int(held.max()),
             "microbatches": len(step.plans),
+            "max/mean": sum(float(each.max()) for each in work) / sum(float(each.mean()) for each in work),
             "each": each_s / bound,
             "end": played.done_s / bound,
         }
@@ -276,9 +287,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     for (shape, name, gpus), own in groupby(rows, lambda row: (row["shape"], row["model"], row["gpus"])):
         print(f"\n{shape}, {name}, {gpus} H100, cap {SHAPES[shape].cap}\n")
-        print("| | caps broken | most tokens | microbatches | each | end |\n|---|---:|---:|---:|---:|---:|")
+        print("| | caps broken | most tokens | microbatches | max/mean | each | end |\n|---" + "|---:" * 6 + "|")
         for row in own:
-            figures = ("broken", "most", "microbatches", "each", "end")
+            figures = ("broken", "most", "microbatches", "max/mean", "each", "end")
             shown = row.get("error") or " | ".join(f"{row[key]:.4g}" for key in figures)
             print(f"| {row['label']} | {shown} |")
     return 0
