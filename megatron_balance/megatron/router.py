@@ -246,6 +246,13 @@ def check_router(router: Any, name: str) -> None:
         )
 
 
+def share_losses(model: torch.nn.Module) -> None:
+    """Let routers take their losses over all replicas' tokens of a microbatch, which plans mix."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.tp_cp_group = module.tp_dp_cp_group
+
+
 def tell_samples(model: torch.nn.Module) -> None:
     """Let every layer's router know the parameters of what it routes, in forward and recomputation."""
     for layer in model.modules():

@@ -353,6 +353,8 @@ class Session:
         if self.latents:
             core_attention.hand_latents_on(chunk)
         router.hand_padding_on(chunk)
+        if not self.pipelines:
+            router.share_losses(chunk)
         gpt.number_layers(chunk, planning.recompute_of(get_model_config(chunk)))
         gpt.rotate_by_position(chunk, self.args.max_position_embeddings)
 
