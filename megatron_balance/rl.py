@@ -135,6 +135,52 @@ def rows_of(step: StepPlan, rank: int) -> list[list[tuple[int, int, int]]]:
     ]  # fmt: skip
 
 
+def whole_samples(step: StepPlan, context: int = 1) -> list[list[list[int]]]:
+    """By microbatch and data-parallel rank, the numbers of its samples, for workers that take whole
+    ones and never none: a rank that the plan gives none takes half of what the fullest of all has.
+
+    Args:
+        step: of `plan_step`, with planner `whole` and `attend="context"`.
+        context: context-parallel ranks of a data-parallel one.
+
+    Raises:
+        ConfigError: a sample is cut over several data-parallel ranks.
+        InfeasibleError: fewer samples than microbatches times ranks.
+    """
+    lengths: dict[int, int] = {}
+    home: dict[int, int] = {}
+    ranks = step.plans[0].num_ranks // context
+    found: list[list[list[int]]] = [[[] for _ in range(ranks)] for _ in step.members]
+    for rank in range(ranks * context):
+        for microbatch, rows in enumerate(rows_of(step, rank)):
+            for sample, start, stop in rows:
+                if sample not in home:
+                    home[sample] = rank // context
+                    found[microbatch][rank // context].append(sample)
+                elif home[sample] != rank // context:
+                    raise ConfigError(
+                        f"sample {sample} is cut over data-parallel ranks {home[sample]} and {rank // context}; "
+                        'expected whole ones: plan with attend="context"'
+                    )
+                lengths[sample] = lengths.get(sample, 0) + stop - start
+    held = list(chain.from_iterable(found))
+    for own in held:
+        if own:
+            continue
+        several = [each for each in held if len(each) > 1]
+        if not several:
+            raise InfeasibleError(
+                f"{len(lengths)} samples for {len(found)} microbatches on {ranks} ranks, and every rank of each needs "
+                "one; raise the cap of tokens, or give the step more samples"
+            )
+        fullest = max(several, key=lambda each: sum(lengths[sample] for sample in each))
+        halves: tuple[list[int], list[int]] = ([], own)
+        for sample in sorted(fullest, key=lambda sample: -lengths[sample]):
+            min(halves, key=lambda half: sum(lengths[one] for one in half)).append(sample)
+        fullest[:] = halves[0]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _RlStep:
     batch: Batch

@@ -17,8 +17,9 @@ import ast
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -44,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--ours", action="store_true")
     options = parser.parse_args(argv)
-    differ = differences(options.checkout)
+    from tests.support import verl_jobs
+
+    differ = differences(options.checkout, SOURCES, verl_jobs)
     for line in differ:
         print(line)
     print(f"signatures: {len(differ)} differ")
@@ -102,13 +105,13 @@ def partition(lengths: Sequence[int], cap: int, fewest: int, multiple: int, size
     return found
 
 
-def differences(checkout: Path) -> list[str]:
-    """Functions whose arguments, or their order, are others in verl than in what stands for it."""
-    from tests.support import verl_jobs
-
+def differences(checkout: Path, sources: Mapping[str, tuple[str, str | None]], jobs: ModuleType) -> list[str]:
+    """Functions whose arguments, or their order, are others in a clone than in what stands for it in
+    `jobs`.
+    """
     found: list[str] = []
-    for name, (file, owner) in SOURCES.items():
-        tree, ours = ast.parse((checkout / file).read_text()), getattr(verl_jobs, name)
+    for name, (file, owner) in sources.items():
+        tree, ours = ast.parse((checkout / file).read_text()), getattr(jobs, name)
         mine: dict[str, Callable[..., Any]] = {name: ours}
         if owner is not None:
             tree = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
@@ -122,7 +125,7 @@ def differences(checkout: Path) -> list[str]:
             there = [] if wanted is None else [each.arg for each in (*wanted.args, *wanted.kwonlyargs)]
             there += [wanted.kwarg.arg] if wanted is not None and wanted.kwarg else []
             if here != there:
-                found.append(f"{name}.{called}: ours {here}, verl's {there}")
+                found.append(f"{name}.{called}: ours {here}, theirs {there}")
     return found
 
 

@@ -63,11 +63,11 @@ def heads_exchanged(bench: Bench, choices: Sequence[PlannerChoice]) -> dict[str,
     """Megatron's replicas whose recurrent layers exchange heads, of the fastest size; None: there are
     no such layers, no replicas were asked for, or their heads go to no size that holds the batch.
     """
-    megatron = next((each for each in choices if each.name == "megatron"), None)
-    if megatron is None or bench.given.model.recurrent is None:
+    replicas = next((each for each in choices if each.planner.replicas), None)
+    if replicas is None or bench.given.model.recurrent is None:
         return None
     with suppress(InfeasibleError):
-        return bench.by_heads().play(megatron).row
+        return bench.by_heads().play(replicas).row
     return None
 
 

@@ -30,7 +30,8 @@ from megatron_balance.ir.columns import Fragment, Neighbours, Placed, Rows, Tran
 from megatron_balance.ir.forest import Forest, Tree
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange
-from megatron_balance.ir.recurrent import Compose, PathEnds, RecurrentKind, RecurrentOp, RecurrentProgram
+from megatron_balance.ir.recurrent import Compose, RecurrentKind, RecurrentOp, RecurrentProgram
+from megatron_balance.ir.segments import PathEnds
 
 
 def compile_recurrent(plan: MicrobatchPlan, num_heads: int, halo: int) -> RecurrentProgram:

@@ -18,8 +18,9 @@ in the backward has it from the forward. No gradient goes through M and U themse
 gradients of all states come from those behind them.
 
 Of trees (`ir.forest`) a piece is of one segment, and what is before it is so along its path
-(`PathEnds`). SUMMARY [0, stop) is the state behind the path that ends there. All that lies below a
-segment stands right behind it, so siblings are neighbours, too: SUMMARY_GRAD of two is the sum.
+(`segments.PathEnds`). SUMMARY [0, stop) is the state behind the path that ends there. All that lies
+below a segment stands right behind it, so siblings are neighbours, too: SUMMARY_GRAD of two is the
+sum.
 
 `Exchange` and its `Transfer` rows are attention's (`ir.program`): what is sent is copied, but for
 ROWS_GRAD, which its owner adds up. `Compose` makes the value of [start, stop) of those of [start,
@@ -49,15 +50,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
-from typing import NamedTuple, TypeAlias, assert_never
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
-import numpy as np
-
-from megatron_balance.ir.arrays import Ints, key
 from megatron_balance.ir.columns import Fragment, Neighbours, Rows, Transfer
-from megatron_balance.ir.forest import Forest, Segment, Tree, checked
+from megatron_balance.ir.forest import Segment, Tree, checked
 from megatron_balance.ir.program import Exchange
 from megatron_balance.ir.text import parse_tree, tree_lines, wrong
+
+if TYPE_CHECKING:
+    from megatron_balance.ir.segments import PathEnds
 
 
 class RecurrentKind(IntEnum):
@@ -84,34 +85,6 @@ class Compose:
 RecurrentOp: TypeAlias = Exchange | Compose
 
 
-class PathEnds(NamedTuple):
-    """By segment of all sequences, ascending (a document is one): `arrays.key` of its first token,
-    where it begins, where all that lies below it ends, where its parent ends (0: it is a root).
-    """
-
-    begin: Ints
-    start: Ints
-    end: Ints
-    above: Ints
-
-    @staticmethod
-    def of(lengths: Sequence[int], trees: tuple[Tree, ...] = ()) -> PathEnds:
-        if trees:
-            of = Forest(trees).segments
-            return PathEnds(of.begin, of.start, of.end, of.above + 1)
-        number = np.arange(len(lengths))
-        return PathEnds(key(number, 0), 0 * number, np.array(lengths, dtype=np.int64), 0 * number)
-
-    def at(self, seq: Ints, token: Ints) -> Ints:
-        """The segments of tokens."""
-        return np.searchsorted(self.begin, key(seq, token), side="right") - 1
-
-    def before(self, seq: Ints, token: Ints) -> Ints:
-        """Where the path ends that leads to each token."""
-        at = self.at(seq, token)
-        return np.where(token == self.start[at], self.above[at], token)
-
-
 # A class beside `Program`: attention's key-value heads, policy, mask and remap mean nothing here, and
 # the four ops of attention are a closed set for all its readers, none of which runs a Compose.
 @dataclass(frozen=True, slots=True)
@@ -133,6 +106,8 @@ class RecurrentProgram:
 
     @property
     def paths(self) -> PathEnds:
+        from megatron_balance.ir.segments import PathEnds  # NumPy, which data do not import
+
         return PathEnds.of(self.lengths, self.trees)
 
     @property

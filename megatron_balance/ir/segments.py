@@ -10,7 +10,9 @@ import numpy as np
 from megatron_balance.ir.arrays import Bools, Ints, Rectangles, key, key_position, ranges
 
 if TYPE_CHECKING:
-    from megatron_balance.ir.forest import Forest
+    from collections.abc import Sequence
+
+    from megatron_balance.ir.forest import Forest, Tree
 
 _Run: TypeAlias = tuple[int, int, int]  # first key, one past the last, shift
 
@@ -108,3 +110,33 @@ def segments_of(forest: Forest) -> Segments:
     places = key(np.repeat(np.arange(len(runs)), np.diff(run_of)), rows[:, 0] - rows[:, 2])
     tables = np.array(base), np.array(stretches, dtype=np.int64), run_of, rows, places
     return Segments(begin, start, stop, end, above, full.astype(bool), shift, *tables)
+
+
+class PathEnds(NamedTuple):
+    """By segment of all sequences, ascending (a document is one): `arrays.key` of its first token,
+    where it begins, where all that lies below it ends, where its parent ends (0: it is a root).
+    """
+
+    begin: Ints
+    start: Ints
+    end: Ints
+    above: Ints
+
+    @staticmethod
+    def of(lengths: Sequence[int], trees: tuple[Tree, ...] = ()) -> PathEnds:
+        if trees:
+            from megatron_balance.ir.forest import Forest
+
+            of = segments_of(Forest(trees))
+            return PathEnds(of.begin, of.start, of.end, of.above + 1)
+        number = np.arange(len(lengths))
+        return PathEnds(key(number, 0), 0 * number, np.array(lengths, dtype=np.int64), 0 * number)
+
+    def at(self, seq: Ints, token: Ints) -> Ints:
+        """The segments of tokens."""
+        return np.searchsorted(self.begin, key(seq, token), side="right") - 1
+
+    def before(self, seq: Ints, token: Ints) -> Ints:
+        """Where the path ends that leads to each token."""
+        at = self.at(seq, token)
+        return np.where(token == self.start[at], self.above[at], token)

@@ -353,7 +353,7 @@ def stage_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
 # Tokens of a rank in the microbatches whose times are fitted: the most that it holds, as a power of
 # two between these, and that over `_PART`; in sequences of one length, at most so many, or in one.
 _LEAST_FULL, _MOST_FULL, _PART = 1 << 10, 1 << 15, 32
-_LENGTHS, _MOST_SEQUENCES = tuple(512 * 8**at for at in range(6)), 256
+_LENGTHS, _MOST_SEQUENCES, _SHORT = tuple(512 * 8**at for at in range(6)), 256, 64
 # Megatron pads a vocabulary to it (--make-vocab-size-divisible-by), times its own TP.
 _VOCAB_MULTIPLE = 128
 
@@ -393,7 +393,8 @@ def cost_of_scheme(scheme: Scheme, machine: Machine, max_tokens: int) -> Pipelin
 def _fitted(scheme: Scheme, machine: Machine, max_tokens: int) -> PipelineCost:
     model, ranks = machine.model, scheme.context
     full = (1 << max(_LEAST_FULL, min(_MOST_FULL, max_tokens // ranks)).bit_length() - 1) * ranks
-    sizes = [(tokens, one) for tokens in (full // _PART, full) for one in (*_LENGTHS, tokens)]
+    lengths = _LENGTHS if full > _LENGTHS[1] else (_SHORT, *_LENGTHS)  # four unknowns
+    sizes = [(tokens, one) for tokens in (full // _PART, full) for one in (*lengths, tokens)]
     cases = sorted({(tokens // one, one) for tokens, one in sizes if one <= tokens <= _MOST_SEQUENCES * one})
     assert machine.memory is not None, "whether layers keep what they received is decided by the step's memory"
     memory = machine.memory.of_microbatches(scheme.pipeline)

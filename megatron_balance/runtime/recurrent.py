@@ -23,7 +23,8 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Fragment, Neighbours, Placed, Rows, Transfer
 from megatron_balance.ir.program import Exchange
-from megatron_balance.ir.recurrent import STATE_KINDS, PathEnds, RecurrentKind, RecurrentOp, RecurrentProgram
+from megatron_balance.ir.recurrent import STATE_KINDS, RecurrentKind, RecurrentOp, RecurrentProgram
+from megatron_balance.ir.segments import PathEnds
 from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.cuda import Streams
 from megatron_balance.runtime.groups import Groups

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_balance.compile.transpose import POLICIES
 from tests.support import hybrid_jobs
 from tests.support.hybrid_jobs import Hybrid
 from tests.support.pool import Pool
@@ -12,12 +13,13 @@ from tests.support.pool import Pool
 pytest.importorskip("transformers")
 log = logging.getLogger(__name__)
 RANKS = 4
-# Every kind of layer, both forms of checkpointing, sharded and not; attention beside Mamba in a layer.
+# Every kind of layer, both forms of checkpointing and both policies of the backward, sharded and not,
+# several microbatches; attention beside Mamba in a layer.
 WAYS = [
     Hybrid("qwen3_next", sharded=True, again="not reentrant"),
-    Hybrid("kimi_linear", "te_ring", accumulate=2),
+    *(Hybrid("kimi_linear", "te_ring", accumulate=2, backward=each) for each in POLICIES),
     Hybrid("nemotron_h", "distca", again="reentrant"),
-    Hybrid("falcon_h1", "flexsp", sharded=True, again="reentrant"),
+    Hybrid("falcon_h1", "flexsp", sharded=True, again="reentrant", backward="replay"),
     Hybrid("lfm2", "knapformer"),
 ]
 OTHERS = [

@@ -1,5 +1,6 @@
 """Recurrent layers on real gloo ranks against each sequence alone: values, gradients, bytes."""
 
+import logging
 import random
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.support.recurrent_jobs import (
     recurrent_run,
 )
 
+log = logging.getLogger(__name__)
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6}
 HEADS, HALO = 3, 3
 NUM_LAYOUTS = 40
@@ -153,6 +155,7 @@ def random_program(seed: int, num_ranks: int) -> RecurrentProgram:
 def test_states_in_bf16_are_half_the_bytes_and_off_by_under_a_hundredth(pool: Pool) -> None:
     # Eight pieces in turns.
     owned = [Rows.of(3, [(0, at, at + 32) for at in range(32 * rank, 256, 128)]) for rank in range(4)]
-    for out, grad, times in pool.run(narrow, 4, program_of((256,), owned, HEADS, HALO)):
+    for rank, (out, grad, times) in enumerate(pool.run(narrow, 4, program_of((256,), owned, HEADS, HALO))):
+        log.info("rank %d, states in bf16: outputs off by %.1e, gradients by %.1e", rank, out, grad)
         assert 1e-4 < max(out, grad) < 1e-2
         assert times == 2

@@ -251,7 +251,12 @@ def printed_by(world: Pool, name: str, *words: str, job: Any = torch_jobs.run_sc
 
 
 @pytest.mark.parametrize(
-    ("name", "last"), [("fsdp2_gpt.py", "in the last."), ("hf_llama.py", "rank 0's documents in the last step")]
+    ("name", "last"),
+    [
+        ("fsdp2_gpt.py", "in the last."),
+        ("hf_llama.py", "rank 0's documents in the last step"),
+        ("hf_hybrid.py", "hf.check: leak 0.0, alone "),
+    ],
 )
 def test_an_example_trains_shows_its_progress_and_prints_a_table(world: Pool, name: str, last: str) -> None:
     if name.startswith("hf"):

@@ -37,8 +37,8 @@ FLAGS |= {"untie-embeddings-and-output-weights": False}
 # The second leaves a rank over.
 FIRST = ("tp1-pp1-cp4", "tp2-pp1-cp1+tp1-pp1-cp1")
 LAYOUT = "tp1-pp2-cp2"
-# The first one is the base layout of that run.
-THEN = (LAYOUT, "tp1-pp1-cp2+tp1-pp1-cp1")
+# The first one is the base layout of that run; the second holds no long document.
+THEN = (LAYOUT, "4*tp1-pp1-cp1")
 # In place of `started`'s.
 GOING_ON = {"finetune": False, "no-load-optim": False, "no-load-rng": False}
 OWNED: dict[str, Any] = {"context-parallel-size": 1, "use-distributed-optimizer": True}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.megatron.conftest import EXPERTS, Run, Train, assert_same_training, at_once, loaded_run, train_with
-from tests.megatron.test_families import logged
+from tests.megatron.test_families import LATENTS, logged
 from tests.megatron.test_parity import two_nodes
 from tests.support.megatron_run import ROOT, Job, Result, Trainer
 from tests.support.numbered_data import write_packed
@@ -71,8 +71,11 @@ NEMOTRON |= {"moe-shared-expert-intermediate-size": 32, "mtp-loss-scaling-factor
 QWEN: dict[str, Any] = {**DELTA, **EXPERTS, "linear-attention-freq": 3, "num-layers": 3, "rotary-percent": 0.5}
 QWEN |= {"attention-output-gate": True, "moe-shared-expert-intermediate-size": 32, "moe-shared-expert-gate": True}
 QWEN |= {"moe-router-dtype": "fp32", "moe-router-topk": 4, "deterministic-mode": True}
+# Of Kimi Linear's kind, of gated delta nets: the pattern alone says that attention is latent.
+KIMI: dict[str, Any] = {**BOTH, **LATENTS, "multi-latent-attention": None, "hybrid-layer-pattern": "GEG+-"}
+KIMI |= {"rope-type": "yarn", "rotary-scaling-factor": 4}
 MODELS = {"mamba": MAMBA, "gated delta net": DELTA, "both, with experts": BOTH, "further tokens": AHEAD}
-MODELS |= {"nemotron 3": NEMOTRON, "qwen3-next": QWEN}
+MODELS |= {"nemotron 3": NEMOTRON, "qwen3-next": QWEN, "kimi": KIMI}
 EXPERTS_AND_TENSOR = {"expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
 TENSOR = {"tensor-model-parallel-size": 2, "context-parallel-size": 2, "sequence-parallel": True}
 STAGES = {"pipeline-model-parallel-size": 2, "context-parallel-size": 2}
@@ -106,6 +109,8 @@ def of_one_rank(
         ("further tokens", "zeppelin", {}, {}),
         ("nemotron 3", "zeppelin", {**TENSOR, **EXPERTS_AND_TENSOR}, {}),
         ("qwen3-next", "te_ring", {**TENSOR, **EXPERTS_AND_TENSOR}, {}),
+        ("kimi", "zeppelin", {}, {"remap": True}),
+        ("kimi", "te_ring", {}, {"latent_kv": True}),
     ],
 )
 def test_a_hybrid_model_trains_like_one_rank(

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron_balance.compile.transpose import Policy
 from megatron_balance.torch import SequenceBalancer, Settings, hf, mixers
 from megatron_balance.torch.leaks import Leaks
 from tests.support.pool import World, said
@@ -90,6 +91,7 @@ class Hybrid:
     accumulate: int = 1
     sharded: bool = False
     again: str = "no"
+    backward: Policy = "keep"
     marks: tuple[int, ...] = (0,)
 
 
@@ -179,7 +181,7 @@ def balanced(world: World, way: Hybrid) -> Any:
 
 def _train(world: World, way: Hybrid, wanted: Alone) -> tuple[float, float, int]:
     model = balanced(world, way)
-    settings = Settings(ranks_per_node=max(1, world.size // 2))
+    settings = Settings(ranks_per_node=max(1, world.size // 2), backward=way.backward)
     balancer = SequenceBalancer.for_model(model.config, way.planner, settings=settings)
     cut = 0
 

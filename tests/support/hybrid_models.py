@@ -40,6 +40,7 @@ DELTA_NET = ModuleSpec(
 
 
 _LOCAL = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+_LATENT = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm").submodules
 _ATTENTION = {"input_layernorm": WrappedTorchNorm, "self_attn_bda": get_bias_dropout_add}
 _MLP = {"pre_mlp_layernorm": WrappedTorchNorm, "mlp_bda": get_bias_dropout_add}
 _MAMBA = ModuleSpec(MambaMixer, params=LASTS, submodules=MambaMixerSubmodules(**LINEAR))
@@ -59,6 +60,10 @@ stack = ModuleSpec(
         attention_layer=ModuleSpec(
             TransformerLayer,
             submodules=TransformerLayerSubmodules(self_attention=_LOCAL.self_attention, **_ATTENTION),
+        ),
+        mla_layer=ModuleSpec(
+            TransformerLayer,
+            submodules=TransformerLayerSubmodules(self_attention=_LATENT.self_attention, **_ATTENTION),
         ),
         mlp_layer=ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(mlp=_LOCAL.mlp, **_MLP)),
         moe_layer=ModuleSpec(

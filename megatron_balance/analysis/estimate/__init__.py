@@ -122,7 +122,7 @@ def _estimate(plan: MicrobatchPlan, machine: Machine, tables: Tables, zones: _Zo
     decision = memory.decide(microbatch, machine.cluster.memory_bytes)
     keeping = decision.kept_share
 
-    # A recurrent layer refuses trees when it is asked to run them, the simulator to time them.
+    # Of trees states have no price: plans count them as nothing, and the simulator refuses.
     group, states = coupled(plan), None if isinstance(plan.mask, Forest) else states_cost(plan, machine)
 
     def seconds(policy: Policy, *, backward: bool) -> Floats:

@@ -231,3 +231,20 @@ def test_dear_states_of_a_hybrid_model_are_no_want_of_room() -> None:
     model, cluster = load_model("kimi-linear-48b-a3b"), load_cluster("h100").build(num_ranks=128, ranks_per_node=8)
     step = rl.plan_step([8192] * 128, None, cluster, model, max_tokens=9000, planner="te_ring")
     assert (len(step.members), step.plans[0].planner) == (1, "te_ring")
+
+
+def test_workers_of_whole_samples_have_one_in_every_microbatch() -> None:
+    # Beside a slow sample the plan puts all that has room, and has none for five places.
+    step = planned([80, *[10] * 9], cluster=Cluster(2, 2), min_microbatches=4)
+    rows = [rl.rows_of(step, rank) for rank in (0, 1)]
+    assert [len(own) for rank in rows for own in rank].count(0) == 5
+    found = list(chain.from_iterable(rl.whole_samples(step)))
+    assert sorted(chain.from_iterable(found)) == list(range(10))
+    assert sorted(map(len, found)) == [1] * 6 + [2, 2]
+    with pytest.raises(InfeasibleError, match="3 samples for 4 microbatches on 2 ranks"):
+        rl.whole_samples(planned([9, 9, 9], cluster=Cluster(2, 2), min_microbatches=4))
+    cut = planned([150, 20], planner="whole")
+    with pytest.raises(ConfigError, match=r"sample 0 is cut over .* 0 and 1; expected whole ones"):
+        rl.whole_samples(cut)
+    step = planned([150, 20, 30, 1], context=2, attend="context")
+    assert sorted(chain.from_iterable(chain.from_iterable(rl.whole_samples(step, 2)))) == [0, 1, 2, 3]
