@@ -130,12 +130,12 @@ class BalancedTrainer(_Base):
                     "split_dataset_by_node"
                 )
             dataset = _WholeStream(dataset)
-        loader = super()._get_dataloader(dataset, *args, **given)
+        loader: Any = super()._get_dataloader(dataset, *args, **given)
         if self._by_samples:
             sampler = loader.batch_sampler
             if isinstance(sampler, BatchSamplerShard) and _kind(self) in WITH_REMAINDER:
                 sampler.__class__ = _RemainderToAll
-                self._remainder.expected |= not sampler.drop_last and len(dataset) % loader.total_batch_size > 0
+                self._remainder.expected |= not sampler.drop_last and len(loader.dataset) % loader.total_batch_size > 0
             return loader
         # Accelerate's own, which repeats documents where the ranks' last batches differ.
         if isinstance(loader.dataset, IterableDatasetShard):

@@ -472,7 +472,7 @@ def scaled_dot_product_attention(
 
 def elsewhere(sizes: ParallelismConfig) -> bool:
     # `cp_enabled` for all but TRL's guard.
-    return sizes.cp_size > 1 and "sft_trainer" not in sys._getframe(1).f_code.co_filename
+    return (sizes.cp_size or 1) > 1 and "sft_trainer" not in sys._getframe(1).f_code.co_filename
 
 
 def two_documents(world: World, folder: Path, first: int, packed: str, **given: Any) -> Any:
