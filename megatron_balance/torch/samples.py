@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,7 @@ class _PlannedCalls:
         """The rows of samples. ConfigError: they need more than one microbatch."""
         del training  # the update's batches serve all passes
         balancer, pool = self._balancer, self._balancer.pool
-        content = sha256(b"".join(each.cpu().numpy().tobytes() for of in documents for each in of)).hexdigest()
-        every: list[Any] = [(content, [len(ids) for ids, _ in documents])] * pool.size
+        every: list[Any] = [(_content(documents), [len(ids) for ids, _ in documents])] * pool.size
         if pool.size > 1:
             with pool.groups.inside("the exchange of a call's lengths"):
                 dist.all_gather_object(every, every[0], group=pool.groups.pool)
@@ -87,10 +86,59 @@ class _PlannedCalls:
         return self._held[key]
 
 
-def begin(trainer: Any, *, scores: bool, max_tokens: int | None = None) -> None:
+@dataclass(slots=True)
+class Remainder:
+    """An uneven last batch, which every rank reads whole: each sample is computed once, for all ranks,
+    so that the mean over a rank's samples, which trainers take, is that over all of them.
+    """
+
+    pool: Any
+    state: Any  # Accelerate's, of gradients: a loader's end is in it
+    expected: bool = False  # of some data set
+    found: bool = False  # in the last call
+
+    def parts(self, documents: Sequence[tuple[Tensor, Tensor]]) -> list[int] | None:
+        """Where each rank's samples begin, and the end, if all ranks have the same ones; else None."""
+        self.found = False
+        if self.expected and self.state.end_of_dataloader:
+            with self.pool.groups.inside("the exchange of a call's samples"):
+                every: list[Any] = [None] * self.pool.size
+                dist.all_gather_object(every, _content(documents), group=self.pool.groups.pool)
+            self.found = len(set(every)) == 1
+        count, size = len(documents), self.pool.size
+        return [count * rank // size for rank in range(size + 1)] if self.found else None
+
+
+class _ForAll(torch.autograd.Function):
+    """Rows of all ranks' parts; gradients of all ranks go back to the rank of a row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place: slice, count: int, pool: Any) -> Tensor:
+        ctx.place, ctx.pool = place, pool
+        made = rows.new_zeros(count, *rows.shape[1:])
+        made[place] = rows
+        return _summed(made, pool)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _summed(grads[0].clone(), ctx.pool)[ctx.place], None, None, None
+
+
+def _summed(rows: Tensor, pool: Any) -> Tensor:
+    with pool.groups.inside("the exchange of a remainder's results"):
+        dist.all_reduce(rows, group=pool.groups.pool)
+    return rows
+
+
+def _content(documents: Sequence[tuple[Tensor, Tensor]]) -> str:
+    return sha256(b"".join(each.cpu().numpy().tobytes() for of in documents for each in of)).hexdigest()
+
+
+def begin(trainer: Any, *, scores: bool, max_tokens: int | None = None) -> Remainder:
     """Deal what a trainer's models compute. `scores`: of sequences, in place of log-probabilities.
     `max_tokens`: by plans under this cap (`rl.plan_step`).
     """
+    remainder = Remainder(trainer.balancer.pool, trainer.accelerator.gradient_state)
     deal = partial(dealt, trainer.balancer)
     if max_tokens is not None:
         slices = getattr(trainer.args, "steps_per_generation", None) or 1
@@ -98,7 +146,7 @@ def begin(trainer: Any, *, scores: bool, max_tokens: int | None = None) -> None:
     reference = getattr(trainer, "ref_model", None)
     for model in (trainer.model, None if reference is None else trainer.accelerator.unwrap_model(reference)):
         if model is not None:
-            _SampleCalls(model, deal, scores=scores)
+            _SampleCalls(model, deal, remainder, scores=scores)
     # A rank that calls the model once more than others waits for them, and they here for it: both are
     # calls of the pool, so it is said.
     inside, accelerator = trainer.balancer.pool.groups.inside, trainer.accelerator
@@ -113,6 +161,7 @@ def begin(trainer: Any, *, scores: bool, max_tokens: int | None = None) -> None:
         return model
 
     accelerator.prepare_model = prepared
+    return remainder
 
 
 def _told(
@@ -179,13 +228,13 @@ class _SampleCalls:
     Calls of another kind, and generation, run with the attention that the model had.
     """
 
-    def __init__(self, model: Any, deal: Callable[..., BalancedBatch], *, scores: bool) -> None:
-        self._model, self._dealt = unwrapped(model), deal
+    def __init__(self, model: Any, deal: Callable[..., BalancedBatch], remainder: Remainder, *, scores: bool) -> None:
+        self._model, self._dealt, self._remainder = unwrapped(model), deal, remainder
         self._own = self._model.config._attn_implementation
         self._model.set_attn_implementation(hf.register())
         hf.register(self._model)
         self._around = ExitStack()  # of a call that is not dealt
-        self._call: tuple[_PaddedSamples, BalancedBatch] | None = None
+        self._call: tuple[_PaddedSamples, BalancedBatch, list[int] | None] | None = None
         self._scores = scores
         self._scored: Tensor | None = None  # scores of rows, of which the model gives one row's alone
         model.register_forward_pre_hook(self._deal, with_kwargs=True, prepend=True)
@@ -213,9 +262,16 @@ class _SampleCalls:
         if args:
             raise ConfigError("expected a trainer that calls its model with keywords alone, got arguments by place")
         samples = _PaddedSamples.read(given)
+        documents = samples.documents()
+        if (parts := self._remainder.parts(documents)) is not None:
+            rank = self._remainder.pool.rank
+            own = documents[parts[rank] : parts[rank + 1]]
+            parts = [sum(len(ids) for ids, _ in documents[:first]) for first in parts]
+        else:
+            own = documents
         # a reference model has no backward, and waits for nothing
-        batch = self._dealt(samples.documents(), training=torch.is_grad_enabled())
-        self._call = samples, batch
+        batch = self._dealt(own, training=torch.is_grad_enabled())
+        self._call = samples, batch, parts
         made = {**hf.inputs(batch)}
         # the head would divide by it a loss that these trainers do not read
         del made["num_items_in_batch"]
@@ -232,22 +288,31 @@ class _SampleCalls:
         call, self._call = self._call, None
         if call is None or out is None:  # none: the call failed
             return None
-        samples, batch = call
+        samples = call[0]
         if self._scores:
             scored, self._scored = self._scored, None
             assert scored is not None
-            by_sample = samples.padded(batch.in_order(batch.gather_rows(scored)))
+            by_sample = self._by_sample(scored, *call)
             return type(out)(logits=by_sample[torch.arange(len(by_sample)), self._last(samples)])
         values = {name: each[0] for name in PER_TOKEN if (each := getattr(out, name)) is not None}
         kind = torch.promote_types(torch.float32, values["log_probs"].dtype)
         # all side by side: one exchange, and one in the backward
-        rows = batch.gather_rows(torch.stack([each.to(kind) for each in values.values()], dim=-1))
-        by_sample = samples.padded(batch.in_order(rows))[:, :-1].unbind(-1)
+        stacked = torch.stack([each.to(kind) for each in values.values()], dim=-1)
+        by_sample = self._by_sample(stacked, *call)[:, :-1].unbind(-1)
         # no views, which FSDP2 cannot watch
         found = {
             name: made.to(each.dtype, copy=True) for (name, each), made in zip(values.items(), by_sample, strict=True)
         }
         return type(out)(**found, label_mask=samples.labels[:, 1:] != IGNORED)
+
+    def _by_sample(
+        self, values: Tensor, samples: _PaddedSamples, batch: BalancedBatch, parts: list[int] | None
+    ) -> Tensor:
+        rows = batch.in_order(batch.gather_rows(values))
+        if parts is not None:
+            pool = self._remainder.pool
+            rows = cast("Tensor", _ForAll.apply(rows, slice(*parts[pool.rank :][:2]), parts[-1], pool))
+        return samples.padded(rows)
 
     def _last(self, samples: _PaddedSamples) -> Tensor:
         """The place of each sample's score: as Transformers has it, its last token but padding's."""

@@ -25,7 +25,7 @@ from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.files import json_text
@@ -67,7 +67,8 @@ def balance(
         trainer: of a causal language model.
         planner: its name (docs/planners.md). All ranks share their documents.
         settings: of the balancer; `shift_labels` is the trainer's.
-        accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), if it is on its device.
+        accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), at the start of `train`
+            if it is not on its device yet.
         losses: of Transformers' `Trainer`: compute the loss in chunks of rows, without the logits in
             memory (`torch.losses`). TRL's trainers have a head that does so.
         max_tokens: of trainers of samples: most tokens of a call on a rank, proved, by plans that a
@@ -95,6 +96,7 @@ class BalancedTrainer(_Base):
 
     balancer: SequenceBalancer
     _by_samples = False  # calls of the model are dealt, not what is read
+    _remainder: samples.Remainder  # of such a trainer
     _losses = False  # the model gives losses in place of logits
     _batch: BalancedBatch  # the rows of the microbatch at hand
     model: Any
@@ -128,8 +130,12 @@ class BalancedTrainer(_Base):
                     "split_dataset_by_node"
                 )
             dataset = _WholeStream(dataset)
-        loader = super()._get_dataloader(dataset, *args, **given)
+        loader: Any = super()._get_dataloader(dataset, *args, **given)
         if self._by_samples:
+            sampler = loader.batch_sampler
+            if isinstance(sampler, BatchSamplerShard) and _kind(self) in WITH_REMAINDER:
+                sampler.__class__ = _RemainderToAll
+                self._remainder.expected |= not sampler.drop_last and len(loader.dataset) % loader.total_batch_size > 0
             return loader
         # Accelerate's own, which repeats documents where the ranks' last batches differ.
         if isinstance(loader.dataset, IterableDatasetShard):
@@ -152,9 +158,13 @@ class BalancedTrainer(_Base):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Theirs, of rows that are dealt. ConfigError: attention that did not reach the plan."""
+        trained: int = getattr(self, "_total_train_tokens", 0)
         if self._by_samples:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        batch, trained = self._batch, getattr(self, "_total_train_tokens", 0)
+            made = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if self.model.training and self._remainder.found:  # theirs counts it on every rank
+                self._count_tokens(trained + int(inputs["attention_mask"].sum()))
+            return made
+        batch = self._batch
         count = batch.num_targets.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         if self._losses:
             unwrapped(self.model).loss_function = _mean_loss
@@ -162,9 +172,12 @@ class BalancedTrainer(_Base):
             found: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=count)
         batch.check_attended(found[0] if return_outputs else found)
         if self.model.training and hasattr(self, "_total_train_tokens"):  # TRL's, which counts padding
-            self._total_train_tokens = trained + batch.plan.num_tokens
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+            self._count_tokens(trained + batch.plan.num_tokens)
         return found
+
+    def _count_tokens(self, trained: int) -> None:
+        self._total_train_tokens = trained
+        self._metrics["train"]["num_tokens"] = [trained]
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -238,7 +251,7 @@ def _begin(
     trainer._by_samples, scores = _kind(trainer) in BY_SAMPLES, _kind(trainer) == "RewardTrainer"
     model = unwrapped(trainer.model)
     if trainer._by_samples:  # its sums over ranks take as many samples of each
-        samples.begin(trainer, scores=scores, max_tokens=max_tokens)
+        trainer._remainder = samples.begin(trainer, scores=scores, max_tokens=max_tokens)
     else:
         model.set_attn_implementation(hf.register())
         hf.register(model)
@@ -246,8 +259,22 @@ def _begin(
         trainer.data_collator = _Flat(trainer.data_collator)
     if accept and model.device.type == trainer.balancer.device.type:
         hf.check(model.base_model if scores else trainer.model, trainer.balancer)
-    elif accept:
+    elif accept and scores:
         log.warning("the model is not on its device yet: have hf.check look at it when it is, since it was accepted")
+    elif accept:
+        trainer.add_callback(_CheckedAtStart(trainer.balancer))
+
+
+class _CheckedAtStart(TrainerCallback):
+    """`hf.check` of an accepted model that was not on its device at `balance`, as under FSDP2."""
+
+    def __init__(self, balancer: SequenceBalancer) -> None:
+        self._balancer = balancer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Check the model, which is sharded and on its device by now."""
+        del args, state, control
+        hf.check(given["model"], self._balancer)
 
 
 def _mean_loss(logits: TokenLosses, *_: Any, num_items_in_batch: Any, **__: Any) -> Tensor:
@@ -320,6 +347,7 @@ def _unlike(trainer: Any) -> Iterator[tuple[str, str, Any]]:
 
 THEIRS = ("trl.", "transformers.")
 BY_ROWS = ("Trainer", "SFTTrainer")
+WITH_REMAINDER = ("DPOTrainer", "KTOTrainer", "RewardTrainer")  # the others' groups are whole
 BY_SAMPLES = ("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer")
 
 
@@ -492,6 +520,21 @@ class _AllInStep(BatchSamplerShard):
                 mine = []
         if (at + 1) % self.num_processes and not self.drop_last:
             yield mine
+
+
+class _RemainderToAll(_AllInStep):
+    """As `_AllInStep`, but where a round has not as many on each rank, all of it for every rank."""
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Every round, this rank's batch."""
+        held: list[list[Any]] = []
+        for batch in self.batch_sampler:
+            held.append(batch)
+            if len(held) == self.num_processes and len(batch) == len(held[0]):
+                yield held[self.process_index]
+                held = []
+        if held and not self.drop_last:
+            yield [each for batch in held for each in batch]
 
 
 class _WholeStream(IterableDataset[Any]):

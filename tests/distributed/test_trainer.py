@@ -27,9 +27,9 @@ CASES = {
     "packed": Case(args=(("packing", True), ("packing_strategy", "bfd"))),
     "checkpointing": Case(args=(("gradient_checkpointing", True),)),
     "reentrant checkpointing, by the mixin": Case(args=REENTRANT, mixed=True),
-    "DPO": Case("dpo", steps=2, documents=16, evaluated=8),
+    "DPO, the last batch uneven": Case("dpo", steps=None, documents=19, evaluated=11),
     "GRPO with LoRA": Case("grpo", steps=2, documents=8, lora=True, args=(("beta", 0.1), ("temperature", 0.7))),
-    "rewards": Case("reward", steps=2, documents=16, evaluated=8),
+    "rewards, two in the last batch": Case("reward", steps=None, documents=18, evaluated=11),
     "experts": Case(evaluated=11, experts=True, args=(("loss_type", "dft"), ("router_aux_loss_coef", 0.1))),
     "trainer, experts": Case("trainer", experts=True, args=(("gradient_accumulation_steps", 2),)),
     "stopped early": Case(steps=12, evaluated=11, patience=1, args=STOPPING),
@@ -42,6 +42,10 @@ LONG = {
     "DPO under FSDP2": Case("dpo", steps=2, sharded=True),
     "twenty steps of GRPO": Case("grpo", 20, 160, lora=True, args=(("beta", 0.1), ("num_iterations", 2))),
     "KTO": Case("kto", steps=4),
+    "KTO, the last batch uneven": Case("kto", steps=None, documents=22),
+    "DPO under FSDP2, accumulated, the last batch uneven": Case(
+        "dpo", None, 19, evaluated=11, sharded=True, args=(("gradient_accumulation_steps", 2),)
+    ),
     "RLOO": Case("rloo", steps=4, lora=True),
 }
 
@@ -113,11 +117,18 @@ def test_grpo_by_plans_of_its_driver_is_that_of_one_rank_alone(alone: Pool, worl
         assert (plans, bound) == (updates, updates)
 
 
-def test_packed_documents_do_not_see_one_another(alone: Pool, world: Pool) -> None:
+def test_packed_documents_do_not_see_one_another(world: Pool) -> None:
     for packed in ("bfd", "padding-free", "no"):
         assert world.run(trainer_jobs.changed, RANKS, packed) == [[1.0, 0.0]] * RANKS, packed
-    # a row that attends as one document would be seen
-    assert alone.run(trainer_jobs.changed, 1, "as one") == [[1.0, 1.0]]
+
+
+def test_under_context_parallelism_of_accelerate_they_do(world: Pool) -> None:
+    for packed, guard in (("bfd", "documents would attend across their boundaries"), ("padding-free", "")):
+        for told, shares, apart in world.run(trainer_jobs.changed_under_theirs, RANKS, packed):
+            assert guard in told, packed
+            assert bool(guard) == bool(told), "TRL refuses packing alone"
+            assert shares == [1.0, 1.0], packed
+            assert apart < 1e-5, "one causal row over both"
 
 
 @pytest.mark.product
@@ -175,9 +186,10 @@ def test_in_bf16_under_fsdp2_losses_are_near_those_of_fp32(alone: Pool, world: P
 
 def test_an_accepted_model_that_leaks_is_refused(world: Pool) -> None:
     for told in world.run(trainer_jobs.accepted, RANKS, True):
+        assert len(told) == 3
         for each in told:
             assert "first in model.layers.1.mlp (Invented)" in each or "first in layers.1.mlp (Invented)" in each
-    assert world.run(trainer_jobs.accepted, RANKS, False) == [["", ""]] * RANKS
+    assert world.run(trainer_jobs.accepted, RANKS, False) == [["", "", ""]] * RANKS
 
 
 def test_a_model_called_once_more_on_one_rank_is_said() -> None:

@@ -22,10 +22,14 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from datasets import Dataset, IterableDataset, disable_progress_bars
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.library import _scoped_library
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -440,45 +444,108 @@ def resumed(
         return logged(trainer)
 
 
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    # torch's operator of this name, which is of GPUs alone, by its CPU kernel.
+    del return_debug_mask
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = on_cpu(query, key, value, dropout_p, is_causal, scale=scale)
+    none = query.new_zeros(())
+    return out, lse, none, none, query.shape[2], key.shape[2], none, none, none
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, scale: float, **_: Any
+) -> torch.Tensor:
+    # As torch's on a GPU: `flash_attention`, which context parallelism replaces by its ring.
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
+
+
+def elsewhere(sizes: ParallelismConfig) -> bool:
+    # `cp_enabled` for all but TRL's guard.
+    return (sizes.cp_size or 1) > 1 and "sft_trainer" not in sys._getframe(1).f_code.co_filename
+
+
+def two_documents(world: World, folder: Path, first: int, packed: str, **given: Any) -> Any:
+    # An SFTTrainer with two documents, packed by "bfd", "padding-free" or not, "no".
+    # `parallelism_config`: of one under FSDP2.
+    data = [{"input_ids": [first, *range(9, 40)]}, {"input_ids": [*range(50, 82)]}]
+    data = [each | {"labels": each["input_ids"]} for each in data]
+    given |= {"per_device_eval_batch_size": 1 if packed == "no" else 2, "eval_strategy": "no"}
+    given |= {"packing": packed == "bfd", "padding_free": packed != "no"}
+    given["max_length"] = 128 if packed == "bfd" else None
+    case = Case(sharded="parallelism_config" in given)
+    config = SFTConfig(**(arguments(case, world, folder) | given))
+    shard(case, world)
+    sets: dict[str, Any] = {"train_dataset": Dataset.from_list(data), "eval_dataset": Dataset.from_list(data)}
+    return SFTTrainer(model=model(), args=config, processing_class=tokenizer(), **sets)
+
+
+def share_changed(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> list[float]:
+    return [float((a != b).any(-1).float().mean()) for a, b in zip(one, other, strict=True)]
+
+
 def changed(world: World, packed: str) -> list[float]:
     # Of two documents, the share of positions whose logits change with the first token of the first.
-    # `packed`: "bfd", "padding-free", "no"; or "as one", in which a row attends as one document, as
-    # where context parallelism drops the mask.
     found: list[list[torch.Tensor]] = []
     for first in (7, 8):
-        data = [{"input_ids": [first, *range(9, 40)]}, {"input_ids": [*range(50, 80)]}]
-        data = [each | {"labels": each["input_ids"]} for each in data]
-        given: dict[str, Any] = {"per_device_eval_batch_size": 1 if packed == "no" else 2, "eval_strategy": "no"}
-        given |= {
-            "packing": packed == "bfd",
-            "padding_free": packed != "no",
-            "max_length": 128 if packed == "bfd" else None,
-        }
         with world_of(world) as folder:
-            config = SFTConfig(**(arguments(Case(), world, folder) | given))
-            sets: dict[str, Any] = {"train_dataset": Dataset.from_list(data), "eval_dataset": Dataset.from_list(data)}
-            trainer: Any = SFTTrainer(model=model(), args=config, processing_class=tokenizer(), **sets)
-            if packed != "as one":
-                balance(trainer, "te_ring")
+            trainer = balance(two_documents(world, folder, first, packed), "te_ring")
             batch = next(iter(trainer.get_eval_dataloader()))
             trainer.model.eval()
             with torch.no_grad():
-                if packed == "as one":
-                    ids = batch["input_ids"]
-                    seen = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()[None, None]  # of a whole row
-                    logits = trainer.model(input_ids=ids, attention_mask=seen).logits
-                    own = list(logits[0].split([32, 30]))
-                else:
-                    rows = trainer._prepare_inputs(batch)
-                    logits = trainer.model(**{name: rows[name] for name in rows if "labels" not in name}).logits
-                    held = trainer._batch
-                    own = [each for _, each in sorted(zip(held.documents, held.gather(logits), strict=True))]
-            all_ranks: list[Any] = [own]
-            if world.size > 1:
-                all_ranks = [None] * world.size
-                dist.all_gather_object(all_ranks, own)
+                rows = trainer._prepare_inputs(batch)
+                logits = trainer.model(**{name: rows[name] for name in rows if "labels" not in name}).logits
+                held = trainer._batch
+                own = [each for _, each in sorted(zip(held.documents, held.gather(logits), strict=True))]
+            all_ranks: list[Any] = [None] * world.size
+            dist.all_gather_object(all_ranks, own)
             found.append([each for of in all_ranks for each in of])
-    return [float((a != b).any(-1).float().mean()) for a, b in zip(*found, strict=True)]
+    return share_changed(*found)
+
+
+def changed_under_theirs(world: World, packed: str) -> tuple[str, list[float], float]:
+    # The same of Accelerate's own context parallelism under FSDP2: what TRL says of such a trainer,
+    # the shares where its guard is out, and how far the logits are from those of one causal row.
+    found: list[list[torch.Tensor]] = []
+    told, apart = "", 0.0
+    for first in (7, 8):
+        with ExitStack() as on_cpu:
+            folder = on_cpu.enter_context(world_of(world))
+            library = on_cpu.enter_context(_scoped_library("aten", "IMPL"))
+            library.impl("_scaled_dot_product_flash_attention", flash_attention, "CPU")
+            sizes = ParallelismConfig(cp_size=world.size)
+            make = partial(two_documents, world, folder, first, packed, parallelism_config=sizes)
+            try:
+                make()
+            except ValueError as error:
+                told = str(error)
+            on_cpu.enter_context(patch.object(ParallelismConfig, "cp_enabled", property(elsewhere)))
+            trainer = make()
+            batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader())))
+            seen = torch.ones(64, 64).tril().bool()[None, None]
+            with torch.no_grad():
+                ids, positions = batch["input_ids"].clone(), batch["position_ids"].clone()
+                right = model().eval()(input_ids=ids, position_ids=positions, attention_mask=seen).logits
+                made = trainer.accelerator.prepare(trainer.model, torch.optim.SGD(trainer.model.parameters()))[0].eval()
+                sharded, rows = trainer._prepare_context_parallel_inputs(made, batch)
+                on_cpu.enter_context(patch.object(F, "scaled_dot_product_attention", scaled_dot_product_attention))
+                with sharded():
+                    logits = made(**{name: rows[name] for name in rows if "labels" not in name}).logits
+                    ranks = trainer.accelerator.torch_device_mesh["cp"]
+                    (whole,) = context_parallel_unshard(ranks, [logits], [1])
+            apart = float((whole - right).abs().max())
+            found.append(list(whole[0].split(32)))
+    return told, share_changed(*found), apart
 
 
 def uneven(world: World) -> str:
@@ -496,18 +563,29 @@ def uneven(world: World) -> str:
         return said(trainer.train)
 
 
+def unknown(case: Case, world: World, folder: Path, *, leaking: bool) -> Any:
+    # A trainer of a model whose type is not known.
+    trainer = built(case, world, folder)
+    trainer.model.config.model_type = "of_mine"
+    if leaking:
+        layer = trainer.model.model.layers[1]
+        layer.mlp = Invented(layer.mlp, backwards=False)
+    return trainer
+
+
 def accepted(world: World, leaking: bool) -> list[str]:
-    # What `balance` says to models of a type that is not known.
+    # What `balance` says to models of a type that is not known; last `train`, to one that `balance`
+    # saw on another device.
     told: list[str] = []
     for kind in ("sft", "reward"):
         with world_of(world) as folder:
-            trainer = built(Case(kind, steps=1, documents=8), world, folder)
-            trainer.model.config.model_type = "of_mine"
-            if leaking:
-                layer = trainer.model.model.layers[1]
-                layer.mlp = Invented(layer.mlp, backwards=False)
+            trainer = unknown(Case(kind, steps=1, documents=8), world, folder, leaking=leaking)
             told.append(said(balance, trainer, accept=["of_mine"]))
-    return told
+    with world_of(world) as folder:
+        trainer = unknown(Case(steps=1, documents=8, sharded=True), world, folder, leaking=leaking)
+        with patch.object(type(trainer.model), "device", torch.device("meta")):
+            balance(trainer, accept=["of_mine"])
+        return [*told, said(trainer.train)]
 
 
 def example(world: World, script: str) -> str:
