@@ -33,17 +33,20 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.config import load_cluster
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost import kernel
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.lab.papers.base import PRINTED, Effort, Ours, paper
 from megatron_balance.patterns.base import pairs_of
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planning.choice import choose_layers, choose_planner
+from megatron_balance.planning.choice import PlannerChoice, choose_layers, choose_planner
 from megatron_balance.simulator.attention import attention_call
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths
 
@@ -535,22 +538,35 @@ def planned(own: OwnPlan, chart: Chart, num_gpus: int, count: int, *, buckets: b
     """TFLOP/s a GPU, forward and backward, of our plan on the simulator, by its slowest rank. With
     `buckets` its backwards are launched by key length, which the benchmark does for none.
     """
-    on = cluster(num_gpus)
-    if own.rate is not None:  # its grid is not known
-        on = replace(on, attention_kernel=None, attention_efficiency=own.rate)
     model = MODEL if is_causal(chart) else replace(MODEL, attention="full")
-    machine = Machine(on, model, AnalyticCost(on, model, buckets=buckets))
-    choice = choose_planner(
-        own.planner, own.options, layers=choose_layers(own.planner, once_per_node=own.once_per_node)
-    )
+    choice, machine = _run_by(own, num_gpus, model, buckets=buckets)
     seconds: list[tuple[float, float]] = []
     for lengths in drawn(chart, num_gpus, count):
-        plans = choice.plan_step((lengths,), StepContext(on, model, machine.cost))[0].plans
-        calls = [attention_call(plan, machine) for plan in plans]
+        calls = [attention_call(plan, machine) for plan in _plans(choice, lengths, machine)]
         forward_s, backward_s = (sum(float(call[way].end_s.max()) for call in calls) for way in (0, 1))
         seconds.append((forward_s, backward_s))
     forward, backward = zip(*seconds, strict=True)
     return rate(forward, chart, num_gpus, False, count), rate(backward, chart, num_gpus, True, count)
+
+
+def layer_s(own: OwnPlan, model: Model, num_gpus: int, count: int) -> float:
+    """Seconds of a layer of `model` over the packs, forward and backward, by our plan."""
+    choice, machine = _run_by(own, num_gpus, model, buckets=True)
+    plans = (_plans(choice, pack, machine) for pack in packs(num_gpus)[:count])
+    return sum(sum(simulate_step(each, machine, Setup(policy="keep")).layer_s) for each in plans)
+
+
+def _run_by(own: OwnPlan, num_gpus: int, model: Model, *, buckets: bool) -> tuple[PlannerChoice, Machine]:
+    on = cluster(num_gpus)
+    if own.rate is not None:  # its grid is not known
+        on = replace(on, attention_kernel=None, attention_efficiency=own.rate)
+    layers = choose_layers(own.planner, once_per_node=own.once_per_node)
+    machine = Machine(on, model, AnalyticCost(on, model, buckets=buckets))
+    return choose_planner(own.planner, own.options, layers=layers), machine
+
+
+def _plans(choice: PlannerChoice, lengths: Lengths, machine: Machine) -> Sequence[MicrobatchPlan]:
+    return choice.plan_step((lengths,), StepContext(machine.cluster, machine.model, machine.cost))[0].plans
 
 
 # Tables
@@ -646,16 +662,24 @@ def _errors(effort: Effort) -> Ours:
 
 
 def _zeppelin(effort: Effort) -> Ours:
-    """zeppelin's plans of the benchmark's packs beside Magi's, in its statistic."""
+    """zeppelin's plans of the benchmark's packs beside Magi's, in its statistic: Magi's with its own
+    kernel, and with zeppelin's; of these also a layer as wide as Llama 70B's.
+    """
+    zeppelin, magi = OwnPlan("zeppelin"), PLANNED["Magi, native"]
+    alike, wide = replace(magi, rate=None), replace(load_model("llama-70b"), num_layers=1)
     for num_gpus in effort.progress(list(GPUS), "zeppelin"):
-        ours = planned(OwnPlan("zeppelin"), "packed", num_gpus, effort.batches, buckets=True)
-        theirs = planned(PLANNED["Magi, native"], "packed", num_gpus, effort.batches)
+        case = num_gpus, effort.batches
+        ours = planned(zeppelin, "packed", *case, buckets=True)
+        theirs, with_ours = planned(magi, "packed", *case), planned(alike, "packed", *case, buckets=True)
         for at, way in enumerate(WAYS):
-            row = f"Magi, native, {num_gpus} GPUs: {way}"
-            charted = PRINTED["magi"]["packed"]["rows"][row]["published"]
-            yield f"zeppelin, {num_gpus} GPUs: {way}", ours[at]
-            yield f"zeppelin over Magi, native, both simulated, {num_gpus} GPUs: {way}", ours[at] / theirs[at]
-            yield f"zeppelin, simulated, over Magi, native, measured, {num_gpus} GPUs: {way}", ours[at] / charted
+            row = f"{num_gpus} GPUs: {way}"
+            charted = PRINTED["magi"]["packed"]["rows"][f"Magi, native, {row}"]["published"]
+            yield f"zeppelin, {row}", ours[at]
+            yield f"zeppelin over Magi, native, both simulated, {row}", ours[at] / theirs[at]
+            yield f"zeppelin, simulated, over Magi, native, measured, {row}", ours[at] / charted
+            yield f"zeppelin over Magi's plan, one kernel, {row}", ours[at] / with_ours[at]
+        layer = f"zeppelin over Magi's plan, one kernel, a layer of Llama 70B, {num_gpus} GPUs"
+        yield layer, layer_s(alike, wide, *case) / layer_s(zeppelin, wide, *case)
 
 
 def _constants(effort: Effort) -> Ours:

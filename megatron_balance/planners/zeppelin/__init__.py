@@ -9,8 +9,8 @@ ring. The two other rules are not in the paper:
   attended in one schedule (`patterns.waves`). A group exchanges heads, so it attends like one wide
   rank. Narrower groups than a node are tried where keys hide, wider ones where they do not (`price`).
 - `rule: groups`: rings of such groups (`patterns.head_ring`). Longest first, each sequence is shared
-  evenly by the fewest neighbouring groups that stay below a target time with it; the cheapest of a few
-  targets. `group_size: 1` makes the paper's zones.
+  evenly by the fewest neighbouring groups that stay below a target time with it, or none is cut; the
+  cheapest of a few targets. `group_size: 1` makes the paper's zones.
 
 Trees are dealt by their tokens and pairs (`trees`), under the default rule: to ranks that are brought
 the keys on the paths of theirs, or to groups in waves; whichever the estimate has ahead. Other
@@ -89,6 +89,8 @@ _SHOWS = 1.08
 _SURELY, _SURELY_OF_PIECES = 1.01, 1.05
 # Groups from which on rings are not tried, and fewer starts are: the longest never fills them.
 _MANY = 32
+# Sequences up to which groups of whole ones are swapped; of more the longest first are even enough.
+_WHOLE = 64
 # Smaller shares of a sequence are left out; the second where cuts are to be fewer.
 _LEAST_SHARE = 0.03
 _LEAST_OF_FEW = 0.1
@@ -271,6 +273,10 @@ class Search:
         targets, close = (_TARGETS, _CLOSE) if costs.num_groups <= _MANY else (_TARGETS[1::2], 1.0)
         found: list[Placement] = [[tuple(range(costs.num_groups))] * len(seconds)]
         found += [shares.aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
+        if len(seconds) <= _WHOLE and costs.num_groups <= _MANY:
+            placement = shares.whole(seconds, costs.num_groups)
+            held = np.bincount(np.array(placement)[:, 0], self.lengths)
+            found += [placement] if held.max() <= capacity else []
         found = [placement for at, placement in enumerate(found) if placement not in found[:at]]
         priced = sorted((rings_s(placement, self.lengths, costs), at) for at, placement in enumerate(found))
         self.known[key] = found = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]

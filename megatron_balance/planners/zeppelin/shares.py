@@ -4,8 +4,9 @@ A sequence cut over groups is placed zigzag with chunks as wide as each share, s
 are linear in the shares, and both can be even at once. Longest first, a sequence goes to the group
 with the least work, or is cut over as many as it needs; `_level_work` hands parts from the fullest
 to the emptiest group; `_level_tokens` trades work for as much of another density. Every step costs
-keys that travel, so whoever asks prices each on the way. Two more ways to begin: only the longest
-sequence cut over all groups (`_spread`); each shared evenly by few neighbours (`aligned`).
+keys that travel, so whoever asks prices each on the way. Further ways to begin: only the longest
+sequence cut over all groups (`_spread`); each shared evenly by few neighbours (`aligned`), or not
+cut at all (`whole`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.patterns.waves import ALIGN, lead_cuts, side_of
 from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL
+from megatron_balance.solvers.makespan import MachinesProblem, greedy, improve
 from megatron_balance.solvers.packing import longest_first
 
 # Shares up to this are none.
 _NOTHING = 1e-3
 # Work, and tokens, of a group above the mean that are taken as even.
 _TOLERANCE = 0.01
+# Seconds of a group of whole sequences above the mean at which swaps end.
+_EVEN = 1e-3
 # Steps of each levelling, for each group, at most.
 _STEPS = 4
 # Sequences of each of two groups among which a trade is looked for.
@@ -261,6 +265,15 @@ def aligned(
             heappush(heap, (load[group], group))
         placement[seq] = tuple(best)
     return placement
+
+
+def whole(seconds: Sequence[float], num_groups: int) -> list[tuple[int, ...]]:
+    """The group of each sequence, none cut: longest first, then by moves and swaps."""
+    none = np.zeros(num_groups)
+    problem = MachinesProblem(np.array([seconds]), none.astype(np.int64), none, none, none.astype(np.int64))
+    group_of = greedy(problem, longest_first(seconds))
+    improve(problem, group_of, (1 + _EVEN) * sum(seconds) / num_groups)
+    return [(group,) for group in group_of.tolist()]
 
 
 @cache

@@ -119,6 +119,16 @@ def test_sequences_are_on_the_fewest_neighbours_that_stay_below_the_target() -> 
     assert aligned(seconds, tokens, 4, 27.0, 3) == [(0, 1), (2, 3), (2, 3), (2, 3)], "no room on one"
 
 
+def test_whole_sequences_are_swapped_until_groups_are_even() -> None:
+    # Longest first alone is 8 + 5 + 3, 7 + 6, and ends at 16 of 29 seconds.
+    seconds = [8.0, 7.0, 6.0, 5.0, 3.0]
+    of = sharing.whole(seconds, 2)
+    assert sorted(sum(own for own, at in zip(seconds, of, strict=True) if at == (group,)) for group in (0, 1)) == [
+        14,
+        15,
+    ]
+
+
 @pytest.mark.parametrize("name", ["h200", "a800"])
 @pytest.mark.parametrize("mask", ["causal", "full"])
 def test_the_closed_form_of_rings_of_groups_is_near_the_estimate_of_their_plan(name: str, mask: str) -> None:
