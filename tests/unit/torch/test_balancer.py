@@ -437,7 +437,7 @@ def test_names_of_torchtitan_and_mappings_are_read_and_what_is_missing_is_named(
     ("name", "reason"),
     [
         ("BloomConfig", "bloom: attends by itself"),
-        ("JambaConfig", "jamba: has layers that mix tokens"),
+        ("JambaConfig", "jamba: JambaMambaMixer of JambaModel is Mamba-1"),
         ("Llama4TextConfig", "llama4_text: "),
         ("Llama4Config", "llama4: "),
         ("MiniMaxConfig", "minimax: has layers that mix tokens"),
