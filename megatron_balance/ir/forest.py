@@ -10,9 +10,11 @@ ones).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import is_
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from megatron_balance.errors import ConfigError
@@ -48,9 +50,19 @@ def num_tokens(tree: Tree) -> int:
     return sum(segment.length for segment in tree)
 
 
+# The last few that were found to be trees: a batch, its masks and its plans have the same ones.
+_RECENT: deque[tuple[Tree, ...]] = deque(maxlen=4)
+
+
 def checked(trees: Iterable[Iterable[Sequence[object]]]) -> tuple[Tree, ...]:
     """Trees of the (length, parent, full) of their segments; ConfigError: one is no tree."""
-    return tuple(_checked(seq, tree) for seq, tree in enumerate(trees))
+    given = tuple(trees)
+    for known in tuple(_RECENT):  # a copy: threads plan ahead
+        if len(known) == len(given) and all(map(is_, known, given)):
+            return known
+    found = tuple(_checked(seq, tree) for seq, tree in enumerate(given))
+    _RECENT.append(found)
+    return found
 
 
 def _checked(seq: int, tree: Iterable[Sequence[object]]) -> Tree:

@@ -136,7 +136,7 @@ PLANNERS: dict[str, Planner] = {
         zeppelin.plan_in,
         parts_heads=zeppelin.parts_heads,
         masks=(*KINDS, FOREST),
-        tries=(Try(), Try({"rule": "groups"})),
+        tries=(Try(), Try({"rule": "groups"}, by_length=True)),
     ),
     "auto": Planner(
         None,

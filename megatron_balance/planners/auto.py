@@ -4,12 +4,14 @@ paper.
 Planners of the registry are asked in the order of a bound that is known before they plan; one whose
 bound is no better than the best plan so far is not asked. The fastest plan that fits memory is
 taken; where none fits, the fastest of those that need about the least memory, and the note says so.
+Of trees, a planner that places them by length has to be faster by the margin.
 Parts of a microbatch by different planners are left out: a zone's ranks follow from the load of all
 the others.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from megatron_balance.analysis.backward import GB
 from megatron_balance.analysis.estimate import ALIKE, Bounds, Estimate, best_first, estimate
@@ -46,6 +48,7 @@ class _PricedPlan:
     label: str
     plan: MicrobatchPlan
     estimate: Estimate
+    by_length: bool
 
 
 def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
@@ -56,18 +59,21 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     """
     options: AutoOptions = context.options
     candidates = _candidates(context, options)
-    bounds = Bounds.of(batch.lengths, context.cluster, context.model, context.cost, context.memory)
+    bounds = Bounds.of(batch.lengths, context.cluster, context.model, context.cost, context.memory, batch.trees)
     # Bounds are of a layer that attends, estimates of the mean layer.
     attending = context.model.attending
-    ordered = sorted((attending * each.tried.least(bounds), at) for at, each in enumerate(candidates))
+    least = [attending * (bounds.even() if batch.trees else each.tried.least(bounds)) for each in candidates]
+    # Those that place trees by length last.
+    by_length = [bool(batch.trees) and each.by_length for each in candidates]
+    ordered = sorted(zip(least, by_length, range(len(candidates)), strict=True))
     priced: list[_PricedPlan] = []
     passed_over: list[str] = []
     refused: list[InfeasibleError] = []
-    for bound_s, at in ordered:
+    for bound_s, _, at in ordered:
         candidate = candidates[at]
         fitting = [each.estimate.layer_s for each in priced if each.estimate.backward.fits]
-        # Bounds are of lengths, and trees have fewer pairs.
-        if not batch.trees and fitting and bound_s > min(fitting) * (1 - options.margin):
+        most_s = min(fitting, default=inf) * (1 - options.margin)
+        if bound_s > most_s:
             passed_over.append(candidate.label)
             continue
         try:
@@ -75,11 +81,20 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
         except InfeasibleError as error:
             refused.append(error)
             continue
-        priced.append(_PricedPlan(candidate.label, made, estimate(made, bounds.machine)))
+        if batch.trees and attending * bounds.of_halo(made) > most_s:
+            passed_over.append(candidate.label)
+            continue
+        priced.append(_PricedPlan(candidate.label, made, estimate(made, bounds.machine), by_length[at]))
     if not priced:
         raise refused[0] if refused else ConfigError("auto: no planner to ask (option planners)")
     priced = [priced[number] for number in best_first([each.estimate for each in priced])]
-    return replace(priced[0].plan, note=_note(priced, 0.0 if batch.trees else attending * bounds.even(), passed_over))
+    if priced[0].by_length and priced[0].estimate.backward.fits:
+        # Nothing is gained by uneven pairs that are not faster by the margin.
+        most_s = priced[0].estimate.layer_s / (1 - options.margin)
+        alike = [each for each in priced if each.estimate.backward.fits and each.estimate.layer_s <= most_s]
+        even = next((each for each in alike if not each.by_length), priced[0])
+        priced.insert(0, priced.pop(priced.index(even)))
+    return replace(priced[0].plan, note=_note(priced, attending * bounds.even(), passed_over))
 
 
 def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:

@@ -20,7 +20,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.forest import Tree
-from megatron_balance.ir.mask import KINDS
+from megatron_balance.ir.mask import FOREST, KINDS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Carry, Layers, Lengths, StepPlan
@@ -127,10 +127,13 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """Options worth trying; `least`: seconds of a layer that no plan made with them comes below."""
+    """Options worth trying; `least`: seconds of a layer that no plan made with them comes below;
+    `by_length`: trees are placed by their lengths with them, whatever the planner can.
+    """
 
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     least: Callable[[Bounds], float] = Bounds.even
+    by_length: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,11 @@ class Candidate:
     name: str
     planner: Planner
     tried: Try
+
+    @property
+    def by_length(self) -> bool:
+        """Whether it places trees by their lengths."""
+        return self.tried.by_length or FOREST not in self.planner.masks
 
     @property
     def label(self) -> str:

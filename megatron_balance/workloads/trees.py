@@ -1,11 +1,13 @@
-"""Trees to plan for: read from files, and drawn as reinforcement learning makes them."""
+"""Trees to plan for: read from files, and drawn: as reinforcement learning makes them, and of full
+segments.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from math import log, sqrt
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -125,7 +127,68 @@ def _above(tokens: int, trees: Sequence[Tree]) -> Tree:
     return tuple(segments)
 
 
-SHAPES = {"rollouts": RolloutShape(), "agents": AgentShape()}
+@dataclass(frozen=True, slots=True)
+class VideoShape:
+    """A clip whose frames see themselves and those before them; tokens of a frame, and numbers of
+    frames.
+    """
+
+    frame: int = 1560
+    shortest: int = 8
+    longest: int = 48
+
+    def draw(self, generator: np.random.Generator) -> Tree:
+        """A tree: a chain of full segments."""
+        return tuple(
+            Segment(self.frame, at - 1, True) for at in range(generator.integers(self.shortest, self.longest + 1))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixShape:
+    """A prefix that sees itself both ways, and a causal answer of a twentieth of `answer` up to it;
+    tokens.
+    """
+
+    shortest: int = 1000
+    longest: int = 32000
+    answer: int = 4000
+
+    def draw(self, generator: np.random.Generator) -> Tree:
+        """A tree; logarithms of prefixes are uniform between the two."""
+        prefix = int(self.shortest * (self.longest / self.shortest) ** generator.random())
+        return Segment(prefix, -1, True), Segment(int(generator.integers(self.answer // 20, self.answer)) + 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageShape:
+    """Two images or more in text, each behind a sixteenth of `text` up to it, and as large as
+    `image`, a quarter or a sixteenth of it; tokens.
+    """
+
+    images: int = 12
+    image: int = 4096
+    text: int = 800
+
+    def draw(self, generator: np.random.Generator) -> Tree:
+        """A tree: a chain of causal text and full images."""
+        segments: list[Segment] = []
+        for _ in range(generator.integers(2, self.images + 1)):
+            text = int(generator.integers(self.text // 16, self.text)) + 1
+            image = max(1, self.image >> int(2 * generator.integers(3)))
+            segments += [Segment(text, len(segments) - 1), Segment(image, len(segments), True)]
+        return tuple(segments)
+
+
+_Shape: TypeAlias = RolloutShape | AgentShape | VideoShape | PrefixShape | ImageShape
+
+SHAPES: dict[str, _Shape] = {
+    "rollouts": RolloutShape(),
+    "agents": AgentShape(),
+    "video": VideoShape(),
+    "prefixes": PrefixShape(),
+    "images": ImageShape(),
+}
 
 
 def draw_trees(name: str, tokens: int | None, batches: int, seed: int) -> list[tuple[Tree, ...]]:
@@ -146,7 +209,7 @@ def is_trees(name: str) -> bool:
     return name.partition(":")[0] in SHAPES
 
 
-def _shape(name: str) -> RolloutShape | AgentShape:
+def _shape(name: str) -> _Shape:
     kind, _, fields = name.partition(":")
     shape = SHAPES[kind]
     known = [field.name for field in dataclass_fields(shape)]
@@ -158,8 +221,10 @@ def _shape(name: str) -> RolloutShape | AgentShape:
                 f"--dataset {name}: {entry!r}: expected {kind}:FIELD=NUMBER,... of {', '.join(known)}, each at least 2"
             )
         shape = replace(shape, **{key: number})
-    if isinstance(shape, RolloutShape) and shape.longest < shape.shortest:
-        raise ConfigError(f"--dataset {name}: responses of {shape.shortest} to {shape.longest} tokens")
+    if isinstance(shape, RolloutShape | VideoShape | PrefixShape) and shape.longest < shape.shortest:
+        raise ConfigError(
+            f"--dataset {name}: expected shortest at most longest, got {shape.shortest} and {shape.longest}"
+        )
     return shape
 
 

@@ -23,7 +23,7 @@ from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.arrays import Rectangles, split
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.forest import Forest, Segment
+from megatron_balance.ir.forest import Forest, Segment, Tree
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import from_json, to_json
@@ -53,6 +53,18 @@ def test_every_planner_attends_along_paths(planner: str) -> None:
         program = prove(plan, rng.choice(POLICIES))
         assert parse(text(program)) == program
         assert forests.worst_of(program, forest) < 1e-12
+
+
+@pytest.mark.parametrize("planner", ["distca", "zeppelin", "magi", "auto"])
+def test_planners_that_price_trees_attend_along_the_paths_of_2000_segments(planner: str) -> None:
+    rng, trees = random.Random(6), list[Tree]()
+    while sum(map(len, trees)) < 2000:
+        trees.append(forests.some_tree(rng, most=400, longest=5)[: 2000 - sum(map(len, trees))])
+    forest = Forest(tuple(trees))
+    assert max(map(len, trees)) > 200
+    model = Model(2, 1, head_dim=4, hidden_size=32, ffn_size=64)
+    plan = forests.planned(planner, forest, Case(Batch(forest.lengths, forest.trees), Cluster(4, 2), model, None, 0))
+    assert forests.worst_of(prove(plan, "replay"), forest) < 1e-12
 
 
 # 500 of rows and 500 of masks.

@@ -30,13 +30,15 @@ from megatron_balance.analysis.rounds import RingClock, RoundsPhase, coupled, in
 from megatron_balance.analysis.states import mean_layer_s, states_cost
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.analysis.tables import Tables, ZoneTable
+from megatron_balance.compile.halo import ZONE
 from megatron_balance.cost.base import ADD, Floats, MachineCost
-from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.arrays import as_array, run_bounds, split_rows
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Move
+from megatron_balance.ir.columns import Move, Pair
+from megatron_balance.ir.forest import Forest, Tree, over
 from megatron_balance.ir.mask import FULL, SlidingWindow
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.program import Kind, Policy
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context, Load
@@ -343,7 +345,8 @@ _STEPS = 12
 class Bounds:
     """Bounds of a batch, forward and backward together, of a layer that attends with its part of
     the others (`Model.attending`; states are left out). `attention_s`: of the whole batch on one
-    rank, forward and backward; `linear_s`: of a rank's even share of the tokens, both.
+    rank, forward and backward; `linear_s`: of a rank's even share of the tokens, both. Of trees only
+    `even` and `of_halo` hold.
     """
 
     lengths: Sequence[int]
@@ -359,11 +362,15 @@ class Bounds:
         model: Model,
         cost: MachineCost,
         memory: StepMemory | None = None,
+        trees: tuple[Tree, ...] = (),
     ) -> Bounds:
-        """The bounds of a batch of these lengths; `memory`: of its machine."""
-        machine, launch = Machine(cluster, model, cost, memory=memory), np.zeros(len(lengths), dtype=np.int64)
-        pairs = machine.whole(np.array(lengths, dtype=np.int64))
-        forward, backward = (float(cost.attend_s(pairs, launch, 1, backward=b)[0]) for b in (False, True))
+        """The bounds of a batch of these lengths and trees; `memory`: of its machine."""
+        machine, shown = Machine(cluster, model, cost, memory=memory), over(model.mask, trees)
+        pairs, priced = machine.whole(np.array(lengths, dtype=np.int64)), cost
+        if isinstance(shown, Forest):
+            pairs, priced = split_rows(pairs, Pair.SEQ, Pair.SPANS, shown), machine.for_trees(shown).cost
+        launch = np.zeros(len(pairs), dtype=np.int64)
+        forward, backward = (float(priced.attend_s(pairs, launch, 1, backward=b)[0]) for b in (False, True))
         tokens = sum(lengths) / cluster.num_ranks
         linear_s = sum(cost.layer_s(tokens, backward=b) for b in (False, True)) / model.attending
         return cls(lengths, machine, (forward, backward), linear_s)
@@ -384,6 +391,35 @@ class Bounds:
     def even(self) -> float:
         """Of any plan: all computation even, nothing moves (as `simulator.step.bound_s`)."""
         return sum(self.attention_s) / self.machine.cluster.num_ranks + self.linear_s
+
+    def of_halo(self, plan: MicrobatchPlan) -> float:
+        """Of this plan of trees: where its ranks are brought the keys that they see, and then attend
+        (`compile.halo`), of the rank for which that takes longest; else `even`.
+        """
+        machine, (zone, *others) = self.machine, plan.zones
+        if others or not isinstance(zone, TaskTable) or zone.name != ZONE:
+            return self.even()
+        if not isinstance(plan.mask, Forest) or plan.mask.window:
+            return self.even()
+        cost, ranks, context = machine.cost, machine.num_ranks, Context.of(plan)
+        rank, seq, start, stop = as_array(zone.fragments).T
+        order = np.lexsort((start, seq, rank))
+        rank, seq, start, stop = rank[order], seq[order], start[order], stop[order]
+        # Keys on the path to a run of tokens, without those that its rank may hold, of each tree.
+        of, held = plan.mask.segments, np.cumsum(stop - start) - (stop - start)
+        first = run_bounds((rank[1:] != rank[:-1]) | (seq[1:] != seq[:-1]), len(rank))[:-1]
+        keys = start - of.shift[of.at(seq, start)] - held
+        keys += np.repeat(held[first], np.diff(np.append(first, len(rank))))
+        brought = by_rank(rank[first], np.maximum.reduceat(keys, first), ranks) * machine.model.num_kv_heads
+        row_bytes = machine.row_bytes[Kind.KV] + machine.row_bytes[Kind.KV_GRAD]
+        seconds = brought * row_bytes / max(machine.intra.bytes_per_s, machine.inter.bytes_per_s)
+        pairs = pattern_of(zone).attended([zone], context)
+        seconds += [sum(self._pairs_s(each)) for each in pairs.tolist()]
+        moves, own = as_array(plan.moves), by_rank(rank, stop - start, ranks).astype(np.float64)
+        for end, sign in ((Move.SRC, -1), (Move.DST, 1)):
+            own += sign * by_rank(moves[:, end], moves[:, Move.TOKENS], ranks)
+        seconds += sum(_linear_s(own, cost, backward=each) for each in (False, True)) / machine.model.attending
+        return max(self.even(), float(seconds.max()))
 
     def rings(self) -> float:
         """Of plans of rings: a rank of the longest sequence's ring attends to its part of it and

@@ -22,7 +22,7 @@ from megatron_balance.ir.model import RecurrentLayers
 from megatron_balance.planners import PLANNERS
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import Step, bound_s, simulate_step
-from megatron_balance.workloads.trees import draw_trees
+from megatron_balance.workloads.trees import SHAPES, draw_trees
 
 LENGTHS = [20011, 9000, 7301, 6000, 5003, 4000, 3000, 2500, 2000, 1700, 1500, 1200, 900, 700, 400, 321]
 MODEL = load_model("llama3-8b")
@@ -160,6 +160,22 @@ def test_trees_are_estimated_as_near_as_documents(name: str, kind: str) -> None:
     found = estimate(plan, machine)
     assert found.layer_s == pytest.approx(layer_s(simulated(plan, H200, MODEL), MODEL), rel=0.03)
     assert estimate(plan, machine) is found, "asked again, it is known"
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_bounds_of_trees_are_below_and_of_zigzag_plans_near(kind: str) -> None:
+    (trees,) = draw_trees(kind, 200_000, 1, 0)
+    batch = Batch(tuple(map(num_tokens, trees)), trees)
+    machine = Machine(H200, MODEL, AnalyticCost(H200, MODEL))
+    bounds = Bounds.of(batch.lengths, H200, MODEL, machine.cost, trees=trees)
+    head_s = sum(machine.cost.head_s(batch.num_tokens / H200.num_ranks, backward=each) for each in (False, True))
+    assert MODEL.num_layers * bounds.even() + head_s == pytest.approx(bound_s((batch,), machine))
+    for name in ("te_ring", "llama_all_gather", "wlb_sharding", "packing", "ulysses", "magi", "distca", "zeppelin"):
+        plan = make_planner(name, H200, MODEL)(batch)
+        found = estimate(plan, machine).layer_s
+        assert bounds.even() <= bounds.of_halo(plan) <= 1.001 * found, name
+        if name in ("te_ring", "packing"):
+            assert bounds.of_halo(plan) > 0.5 * found
 
 
 @pytest.mark.parametrize("name", ["distca", "zeppelin", "te_ring", "auto"])

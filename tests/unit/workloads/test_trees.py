@@ -69,13 +69,33 @@ def test_drawn_trees_have_their_shape_and_stay_within_their_tokens() -> None:
     assert np.mean(turns) == pytest.approx(expected, rel=0.05)
 
 
+def test_drawn_full_segments_have_their_shape() -> None:
+    clips, prefixes, images = (
+        [tree for batch in draw_trees(name, 300_000, 5, 1) for tree in batch]
+        for name in ("video", "prefixes", "images")
+    )
+    for tree in (*clips, *images):
+        assert [each.parent for each in tree] == [*range(-1, len(tree) - 1)]
+    assert {each[::2] for tree in clips for each in tree} == {(1560, True)}
+    assert {len(tree) for tree in draw_trees("video:shortest=8,longest=9", 300_000, 1, 1)[0]} == {8, 9}
+    for prefix, answer in prefixes:
+        assert (prefix.full, answer.full, answer.parent) == (True, False, 0)
+        assert 1000 <= prefix.length <= 32000
+        assert 200 < answer.length <= 4000
+    assert {each.length for tree in images for each in tree[1::2]} == {256, 1024, 4096}
+    assert {each.full for tree in images for each in tree[::2]} == {False}
+    assert 50 < min(each.length for tree in images for each in tree[::2]) <= 60
+    assert {len(tree) for tree in images} >= {4, 24}
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("rollouts:responses", "'responses': expected rollouts:FIELD=NUMBER"),
         ("rollouts:turns=3", "of prompt, responses, shortest, longest, each at least 2"),
         ("agents:turns=0", "each at least 2"),
-        ("rollouts:longest=100", "responses of 200 to 100 tokens"),
+        ("rollouts:longest=100", "expected shortest at most longest, got 200 and 100"),
+        ("video:shortest=50", "expected shortest at most longest, got 50 and 48"),
     ],
 )
 def test_shapes_that_cannot_be_are_named(name: str, message: str) -> None:
