@@ -93,18 +93,18 @@ class Remainder:
     """
 
     pool: Any
-    state: Any  # Accelerate's, of gradients: a loader's end is in it
-    expected: bool = False  # of some data set
+    expected: bool = False  # the next call may be its
     found: bool = False  # in the last call
 
     def parts(self, documents: Sequence[tuple[Tensor, Tensor]]) -> list[int] | None:
         """Where each rank's samples begin, and the end, if all ranks have the same ones; else None."""
         self.found = False
-        if self.expected and self.state.end_of_dataloader:
+        if self.expected:
             with self.pool.groups.inside("the exchange of a call's samples"):
                 every: list[Any] = [None] * self.pool.size
                 dist.all_gather_object(every, _content(documents), group=self.pool.groups.pool)
             self.found = len(set(every)) == 1
+        # Batches that are equal by chance on all ranks may be computed once as well.
         count, size = len(documents), self.pool.size
         return [count * rank // size for rank in range(size + 1)] if self.found else None
 
@@ -138,7 +138,7 @@ def begin(trainer: Any, *, scores: bool, max_tokens: int | None = None) -> Remai
     """Deal what a trainer's models compute. `scores`: of sequences, in place of log-probabilities.
     `max_tokens`: by plans under this cap (`rl.plan_step`).
     """
-    remainder = Remainder(trainer.balancer.pool, trainer.accelerator.gradient_state)
+    remainder = Remainder(trainer.balancer.pool)
     deal = partial(dealt, trainer.balancer)
     if max_tokens is not None:
         slices = getattr(trainer.args, "steps_per_generation", None) or 1

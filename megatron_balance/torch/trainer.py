@@ -130,12 +130,11 @@ class BalancedTrainer(_Base):
                     "split_dataset_by_node"
                 )
             dataset = _WholeStream(dataset)
-        loader: Any = super()._get_dataloader(dataset, *args, **given)
+        loader = super()._get_dataloader(dataset, *args, **given)
         if self._by_samples:
             sampler = loader.batch_sampler
             if isinstance(sampler, BatchSamplerShard) and _kind(self) in WITH_REMAINDER:
                 sampler.__class__ = _RemainderToAll
-                self._remainder.expected |= not sampler.drop_last and len(loader.dataset) % loader.total_batch_size > 0
             return loader
         # Accelerate's own, which repeats documents where the ranks' last batches differ.
         if isinstance(loader.dataset, IterableDatasetShard):
@@ -160,7 +159,12 @@ class BalancedTrainer(_Base):
         """Theirs, of rows that are dealt. ConfigError: attention that did not reach the plan."""
         trained: int = getattr(self, "_total_train_tokens", 0)
         if self._by_samples:
-            made = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            read, several = self.accelerator.gradient_state, self.accelerator.num_processes > 1
+            # Accumulated batches are read at once: those before a remainder see the end, too.
+            last = several and read.end_of_dataloader and read.remainder > 0
+            self._remainder.expected = last and _kind(self) in WITH_REMAINDER
+            with _whole(self.accelerator):
+                made = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if self.model.training and self._remainder.found:  # theirs counts it on every rank
                 self._count_tokens(trained + int(inputs["attention_mask"].sum()))
             return made

@@ -44,7 +44,7 @@ LONG = {
     "KTO": Case("kto", steps=4),
     "KTO, the last batch uneven": Case("kto", steps=None, documents=22),
     "DPO under FSDP2, accumulated, the last batch uneven": Case(
-        "dpo", None, 19, evaluated=11, sharded=True, args=(("gradient_accumulation_steps", 2),)
+        "dpo", None, 23, evaluated=11, sharded=True, args=(("gradient_accumulation_steps", 2),)
     ),
     "RLOO": Case("rloo", steps=4, lora=True),
 }
