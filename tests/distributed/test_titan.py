@@ -37,7 +37,7 @@ def run(way: str, name: str, checkpointing: str, folder: Path) -> dict[str, Any]
 def test_debug_models_train_as_each_document_alone(tmp_path: Path, name: str, checkpointing: str, kinds: int) -> None:
     pytest.importorskip("torchtitan")
     alone, balanced = (run(way, name, checkpointing, tmp_path) for way in ("alone", "balanced"))
-    # Rounding can change the expert that a router takes.
+    # torchtitan's experts multiply in bf16 whatever the precision.
     losses, norms = (1e-6, 1e-4) if kinds == 1 else (3e-5, 2e-3)
     for figure, allowed in (("losses", losses), ("validation", losses), ("norms", norms)):
         assert balanced[figure] == pytest.approx(alone[figure], rel=allowed), figure
