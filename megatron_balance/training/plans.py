@@ -90,12 +90,19 @@ class Samples:
         return tuple(tuple(n for index in range(start, start + size) for n in self.lengths(index)) for start in starts)
 
     def step_trees(self, first: int, num_microbatches: int) -> Trees:
-        """The trees of that step; empty: all are plain documents, or not known."""
+        """The trees of that step; empty: all are plain documents, or not known. ConfigError: one has a
+        full segment.
+        """
         if self.trees is None:
             return ()
         size = self.per_microbatch
         starts = range(first, first + num_microbatches * size, size)
         found = tuple(tuple(chain.from_iterable(map(self.trees, range(start, start + size)))) for start in starts)
+        if any(segment.full for tree in chain.from_iterable(found) for segment in tree):
+            raise ConfigError(
+                "sample_trees: expected causal segments, got one that sees itself both ways, which position_ids do not "
+                "say; train full segments in plain PyTorch (docs/trees.md)"
+            )
         return found if any(map(unless_plain, found)) else ()
 
     def of_sequences(self, first: int, num_microbatches: int) -> tuple[int, ...]:

@@ -368,3 +368,13 @@ def test_equal_lengths_of_other_trees_are_planned_anew(planner: StepPlanner, eva
         assert plan.mask == Forest(trees)
     assert len({*job.compared}) == 3, "ranks compare other fingerprints"
     assert job.plans.plan(lengths).plans == flat.plans
+
+
+def test_full_segments_that_a_data_set_announces_are_refused() -> None:
+    def told(full: bool) -> Samples:
+        tree = (Segment(4, -1, full), Segment(3, 0))
+        return Samples(lambda: 0, lambda: 1, 1, lambda _: (7,), 1, trees=lambda _: (tree,))
+
+    assert told(False).step_trees(0, 1) == (((Segment(4, -1), Segment(3, 0)),),)
+    with pytest.raises(ConfigError, match="sample_trees: expected causal segments"):
+        told(True).step_trees(0, 1)
