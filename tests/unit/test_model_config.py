@@ -135,7 +135,7 @@ STATES = {"hidden_size": 64, "num_heads": 8, "head_dim": 16}
         ({"model_type": "mamba2", **STATES}, "mamba2: has layers that mix"),
         ({"model_type": "mine", **STATES, "state_size": 8}, "state_size: layers without attention"),
         ({"text_config": {**LLAMA, "model_type": "qwen3_next"}}, "qwen3_next does not say which layers attend"),
-        ({**LLAMA, "model_type": "jamba"}, "jamba: has layers that mix tokens beside"),
+        ({**LLAMA, "model_type": "jamba"}, "jamba: JambaMambaMixer of JambaModel is Mamba-1"),
         ({"hidden_size": 96}, r"does not say num_heads \(num_attention_heads"),
         ([1], "expected an object of keys"),
         ("{", "not JSON"),
