@@ -118,11 +118,11 @@ def _held_tokens(microbatch: Sequence[MicrobatchPlan]) -> tuple[Ints, Ints]:
     """Tokens of each rank [num_ranks] in attention, and outside it, of a microbatch's plans."""
     import numpy as np
 
-    from megatron_balance.analysis.statistics import moved_tokens, tokens_per_rank
+    from megatron_balance.analysis.statistics import linear_tokens, tokens_per_rank
 
-    attended = np.sum([tokens_per_rank(plan) for plan in microbatch], axis=0)
-    given, taken = np.sum([moved_tokens(plan) for plan in microbatch], axis=0)
-    return attended, attended + taken - given
+    attended = [tokens_per_rank(plan) for plan in microbatch]
+    owned = [linear_tokens(*each) for each in zip(microbatch, attended, strict=True)]
+    return np.sum(attended, axis=0), np.sum(owned, axis=0)
 
 
 def rows_of(step: StepPlan, rank: int) -> list[list[tuple[int, int, int]]]:

@@ -291,10 +291,10 @@ def _hops(op: Exchange, payload: Payload, nics: NicOf) -> Ints:
     return np.array(hops, dtype=np.int64).reshape(-1, 3)
 
 
-def linear_tokens(plan: MicrobatchPlan) -> Ints:
-    """Tokens of each rank outside attention [num_ranks]."""
+def linear_tokens(plan: MicrobatchPlan, attended: Ints | None = None) -> Ints:
+    """Tokens of each rank outside attention [num_ranks]; `attended`: those in it, where known."""
     given, taken = moved_tokens(plan)
-    return tokens_per_rank(plan) + taken - given
+    return (tokens_per_rank(plan) if attended is None else attended) + taken - given
 
 
 def moved_tokens(plan: MicrobatchPlan) -> tuple[Ints, Ints]:

@@ -247,10 +247,19 @@ def check_router(router: Any, name: str) -> None:
 
 
 def share_losses(model: torch.nn.Module) -> None:
-    """Let routers take their losses over all replicas' tokens of a microbatch, which plans mix."""
+    """Let routers take `aux_loss` over all replicas' tokens of a microbatch, which plans mix."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            module.tp_cp_group = module.tp_dp_cp_group
+            module._apply_aux_loss = functools.partial(_over_replicas, module, module._apply_aux_loss)
+
+
+def _over_replicas(router: Any, apply: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    # There alone: by this group's size Megatron weights `global_aux_loss`, which is over all as it is.
+    own, router.tp_cp_group = router.tp_cp_group, router.tp_dp_cp_group
+    try:
+        return apply(*args, **kwargs)
+    finally:
+        router.tp_cp_group = own
 
 
 def tell_samples(model: torch.nn.Module) -> None:

@@ -29,7 +29,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, PADDING, POSITION, TOKEN, column, unpack
 from megatron_balance.megatron.planning import planned_model
-from megatron_balance.megatron.router import _sinkhorn_of_pool, check_router
+from megatron_balance.megatron.router import _sinkhorn_of_pool, check_router, share_losses
 from megatron_balance.megatron.ways import _check_samples
 from megatron_balance.patches.layers import looked_up
 from megatron_balance.planning import choice
@@ -371,6 +371,22 @@ def test_megatrons_own_router_is_refused_where_it_would_balance_the_rows_of_a_ra
         router.routing_type = kind
         with pytest.raises(ConfigError, match=r"mlp\.router is Megatron's own router.* from its model config"):
             check_router(router, "mlp.router")
+
+
+def test_aux_loss_alone_is_taken_over_all_replicas() -> None:
+    taken: list[str] = []
+
+    class Router(TopKRouter):
+        def _apply_aux_loss(self, probs: Any) -> Any:
+            taken.append(self.tp_cp_group)
+            return probs
+
+    router: Any = Router.__new__(Router)
+    torch.nn.Module.__init__(router)
+    router.tp_cp_group, router.tp_dp_cp_group = "replica", "all"
+    share_losses(router)
+    assert router._apply_aux_loss("probabilities") == "probabilities"
+    assert (taken, router.tp_cp_group) == (["all"], "replica"), "by whose size global_aux_loss is weighted"
 
 
 def test_sinkhorn_routes_as_one_rank_does(train: Train, tmp_path: Path) -> None:
