@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,9 @@ from transformers.utils import logging
 from megatron_balance.torch import SequenceBalancer, Settings, hf
 
 VOCABULARY = 128
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-DELTA_NETS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+DELTA_NETS: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 DELTA_NETS |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 
 

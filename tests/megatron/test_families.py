@@ -374,7 +374,7 @@ def test_megatrons_own_router_is_refused_where_it_would_balance_the_rows_of_a_ra
 
 
 def test_aux_loss_alone_is_taken_over_all_replicas() -> None:
-    taken: list[str] = []
+    taken: list[Any] = []
 
     class Router(TopKRouter):
         def _apply_aux_loss(self, probs: Any) -> Any:
