@@ -31,14 +31,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.hydraulis import AUTO, fastest, strategies_of
-from megatron_balance.planners.pipelines import (
-    check_scheme,
-    cost_of_scheme,
-    deal,
-    packed,
-    stage_cluster,
-    stages_around,
-)
+from megatron_balance.planners.pipelines import check_scheme, cost_of_scheme, deal, packed, stage_cluster, stages_around
 from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.solvers.dispatch import EFFICIENCY, PipelineCost, dispatch
 

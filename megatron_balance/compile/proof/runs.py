@@ -1,7 +1,5 @@
 """Prove a plan as it will run: structure, program, and that ranks run what was proved."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -398,7 +396,7 @@ class _PhaseTables(NamedTuple):
     of_backward: Bools
 
     @classmethod
-    def of(cls, ops: Sequence[Op], mask: Mask) -> _PhaseTables:
+    def of(cls, ops: Sequence[Op], mask: Mask) -> "_PhaseTables":
         exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
         launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
         pairs, launching_op = numbered(launches, Pair.WIDTH)
@@ -586,7 +584,7 @@ class _Listed(NamedTuple):
     calls: dict[int, tuple[bool, str, tuple[int, ...]]]
 
     @classmethod
-    def of(cls, ops: Sequence[Op]) -> _Listed:
+    def of(cls, ops: Sequence[Op]) -> "_Listed":
         exchanges = [op for op in ops if isinstance(op, Exchange)]
         rows = _with_ids([(op.id, op.transfers) for op in exchanges], Transfer.WIDTH)
         routes = _with_ids([(op.id, op.routes) for op in exchanges], Route.WIDTH)
