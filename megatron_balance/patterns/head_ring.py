@@ -5,6 +5,8 @@ LoongTrain (arXiv 2406.18485) calls it 2D attention; here each zone has its own 
 Zeppelin's ring between nodes (section 3.2) with all ranks of a node in place of one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +41,7 @@ class _Shape:
     slices: list[list[head_exchange.HeadSlice]]
 
     @classmethod
-    def of(cls, zone: Zone, size: int, context: base.Context) -> "_Shape":
+    def of(cls, zone: Zone, size: int, context: base.Context) -> _Shape:
         # The shape of a zone whose groups have `size` ranks.
         groups = tuple(zone.ranks[at : at + size] for at in range(0, len(zone.ranks), size))
         placed = _placed(zone, size, context.lengths, context.mask)
@@ -64,7 +66,10 @@ class _Shape:
         return self.trades + self.num_groups - 1
 
     def hops(
-        self, place: tuple[int, int] | None, among: Callable[[Ints, Ints], Bools] | None, step: Literal[1, -1] = 1
+        self,
+        place: tuple[int, int] | None,
+        among: Callable[[Ints, Ints], Bools] | None,
+        step: Literal[1, -1] = 1,
     ) -> Ints:
         # `Send` rows of the blocks that go round, to the group `step` further; `place` and `among`
         # as in `Trade`.

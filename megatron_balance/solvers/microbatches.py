@@ -65,14 +65,22 @@ def _deal(problem: MicrobatchesProblem, count: int) -> Dealt | None:
     if bins is None:
         return None
     np.add.at(loads.reshape(-1), bins, problem.seconds[narrow])
-    moved = _arranged(problem, loads, [dealt[item] for item in wide], [int(problem.widths[item]) for item in wide])
+    moved = _arranged(
+        problem,
+        loads,
+        [dealt[item] for item in wide],
+        [int(problem.widths[item]) for item in wide],
+    )
     for item, at in zip(narrow, moved[bins].tolist(), strict=True):
         dealt[item] = divmod(at, problem.num_places)
     return dealt
 
 
 def _arranged(
-    problem: MicrobatchesProblem, loads: Floats, wide: Sequence[tuple[int, int]], widths: Sequence[int]
+    problem: MicrobatchesProblem,
+    loads: Floats,
+    wide: Sequence[tuple[int, int]],
+    widths: Sequence[int],
 ) -> Ints:
     """Where each bin without a wide item goes; the slowest stand together in the microbatches with
     the slowest wide items, each on the place that has least in all microbatches before.
@@ -117,7 +125,11 @@ def _spare(seconds: Floats, loads: Floats) -> Floats:
 
 def _wide(problem: MicrobatchesProblem, item: int, held: Ints, loads: Floats) -> tuple[int, int] | None:
     """Put an item where it adds least to the step, then on the least loaded places that have room."""
-    width, tokens, seconds = (int(problem.widths[item]), problem.tokens[item], problem.seconds[item])
+    width, tokens, seconds = (
+        int(problem.widths[item]),
+        problem.tokens[item],
+        problem.seconds[item],
+    )
     before = loads.reshape(len(loads), -1, width).max(axis=2)
     fits = held.reshape(len(held), -1, width).max(axis=2) + tokens <= problem.most
     if not fits.any():
@@ -160,7 +172,10 @@ def _by_seconds(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, 
 def _by_tokens(problem: MicrobatchesProblem, items: Sequence[int], held: Ints) -> list[int] | None:
     """The bin of each item, the largest first in the fullest one with room; None: none has."""
     order = sorted(range(len(items)), key=lambda at: -problem.tokens[items[at]])
-    found = best_fit([int(problem.tokens[items[at]]) for at in order], (problem.most - held).reshape(-1).tolist())
+    found = best_fit(
+        [int(problem.tokens[items[at]]) for at in order],
+        (problem.most - held).reshape(-1).tolist(),
+    )
     bins = [-1] * len(items)
     for at, chosen in zip(order, found, strict=True):
         if chosen is None:

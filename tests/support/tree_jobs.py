@@ -404,7 +404,7 @@ def three_positions(world: World) -> tuple[float, float]:
     models: list[Any] = []
     for attention in (hf.register(), "eager"):
         torch.manual_seed(0)
-        config = Qwen2_5_VLTextConfig(**SIZES, head_dim=HEAD_DIM, rope_parameters=rope)
+        config = Qwen2_5_VLTextConfig(**SIZES | {"head_dim": HEAD_DIM, "rope_parameters": rope})
         config._attn_implementation = attention
         models.append(Qwen2_5_VLTextModel(config).double())
     model, eager = models

@@ -510,14 +510,14 @@ def provable(plan: MicrobatchPlan) -> bool:
 #
 # Where outputs travel before they are complete (`provable`), or collectives demand that ranks send
 # or are sent the same, a rank cannot be proved alone.
-def prove_rank(plan: MicrobatchPlan, rank: int, policy: Policy | None, *, passing: bool = True) -> None:
+def prove_rank(plan: MicrobatchPlan, rank: int, policy: Policy | None) -> None:
     """Prove the part of `rank` in a plan that is `provable`; if this holds of every rank, the plan
-    holds. `passing`: as in `compile.order`. Raises InvalidProgramError: it does not hold; names the
-    planner, the op or the ranks; NotAloneError: it uses a collective other than all_to_all.
+    holds. Raises InvalidProgramError: it does not hold; names the planner, the op or the ranks;
+    NotAloneError: it uses a collective other than all_to_all.
     """
     verify_plan(plan)
     (proved,) = compile_ranks(plan, policy, target="proof", ranks=(rank,))
-    (runs,) = compile_ranks(plan, policy, passing=passing, ranks=(rank,))
+    (runs,) = compile_ranks(plan, policy, ranks=(rank,))
     peers = peers_of(runs.program)
     programs = dict(zip(peers, (each.program for each in compile_ranks(plan, policy, ranks=peers)), strict=True))
     verify_owned(plan, proved.program)
