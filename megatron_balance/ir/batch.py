@@ -53,7 +53,8 @@ class Batch:
 
     def flattened(self) -> Batch:
         """Each path from a root to a leaf as a sequence of its own."""
-        return Batch(tuple(chain.from_iterable(map(forest.leaf_lengths, self.trees)))) if self.trees else self
+        paths = tuple(chain.from_iterable(map(forest.leaf_paths, self.trees)))
+        return Batch(tuple(map(forest.num_tokens, paths)), forest.unless_plain(paths)) if paths else self
 
 
 def _whole(seq: int, length: object) -> int:
