@@ -470,7 +470,7 @@ class Bench:
         return (
             f"{nodes}, {given.model.name} on {cluster.name}{assumed}; {count} step{'s' * (count > 1)} of {self.group} "
             f"x {tokens:,.0f} tokens; bound {fmean(self.bounds_s()):.3f} s: even computation, nothing moves"
-            f"{of_sharing(self.sharing())}"
+            f"{_of_sharing(self.sharing())}"
         )
 
 
@@ -564,7 +564,7 @@ def in_the_mean(row: Row) -> str:
     return f"over all steps {mean:.2f}x, over the median one {median:.2f}x" if abs(mean / median - 1) > APART else ""
 
 
-def of_sharing(sharing: dict[str, Any] | None) -> str:
+def _of_sharing(sharing: dict[str, Any] | None) -> str:
     """A further line on what trees save; else empty."""
     if sharing is None:
         return ""

@@ -6,8 +6,6 @@ Every attention kernel that is installed is held against the plain formula. A CP
 kernel for the small checks.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import accumulate, pairwise

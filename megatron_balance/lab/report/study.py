@@ -311,14 +311,7 @@ def placement(plan: MicrobatchPlan) -> Figures:
             }
         )
     longest = [
-        {
-            "seq": seq,
-            "length": length,
-            "where": kind,
-            "zone": zone,
-            "num_ranks": len(ranks),
-            "rank_runs": _runs(ranks),
-        }
+        {"seq": seq, "length": length, "where": kind, "zone": zone, "num_ranks": len(ranks), "rank_runs": _runs(ranks)}
         for seq, length, kind, zone, ranks in rows[:LISTED]
     ]
     return {

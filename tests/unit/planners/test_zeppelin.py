@@ -334,9 +334,7 @@ def step_s(plan: MicrobatchPlan, own: Cluster) -> float:
     return simulate_step([plan], Machine(own, ONE_LAYER, AnalyticCost(own, ONE_LAYER))).step_s
 
 
-def test_rings_of_groups_are_taken_where_they_are_ahead_of_waves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rings_of_groups_are_taken_where_they_are_ahead_of_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     # 12 heads over groups of 8: as even as that can be is a third more than groups of 4 take.
     own = replace(load_cluster("h200").build(num_ranks=16, ranks_per_node=8), attention_kernel="flash_attn")
     model = load_model("moe-8x550m")

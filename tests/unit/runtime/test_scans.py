@@ -21,11 +21,7 @@ from tests.support.upstream import FLA, parsed, signature
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 STAND_INS = Path(__file__).parents[2] / "support" / "stand_in_kernels"
-KERNELS = [
-    (FlaGatedDelta(), scans.GATED_DELTA),
-    (FlaGatedDelta(), scans.KDA),
-    (FlaMamba2(), scans.MAMBA2),
-]
+KERNELS = [(FlaGatedDelta(), scans.GATED_DELTA), (FlaGatedDelta(), scans.KDA), (FlaMamba2(), scans.MAMBA2)]
 IDS = ["gated delta", "kda", "mamba-2"]
 
 
