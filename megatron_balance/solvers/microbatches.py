@@ -183,7 +183,8 @@ def _by_places(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, l
     microbatches, in its least loaded one with room; None: no place has room.
     """
     room, load = (problem.most - held).T.tolist(), loads.T.tolist()
-    ready = sorted((sum(own), place) for place, own in enumerate(load))
+    ready: list[tuple[float, int]] = [(sum(own), place) for place, own in enumerate(load)]
+    ready.sort()
     full: list[tuple[int, float, int]] = []  # as of `_by_seconds`
     found: Dealt = []
     tokens, seconds = problem.tokens.tolist(), problem.seconds.tolist()

@@ -62,7 +62,8 @@ def train(world: World, vendor: str, cap: int) -> tuple[list[Tensor], list[dict[
         patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
         tempfile.TemporaryDirectory() as folder,
     ):
-        model_of(config()).save_pretrained(folder)
+        model: Any = model_of(config())
+        model.save_pretrained(folder)
         register()
         return _train(world, _worker(folder, cap))
 
