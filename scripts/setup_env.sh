@@ -7,10 +7,11 @@
 # All that is installed stands in the lock, with the hashes of its files; scripts/lock.sh writes them. Nothing is
 # installed twice: each lock leaves a stamp with the checksum of what it was installed from.
 
-# Wheels that are unpacked into .venv/upstream, without what they need: 4.6 MB to fetch. The tests read
-# the Python files of three, to hold our calls against the real signatures, and train with the last, the
+# Wheels that are unpacked into .venv/upstream, without what they need: 5.5 MB to fetch. The tests read
+# the Python files of four, to hold our calls against the real signatures, and train with the last, the
 # other Megatron-core that the patches are reviewed for.
-UPSTREAM=("transformer-engine==2.17.1" "flash-attn-4==4.0.0b11" "fla-core==0.6.0" "megatron-core==0.18.2")
+UPSTREAM=("transformer-engine==2.17.1" "flash-attn-4==4.0.0b11" "fla-core==0.6.0" "liger-kernel==0.8.5")
+UPSTREAM+=("megatron-core==0.18.2")
 
 repository() { cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd; }
 
