@@ -8,10 +8,11 @@
 # installed twice: each lock leaves a stamp with the checksum of what it was installed from.
 
 # Wheels, and one that is published as its source, that are unpacked into .venv/upstream, without what
-# they need: 4.8 MB to fetch. The tests read the Python files of all but the last, to hold our calls and
+# they need: 5.5 MB to fetch. The tests read the Python files of all but the last, to hold our calls and
 # stand-ins against the real signatures, and train with that, the other Megatron-core that the patches
 # are reviewed for.
-UPSTREAM=("transformer-engine==2.17.1" "flash-attn-4==4.0.0b11" "fla-core==0.6.0" "mamba-ssm==2.3.2.post1" "megatron-core==0.18.2")
+UPSTREAM=("transformer-engine==2.17.1" "flash-attn-4==4.0.0b11" "fla-core==0.6.0" "liger-kernel==0.8.5")
+UPSTREAM+=("mamba-ssm==2.3.2.post1" "megatron-core==0.18.2")
 
 repository() { cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd; }
 

@@ -33,7 +33,7 @@ from megatron_balance.files import json_text
 from megatron_balance.torch import hf, samples
 from megatron_balance.torch.balancer import DEFAULTS, SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch
-from megatron_balance.torch.losses import TokenLosses
+from megatron_balance.torch.losses import LigerLoss, Losses, TokenLosses
 from megatron_balance.torch.samples import dealt, unwrapped
 from megatron_balance.torch.settings import Settings
 from megatron_balance.workloads.rollouts import IGNORED
@@ -54,7 +54,7 @@ def balance(
     *,
     settings: Settings = DEFAULTS,
     accept: Collection[str] = (),
-    losses: bool = False,
+    losses: Losses = False,
     max_tokens: int | None = None,
     **options: Any,
 ) -> _Trainer:
@@ -71,7 +71,7 @@ def balance(
         accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), at the start of `train`
             if it is not on its device yet.
         losses: of Transformers' `Trainer`: compute the loss in chunks of rows, without the logits in
-            memory (`torch.losses`). TRL's trainers have a head that does so.
+            memory (`torch.losses`); "liger": by Liger's kernel. TRL's trainers have such a head.
         max_tokens: of trainers of samples: most tokens of a call on a rank, proved, by plans that a
             driver would make (`rl.plan_step`); calls with the same samples then share one plan.
         options: of the planner.
@@ -98,7 +98,7 @@ class BalancedTrainer(_Base):
     balancer: SequenceBalancer
     _by_samples = False  # calls of the model are dealt, not what is read
     _remainder: samples.Remainder  # of such a trainer
-    _losses = False  # the model gives losses in place of logits
+    _losses: Losses = False  # that the model gives in place of logits
     _batch: BalancedBatch  # the rows of the microbatch at hand
     model: Any
     accelerator: Any
@@ -108,7 +108,7 @@ class BalancedTrainer(_Base):
         """Build the trainer, and balance it."""
         super().__init__(*args, **given)
         options = dict(balanced or {})
-        self._losses = bool(options.pop("losses", False))
+        self._losses = options.pop("losses", False)
         _check(self, self._losses)
         planner, settings = options.pop("planner", "zeppelin"), options.pop("settings", DEFAULTS)
         _begin(self, planner, settings, options.pop("accept", ()), options.pop("max_tokens", None), options)
@@ -299,20 +299,20 @@ class _CheckedAtStart(TrainerCallback):
         hf.check(given["model"], self._balancer)
 
 
-def _mean_loss(logits: TokenLosses, *_: Any, num_items_in_batch: Any, **__: Any) -> Tensor:
-    """The loss of Transformers' models, of what `hf.inputs(batch, losses=True)` makes of logits."""
+def _mean_loss(logits: TokenLosses | LigerLoss, *_: Any, num_items_in_batch: Any, **__: Any) -> Tensor:
+    """The loss of Transformers' models, of what `hf.inputs(batch, losses=...)` makes of logits."""
     return logits.loss / num_items_in_batch
 
 
-def _check(trainer: Any, losses: bool) -> None:
+def _check(trainer: Any, losses: Losses) -> None:
     """Refuse what would not be balanced, or silently be another run than that of one rank."""
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"expected a Trainer of Transformers or TRL, got {type(trainer).__name__}")
     wrong = {what: do for what, do, asked in _unlike(trainer) if asked}
     if losses and _kind(trainer) != Trainer.__name__:
-        wrong["losses=True"] = "Leave it out: TRL's head does so already"
+        wrong[f"losses={losses}"] = "Leave it out: TRL's head does so already"
     if losses and trainer.compute_metrics is not None:
-        wrong["losses=True beside compute_metrics"] = "Leave out one: metrics are of logits"
+        wrong[f"losses={losses} beside compute_metrics"] = "Leave out one: metrics are of logits"
     if wrong:
         raise ConfigError(
             f"{type(trainer).__name__} asks for {', '.join(wrong)}, which balanced documents do not have. "

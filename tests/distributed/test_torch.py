@@ -1,5 +1,6 @@
 """Balanced training in plain PyTorch gives the losses and gradients of one rank."""
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -224,6 +225,10 @@ def test_a_step_is_traced_as_a_simulated_one(world: Pool, tmp_path: Path) -> Non
     counted = world.run(torch_jobs.trace, RANKS, tmp_path)
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [f"step-2-rank-{r}.json" for r in range(4)]
     assert cli.main(["trace", str(tmp_path), "--out", str(tmp_path / "joined.json")]) == 0
+    first, second = map(json.loads, (tmp_path / "steps.jsonl").read_text().splitlines())
+    assert (first["step"], second["step"], second["num_microbatches"]) == (1, 2, 2)
+    for at, name in enumerate(("bytes_received_forward", "kernel_calls")):
+        assert second["counters"][name] == [each[at] for each in counted]
     found = trace_reader.read((tmp_path / "joined.json").read_text())
     trace_reader.check(tmp_path / "joined.json", found, tmp_path)
     assert found.processes == {rank: f"rank {rank}, node {rank // 2}" for rank in range(4)}

@@ -626,7 +626,7 @@ def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
 def trace(world: World, folder: Path) -> tuple[int, int]:
     # Train three steps of two microbatches, of which the second is traced and the third has no
     # optimizer: bytes that this rank received forward in the second, and its attention launches.
-    settings = Settings(ranks_per_node=2, trace_steps=(2, 3), trace_folder=folder)
+    settings = Settings(ranks_per_node=2, trace_steps=(2, 3), trace_folder=folder, log_folder=folder)
     balancer = SequenceBalancer("te_ring", MODEL, settings=settings)
     model = make_model(Way(), balanced=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -57,6 +57,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from megatron_balance import rl
 from megatron_balance.torch import balancer
+from megatron_balance.torch.settings import Settings
 from megatron_balance.torch.trainer import BalancedTrainer, balance
 from tests.support.hybrid_jobs import Invented
 from tests.support.pool import World, said
@@ -426,6 +427,15 @@ def gradients(world: World, case: Case, marks: Sequence[int], alone: Any = None)
         return marked.noted if alone is None else marked.worst
 
 
+def recorded(world: World, folder: str) -> list[dict[str, float]]:
+    # What a run of two accumulated microbatches a step logs; its records lie in the folder.
+    args = (("gradient_accumulation_steps", 2),)
+    with world_of(world) as own:
+        trainer = balance(built(Case(evaluated=9, args=args), world, own), settings=Settings(log_folder=folder))
+        trainer.train()
+        return logged(trainer)
+
+
 class Killed(TrainerCallback):
     # The end of a rank, without a word, behind a step.
     def __init__(self, step: int) -> None:
@@ -599,12 +609,34 @@ def accepted(world: World, leaking: bool) -> list[str]:
         return [*told, said(trainer.train)]
 
 
-def example(world: World, script: str) -> str:
+def example(world: World, script: str, *arguments: str) -> str:
     # What rank 0 alone prints.
     printed = io.StringIO()
-    with world_of(world), patch.object(sys, "argv", [script, "--steps", "2"]), redirect_stdout(printed):
+    with world_of(world), patch.object(sys, "argv", [script, *arguments]), redirect_stdout(printed):
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
+
+
+def documents_alone(world: World, script: str, epochs: int, batch: int) -> list[float]:
+    # Losses of that example's documents, each alone, by steps of so many.
+    del world
+    of = runpy.run_path(script)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(of["CONFIG"], attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses: list[float] = []
+    for _ in range(epochs):
+        data = of["documents"]()
+        for step in (data[at : at + batch] for at in range(0, len(data), batch)):
+            sums = [
+                F.cross_entropy(model(input_ids=each[None]).logits[0, :-1], each[1:], reduction="sum") for each in step
+            ]
+            loss = torch.stack(sums).sum() / sum(len(each) - 1 for each in step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+    return losses
 
 
 class OwnLoss(SFTTrainer):
