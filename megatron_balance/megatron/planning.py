@@ -273,12 +273,11 @@ def _state_bytes(args: Any, chunks: list[Any], device: torch.device) -> float:
     return max(total, float(torch.cuda.memory_allocated(device))) if device.type == "cuda" else total
 
 
-def step_plans(job: Session, *, ahead: bool, evaluation: bool = False, joint: bool | None = None) -> StepPlans:
+def step_plans(job: Session, *, ahead: bool, evaluation: bool = False) -> StepPlans:
     """Plans of a job's steps, or of its `evaluation`, without a backward. `ahead`: whether to plan
-    in a background process, if samples are ours; `joint`: stages attend together (None: the job's
-    way).
+    in a background process, if samples are ours.
     """
-    spec = plan_spec(job, joint=job.joint if joint is None else joint, evaluation=evaluation)
+    spec = plan_spec(job, joint=job.joint, evaluation=evaluation)
     own = _by_own_scheduler(spec.choice())
     # The other tensor-parallel ranks and stages have the plans of these.
     alone = job.args.tensor_model_parallel_size == 1

@@ -19,17 +19,20 @@ RANKS = 4
 REENTRANT = (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", {"use_reentrant": True}))
 STOPPING = (("metric_for_best_model", "eval_loss"), ("learning_rate", 0.03), ("eval_steps", 1))
 STOPPING += (("load_best_model_at_end", False),)
+SEEN = (("include_num_input_tokens_seen", "non_padding"),)
+PADDED = (("include_num_input_tokens_seen", "all"), ("pad_to_multiple_of", 512))
 CASES = {
     "sft, evaluated": Case(evaluated=11),
     "trainer, with metrics": Case("trainer", evaluated=11, metrics=True),
-    "trainer, its loss in chunks": Case("trainer", evaluated=11, losses=True),
+    "trainer, its loss in chunks": Case("trainer", evaluated=11, losses=True, args=SEEN),
     "accumulated, the last batch uneven": Case(steps=None, documents=43, args=(("gradient_accumulation_steps", 3),)),
     "packed": Case(args=(("packing", True), ("packing_strategy", "bfd"))),
     "checkpointing": Case(args=(("gradient_checkpointing", True),)),
     "reentrant checkpointing, by the mixin": Case(args=REENTRANT, mixed=True),
     "DPO, the last batch uneven": Case("dpo", steps=None, documents=19, evaluated=11),
     "GRPO with LoRA": Case("grpo", steps=2, documents=8, lora=True, args=(("beta", 0.1), ("temperature", 0.7))),
-    "rewards, two in the last batch": Case("reward", steps=None, documents=18, evaluated=11),
+    "DPO of a stream, the last batch uneven": Case("dpo", documents=11, stream=True, args=SEEN),
+    "rewards, two in the last batch": Case("reward", steps=None, documents=18, evaluated=11, args=PADDED),
     "experts": Case(evaluated=11, experts=True, args=(("loss_type", "dft"), ("router_aux_loss_coef", 0.1))),
     "trainer, experts": Case("trainer", experts=True, args=(("gradient_accumulation_steps", 2),)),
     "stopped early": Case(steps=12, evaluated=11, patience=1, args=STOPPING),

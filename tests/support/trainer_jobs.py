@@ -71,6 +71,7 @@ TEMPLATE = (
 )
 LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "epoch", "step", "eval_loss")
 LOGGED += ("aux_loss", "eval_accuracy", "eval_counted", "eval_entropy", "eval_mean_token_accuracy", "train_loss")
+LOGGED += ("num_input_tokens_seen",)
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 
 
@@ -207,7 +208,7 @@ class Mixed(BalancedTrainer, SFTTrainer): ...
 
 
 # What trainers of samples log that is of the machine, or of one rank.
-OF_MACHINE = ("runtime", "per_second", "step_time", "total_flos", "profiling")
+OF_MACHINE = ("runtime", "per_second", "step_time", "profiling")
 
 
 def lora() -> LoraConfig:
@@ -238,6 +239,8 @@ def built_by_samples(case: Case, world: World, folder: Path) -> Any:
     if case.fixed:  # no two prompts are the same, and some are short
         pairs = [{"prompt": f"{at:03}"[-2:] + each["prompt"][: at % 24]} for at, each in enumerate(pairs)]
     given["train_dataset"] = Dataset.from_list(pairs[: case.documents])
+    if case.stream:
+        given["train_dataset"] = IterableDataset.from_generator(lambda: iter(pairs[: case.documents]))
     if case.evaluated:
         given["eval_dataset"] = Dataset.from_list(pairs[case.documents :])
     match case.kind:
@@ -321,6 +324,7 @@ def built(case: Case, world: World, folder: Path) -> Any:
     if case.metrics:
         given["compute_metrics"] = accuracy
     if case.kind == "trainer":
+        words.pad_token = words.eos_token
         args = TrainingArguments(**arguments(case, world, folder))
         return Trainer(args=args, data_collator=DataCollatorForLanguageModeling(words, mlm=False), **given)
     if case.lora:
@@ -346,7 +350,9 @@ def trained(world: World, case: Case, *callbacks: TrainerCallback) -> list[dict[
         if case.kind in ("sft", "trainer"):
             return logged(trainer)
         names = (name for each in trainer.state.log_history for name in each)
-        kept = {name for name in names if not any(word in name for word in OF_MACHINE)}
+        # operations are those of padding, too
+        left = OF_MACHINE if "pad_to_multiple_of" in dict(case.args) else (*OF_MACHINE, "total_flos")
+        kept = {name for name in names if not any(word in name for word in left)}
         return [{name: each[name] for name in each if name in kept} for each in trainer.state.log_history]
 
 

@@ -1,7 +1,5 @@
 """A loop in plain PyTorch under FSDP2, without Megatron, against one rank on the CPU, in fp32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
