@@ -495,7 +495,6 @@ class PlayedCase:
 
     @property
     def first_plan(self) -> MicrobatchPlan:
-        """The first microbatch of the first step."""
         return self.steps[0].plans[0]
 
     def first_steps(self) -> PlayedCase:

@@ -55,8 +55,6 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """The streams of one rank."""
-
     def of(self, name: str) -> Stream:
         """A communication stream, named as in `compile.order.stream_name`."""
         ...

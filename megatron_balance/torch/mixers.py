@@ -5,8 +5,6 @@ the filter of keywords that Transformers has around them: in a mixer that runs u
 compute each document by itself, wherever its tokens lie; anywhere else they are what they were.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

@@ -26,7 +26,7 @@ CASES = {
     "trainer, with metrics": Case("trainer", evaluated=11, metrics=True),
     "trainer, its loss in chunks": Case("trainer", evaluated=11, losses=True, args=SEEN),
     "accumulated, the last batch uneven": Case(steps=None, documents=43, args=(("gradient_accumulation_steps", 3),)),
-    "packed": Case(args=(("packing", True), ("packing_strategy", "bfd"))),
+    "packed": Case(args=(("packing", True), ("packing_strategy", "bfd"), ("max_length", 256))),
     "checkpointing": Case(args=(("gradient_checkpointing", True),)),
     "reentrant checkpointing, by the mixin": Case(args=REENTRANT, mixed=True),
     "DPO, the last batch uneven": Case("dpo", steps=None, documents=19, evaluated=11),

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -108,14 +108,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def texts(count: int) -> list[tuple[str, str]]:
-    # Names and bodies of functions of the standard library, short ones and a few long ones.
+@cache  # a tenth of a case's time
+def functions() -> list[tuple[str, str]]:
+    # Names and sources of functions of the standard library.
     found = [each for each in vars(textwrap.TextWrapper).values() if inspect.isfunction(each)]
     found += [
         each for module in (shutil, inspect, tempfile) for _, each in inspect.getmembers(module, inspect.isfunction)
     ]
-    pairs = sorted({(each.__qualname__, inspect.getsource(each)) for each in found})
-    draw = np.random.default_rng(0)
+    return sorted({(each.__qualname__, inspect.getsource(each)) for each in found})
+
+
+def texts(count: int) -> list[tuple[str, str]]:
+    # Names and bodies of functions, short ones and a few long ones.
+    draw, pairs = np.random.default_rng(0), functions()
     chosen = [pairs[at] for at in draw.permutation(len(pairs))]
     return [(name, body[: int(30 + 12 * draw.pareto(1.0))][:400]) for name, body in (chosen * 3)[:count]]
 

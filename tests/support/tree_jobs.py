@@ -3,7 +3,7 @@
 import io
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -79,6 +79,7 @@ LOSSES = {"clipped": grpo, "linear": linear}
 SIDES = torch.tensor([-0.5, -0.1, 0.05, 0.4], dtype=torch.float64)
 
 
+@cache
 def drawn(num_ranks: int, name: str = "gpt") -> list[list[Rollout]]:
     """By rank: rollouts of a prompt, an agent's branching turns, equal ones, the beginning of another;
     rank 1 has none. `name`: of the model that they are of.
@@ -144,11 +145,12 @@ def logp_of(model: nn.Module, tokens: Sequence[int]) -> Tensor:
     return logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
 
 
-def alone(case: Case, num_ranks: int) -> tuple[float, list[Tensor]]:
+@cache
+def alone(name: str, loss_of: str, num_ranks: int) -> tuple[float, list[Tensor]]:
     """The loss of all ranks' rollouts, one by one in fp64, and its gradients."""
-    model, total = model_of(case.model, torch.float64, balanced=False), 0.0
-    for rollout in chain.from_iterable(drawn(num_ranks, case.model)):
-        loss = LOSSES[case.loss](logp_of(model, rollout.tokens), rollout)
+    model, total = model_of(name, torch.float64, balanced=False), 0.0
+    for rollout in chain.from_iterable(drawn(num_ranks, name)):
+        loss = LOSSES[loss_of](logp_of(model, rollout.tokens), rollout)
         loss.backward()
         total += loss.item()
     return total, [p.grad for p in model.parameters() if p.grad is not None]

@@ -474,7 +474,6 @@ def _kernels(pack: Pack, launches: Sequence[tuple[int, AttentionLaunch]], count:
 
 @cache
 def _bills(system: str, chart: Chart, num_gpus: int, backward: bool, count: int) -> tuple[_Bill, ...]:
-    """The bill of each pack of a chart."""
     on = cluster(num_gpus)
     each = (Pack(np.array(lengths), on, is_causal(chart), backward) for lengths in drawn(chart, num_gpus, count))
     return tuple(bill(pack, SYSTEMS[system](pack)) for pack in each)
