@@ -179,7 +179,7 @@ def fill(model: torch.nn.Module) -> None:
 def main() -> None:
     name, checkpointing, backend, rounding, file, way = sys.argv[1:]
     if rounding == "exact":
-        GroupedExperts.forward = experts_in_fp32
+        GroupedExperts.forward = experts_in_fp32  # pyright: ignore[reportAttributeAccessIssue]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for key, value in alone.items():
         os.environ.setdefault(key, value)
