@@ -88,11 +88,13 @@ def _recurrent(args: Any, tensor: int) -> RecurrentLayers | None:
         freq = args.linear_attention_freq
         which = [(at + 1) % freq != 0 for at in range(args.num_layers)] if isinstance(freq, int) else freq
         every = "".join("G" if each else "*" for each in which)
+        every += every[-1] * (args.mtp_num_layers or 0)
     # What a layer that predicts further tokens has inside is counted, and is one layer of the model.
-    counts = {symbol: min(every.count(symbol), args.num_layers) for symbol in "MG*+-E"}
-    attend = min(max(1, counts["*"] + counts["+"]), args.num_layers)
-    mlps = min(counts["-"] + counts["E"], args.num_layers) if layers_by_pattern(args) else args.num_layers
-    layers = min(counts["M"] + counts["G"], args.num_layers)
+    most = args.num_layers + (args.mtp_num_layers or 0)
+    counts = {symbol: min(every.count(symbol), most) for symbol in "MG*+-E"}
+    attend = min(max(1, counts["*"] + counts["+"]), most)
+    mlps = min(counts["-"] + counts["E"], most) if layers_by_pattern(args) else most
+    layers = min(counts["M"] + counts["G"], most)
     if counts["G"] > counts["M"]:
         whole = RecurrentLayers(
             *("gated_delta", layers, attend, mlps, args.linear_num_value_heads, args.linear_value_head_dim),

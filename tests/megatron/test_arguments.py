@@ -145,7 +145,7 @@ QWEN3_NEXT = """--bf16 --disable-bias-linear --untie-embeddings-and-output-weigh
 --linear-key-head-dim 128 --linear-value-head-dim 128 --linear-num-key-heads 16 --linear-num-value-heads 32
 --num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512
 --moe-shared-expert-gate --moe-router-load-balancing-type aux_loss --moe-grouped-gemm --mtp-num-layers 1"""
-QWENS = RecurrentLayers("gated_delta", 36, 12, 48, heads=32, value_dim=128, key_heads=16, key_dim=128)
+QWENS = RecurrentLayers("gated_delta", 36, 13, 49, heads=32, value_dim=128, key_heads=16, key_dim=128)
 
 
 @pytest.mark.parametrize(
