@@ -1,10 +1,13 @@
 """torchtitan's trainer on CPUs: its debug models, balanced over ranks or each document alone.
 
-torchrun --nproc-per-node 2 tests/support/titan_run.py NAME AC FILE balanced
-python tests/support/titan_run.py NAME AC FILE alone
+torchrun --nproc-per-node 2 tests/support/titan_run.py NAME AC BACKEND ROUNDING FILE balanced
+python tests/support/titan_run.py NAME AC BACKEND ROUNDING FILE alone
 
 What stands in for what a CPU does not have: the device, sums in place of gloo's scaled ones, data
-and a tokenizer. `set_timeout` is missing from torch 2.13, whatever the device is.
+and a tokenizer. `set_timeout` is missing from torch 2.13, whatever the device is. ROUNDING: "theirs",
+or "exact", in which experts multiply in fp32 (torchtitan's do in bf16 whatever the precision) and
+counts of tokens are not halved (torchtitan does that for layers computed again, of which compiled
+ones count once: an odd count loses one, and an expert's bias may move another way).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torchtitan.tools.utils as titan
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -57,6 +61,7 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 
 from megatron_balance.torch.titan import balanced  # noqa: E402
 
@@ -117,7 +122,16 @@ def packed(documents: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     return {"input": tokens[None], "positions": positions[None]}, labels[None]
 
 
-def config_of(name: str, checkpointing: str, *, alone: bool, folder: Path) -> Any:
+def experts_in_fp32(experts: GroupedExperts, rows: Tensor, counts: Tensor) -> Tensor:
+    # Each expert on all rows, then on its own alone: torch compiles grouped products only in bf16.
+    expert = torch.searchsorted(counts.cumsum(0), torch.arange(len(rows)), right=True)
+    own = expert == torch.arange(len(counts))[:, None]
+    rows = rows.expand(len(counts), -1, -1)
+    hidden = F.silu(rows.bmm(experts.w1_EFD.mT)) * rows.bmm(experts.w3_EFD.mT)
+    return (own[..., None] * hidden.bmm(experts.w2_EDF.mT)).sum(0)
+
+
+def config_of(name: str, checkpointing: str, backend: str, *, alone: bool, folder: Path) -> Any:
     # The debug model's, read by torchtitan's command line; Llama 3's balanced one is the example's.
     example = name == "llama3" and not alone
     words = ("titan_balanced", "llama3_debugmodel_balanced") if example else (name, f"{name}_debugmodel")
@@ -144,7 +158,7 @@ def config_of(name: str, checkpointing: str, *, alone: bool, folder: Path) -> An
         for layer in config.model_spec.model.layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
         return config
-    config.compile.enable, config.compile.components, config.compile.backend = True, ["model"], "aot_eager"
+    config.compile.enable, config.compile.components, config.compile.backend = True, ["model"], backend
     return config if example else balanced(config, planner="te_ring")
 
 
@@ -163,15 +177,20 @@ def fill(model: torch.nn.Module) -> None:
 
 
 def main() -> None:
-    name, checkpointing, file, way = sys.argv[1:]
+    name, checkpointing, backend, rounding, file, way = sys.argv[1:]
+    if rounding == "exact":
+        GroupedExperts.forward = experts_in_fp32  # pyright: ignore[reportAttributeAccessIssue]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for key, value in alone.items():
         os.environ.setdefault(key, value)
     from torch._dynamo.utils import counters
 
-    trainer = config_of(name, checkpointing, alone=way == "alone", folder=Path(file).parent).build()
+    trainer = config_of(name, checkpointing, backend, alone=way == "alone", folder=Path(file).parent).build()
     model = trainer.model_parts[0]
     fill(model)
+    if rounding == "exact":
+        for layer in model.layers.values():
+            layer.checkpoint_impl = None  # by which torchtitan knows what it halves
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gloo scales no sums
