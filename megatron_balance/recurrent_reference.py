@@ -1,7 +1,5 @@
 """All ranks of a recurrent program in one process, NumPy fp64: the judge of recurrent layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -39,7 +37,7 @@ class Recurrence:
     write: Floats
     erase: Floats
 
-    def at(self, tokens: slice | NDArray[np.int64]) -> Recurrence:
+    def at(self, tokens: slice | NDArray[np.int64]) -> "Recurrence":
         return Recurrence(*(getattr(self, each.name)[tokens] for each in fields(self)))
 
 
@@ -53,10 +51,7 @@ class RecurrentResult:
 
 
 def run_recurrent(
-    program: RecurrentProgram,
-    inputs: Sequence[Recurrence],
-    taps: Floats,
-    dout: Sequence[Floats] | None = None,
+    program: RecurrentProgram, inputs: Sequence[Recurrence], taps: Floats, dout: Sequence[Floats] | None = None
 ) -> RecurrentResult:
     """Outputs of a recurrent layer by the program and, given `dout`, its gradients.
 

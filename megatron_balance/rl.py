@@ -60,6 +60,9 @@ class RlOptions:
     attend: Literal["pool", "context"] = "pool"
     """Over which ranks a sample may be cut: all data- and context-parallel ranks of a stage, or only
     the context-parallel ones of one data-parallel rank."""
+    meet: Literal["layer", "step"] = "layer"
+    """Where data-parallel ranks wait for one another: in every layer, as where FSDP gathers weights,
+    or at the step's end alone (with planner `whole`, which then is the default)."""
     min_microbatches: int = 1
     multiple_of: int = 1
     """Microbatches come in multiples of this, as interleaved pipelines need them."""
@@ -138,7 +141,8 @@ def rows_of(step: StepPlan, rank: int) -> list[list[tuple[int, int, int]]]:
 
 def whole_samples(step: StepPlan, context: int = 1) -> list[list[list[int]]]:
     """By microbatch and data-parallel rank, the numbers of its samples, for workers that take whole
-    ones and never none: a rank that the plan gives none takes half of what the fullest of all has.
+    ones and never none: a rank that the plan gives none takes half of its fullest microbatch, else of
+    the fullest of all.
 
     Args:
         step: of `plan_step`, with planner `whole` and `attend="context"`.
@@ -164,11 +168,11 @@ def whole_samples(step: StepPlan, context: int = 1) -> list[list[list[int]]]:
                         'expected whole ones: plan with attend="context"'
                     )
                 lengths[sample] = lengths.get(sample, 0) + stop - start
-    held = list(chain.from_iterable(found))
-    for own in held:
+    for at, own in enumerate(chain.from_iterable(found)):
         if own:
             continue
-        several = [each for each in held if len(each) > 1]
+        several = [of[at % ranks] for of in found if len(of[at % ranks]) > 1]
+        several = several or [each for each in chain.from_iterable(found) if len(each) > 1]
         if not several:
             raise InfeasibleError(
                 f"{len(lengths)} samples for {len(found)} microbatches on {ranks} ranks, and every rank of each needs "
@@ -220,6 +224,13 @@ class _RlStep:
             )
         if options.attend not in ("pool", "context"):
             raise ConfigError(f"rl.plan_step: attend: expected 'pool' or 'context', got {options.attend!r}")
+        if options.meet not in ("layer", "step"):
+            raise ConfigError(f"rl.plan_step: meet: expected 'layer' or 'step', got {options.meet!r}")
+        if options.planner not in (None, WHOLE) and options.meet == "step":
+            raise ConfigError(
+                f"rl.plan_step: planner {options.planner} lets ranks meet in every layer, and meet 'step' forbids it; "
+                f"use planner {WHOLE!r}"
+            )
         if options.planner not in (None, WHOLE) and options.attend == "context":
             raise ConfigError(
                 f"rl.plan_step: planner {options.planner} cuts samples over all ranks of a stage, and attend 'context' "
@@ -275,7 +286,7 @@ class _RlStep:
         name = self.options.planner
         if name is None:
             holds = max(self.batch.lengths, default=0) <= most * self.options.context
-            name = WHOLE if holds or self.options.attend == "context" else CUTS
+            name = WHOLE if holds or self.options.attend == "context" or self.options.meet == "step" else CUTS
         step = self._whole(most, seconds) if name == WHOLE else self._placed(name, most, seconds, context)
         if sorted(chain.from_iterable(chain.from_iterable(step.members))) != list(range(len(self.batch.lengths))):
             raise InvalidProgramError(f"planner {name}: expected each sample once in the step")
@@ -423,4 +434,4 @@ class _RlStep:
         of_groups = np.bincount(group, seconds[seqs], len(self.members)) / widths
         count = self.stage.num_ranks // self.options.context if places is None else places
         problem = MicrobatchesProblem(tokens, of_groups, widths, count, most)
-        return deal(problem, fewest or self.fewest, self.options.multiple_of)
+        return deal(problem, fewest or self.fewest, self.options.multiple_of, meet=self.options.meet)

@@ -5,8 +5,6 @@ before patches). `training_loop`, `layers` and `machine` hold them, by what need
 names those of a run. `applied` checks all of them before it changes any, and undoes all on exit.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

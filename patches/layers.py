@@ -2,8 +2,6 @@
 prediction, blocks over two nano-batches, and the router's losses.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 sizes, or Apex and Transformer Engine for norms under sequence parallelism.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib.util

@@ -7,8 +7,6 @@ reviewed version (`pip install --target DIR --no-deps megatron-core==0.19.2`), i
 source that was not reviewed changes against that version.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

@@ -4,8 +4,6 @@ Import this where the device is known: the modules of the patches import Megatro
 then.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_balance.megatron import cpu

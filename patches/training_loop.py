@@ -3,8 +3,6 @@ planned microbatches, a record of every step, what a checkpoint carries on; othe
 pipeline schedules and communicator whose order of transfers we rely on.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Mapping

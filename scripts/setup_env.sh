@@ -7,10 +7,12 @@
 # All that is installed stands in the lock, with the hashes of its files; scripts/lock.sh writes them. Nothing is
 # installed twice: each lock leaves a stamp with the checksum of what it was installed from.
 
-# Wheels that are unpacked into .venv/upstream, without what they need: 4.6 MB to fetch. The tests read
-# the Python files of three, to hold our calls against the real signatures, and train with the last, the
-# other Megatron-core that the patches are reviewed for.
-UPSTREAM=("transformer-engine==2.17.1" "flash-attn-4==4.0.0b11" "fla-core==0.6.0" "megatron-core==0.18.2")
+# Wheels, and one that is published as its source, that are unpacked into .venv/upstream, without what
+# they need: 5.5 MB to fetch. The tests read the Python files of all but the last, to hold our calls and
+# stand-ins against the real signatures, and train with that, the other Megatron-core that the patches
+# are reviewed for.
+UPSTREAM=("transformer-engine==2.17.1" "flash-attn-4==4.0.0b11" "fla-core==0.6.0" "liger-kernel==0.8.5")
+UPSTREAM+=("mamba-ssm==2.3.2.post1" "megatron-core==0.18.2")
 
 repository() { cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd; }
 
@@ -56,14 +58,15 @@ unpack_upstream() {
   for one in "${UPSTREAM[@]}"; do
     entry="$wheels/${one%%=*}.txt"
     locked "$(repository)/scripts/locks/upstream.txt" "$one" >"$entry"
-    if ! "$PYTHON" -m pip download -qq --no-deps --only-binary :all: --dest "$wheels" \
-      --require-hashes --requirement "$entry" >&2; then
+    # Of a source pip wants the name and version that it says itself, so it is asked, and builds nothing.
+    if ! MAMBA_SKIP_CUDA_BUILD=TRUE "$PYTHON" -m pip download -qq --no-deps --only-binary :all: \
+      --no-binary mamba-ssm --no-build-isolation --dest "$wheels" --require-hashes --requirement "$entry" >&2; then
       say "The wheel of $one could not be had; the tests that need it will skip."
       status=1
     fi
   done
   "$PYTHON" - "$wheels" "$folder" <<'PROGRAM' || status=1
-import pathlib, sys, zipfile
+import pathlib, sys, tarfile, zipfile
 
 wheels, folder = map(pathlib.Path, sys.argv[1:])
 for wheel in sorted(wheels.glob("*.whl")):
@@ -71,6 +74,9 @@ for wheel in sorted(wheels.glob("*.whl")):
     with zipfile.ZipFile(wheel) as archive:
         wanted = (".py", ".so") if wheel.name.startswith("megatron_core-") else ".py"
         archive.extractall(target, [name for name in archive.namelist() if name.endswith(wanted)])
+for source in wheels.glob("*.tar.gz"):
+    with tarfile.open(source) as archive:
+        archive.extractall(folder, [each for each in archive if each.name.endswith(".py")], filter="data")
 PROGRAM
   rm -rf "$wheels"
   return "$status"

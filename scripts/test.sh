@@ -20,10 +20,12 @@ step "site";     "$bin/mkdocs" build --strict --quiet
 step "tests"
 # One thread per rank: many ranks share the cores. Megatron asserts on one device connection; the jit fuser needs a compiler.
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1
+unset PYTHONDONTWRITEBYTECODE  # else every worker, and every process that a test starts, compiles our sources again
 checks=("$PYTHON" -m pytest --hypothesis-profile=ci -m "not gpu and not product" --durations 15)
 if [ $# -gt 0 ]; then
   exec "${checks[@]}" "$@"
 fi
-# Tests of one file stay together and in order. The emulated cluster measures seconds, so nothing runs beside it.
-"${checks[@]}" --numprocesses 2 --dist loadfile --ignore tests/emulated
+# Tests of one file stay together and in order, files in the order of their folders: xdist would begin with those of
+# most cases, and the longest have few. The emulated cluster measures seconds, so nothing runs beside it.
+"${checks[@]}" --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/emulated
 exec "${checks[@]}" tests/emulated

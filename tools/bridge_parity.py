@@ -14,8 +14,6 @@ Bridge alone has as many replicas, since its evaluation draws by them, and no co
 which Megatron's own layers on CPUs have not.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -91,12 +89,7 @@ class Bridge:
         here = ["--standalone", "--local-addr", "127.0.0.1"]
         start = [sys.executable, "-m", "torch.distributed.run", *here, "--nproc-per-node", str(ranks)]
         done = subprocess.run(
-            [*start, *words],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
+            [*start, *words], cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])

@@ -4,8 +4,6 @@ Pages are written to be read in the repository. On the site the README and a few
 their own, and a link to a file that is no page stays as its text.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from pathlib import Path

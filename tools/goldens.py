@@ -14,8 +14,6 @@ Kinds of a row:
 A value changes only in a commit that says which law or price moved it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Megatron's own `pretrain` over documents of given lengths, with plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

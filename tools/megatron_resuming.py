@@ -18,8 +18,6 @@ over all legs are exactly those of the first samples of that run: of as many as 
 fewer than it has where documents that waited took the place of samples (docs/adr/0022).
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

@@ -20,8 +20,6 @@ microbatch, and so is that of further tokens. A checkout needs its compiled data
 helpers: `make -C PATH/megatron/core/datasets`, with pybind11.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util
@@ -47,10 +45,7 @@ STEPS = 4
 DOCUMENTS = (300, 140, 40, 20, 7, 1, 480)
 CORPUS_ROUNDS = 40
 INSTALLED = "installed"
-OPTIONS: dict[str, dict[str, Any]] = {
-    "zeppelin": {"slack": 1.0, "rule": "groups"},
-    "knapformer": {"topology": "g2n1"},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"zeppelin": {"slack": 1.0, "rule": "groups"}, "knapformer": {"topology": "g2n1"}}
 """So that sequences are cut: at their defaults these keep documents of this size whole."""
 EXPERT_TP = {"expert-tensor-parallel-size": 1}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -12,8 +12,6 @@ many configurations each keeps out, and how many it keeps out alone, and the fla
 at; those of `--export-*` are Megatron's library for distillation's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -16,8 +16,6 @@ sample that the repository holds is `tools/seams.json`; a change that gains some
 its own commit, whose message shows both.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

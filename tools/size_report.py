@@ -16,8 +16,6 @@ the repository to it. There is no limit on a file or on a function: with one, co
 small files.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

@@ -13,8 +13,6 @@ scripts/examples, under planners of full attention and KnapFormer's interface on
 suite runs pairs of these (tests/distributed/test_torch.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

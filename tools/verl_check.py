@@ -36,6 +36,7 @@ SOURCES = {
     "concat_tensordict": ("verl/utils/tensordict_utils.py", None),
     "FSDPEngineWithLMHead": ("verl/workers/engine/fsdp/transformer_impl.py", "FSDPEngine"),
     "EngineRegistry": ("verl/workers/engine/base.py", "EngineRegistry"),
+    "Metric": ("verl/utils/metric/utils.py", "Metric"),
     "postprocess_batch_func": ("verl/workers/engine/utils.py", None),
     "assign_non_tensor": ("verl/utils/tensordict_utils.py", None),
     "get_non_tensor_data": ("verl/utils/tensordict_utils.py", None),

@@ -19,8 +19,6 @@ WRONG    it passes, runs, and its logits are others
 untried  it cannot be built from its defaults, or its logits do not depend on attention
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json
@@ -233,12 +231,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},
     "dynamic": {"factor": 2.0, "original_max_position_embeddings": 16},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
-    "llama3": {
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
     "longrope": {
         "short_factor": [1.0] * 8,
         "long_factor": [1.5 + at / 4 for at in range(8)],

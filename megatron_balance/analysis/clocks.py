@@ -1,7 +1,5 @@
 """The clocks of all ranks in a phase, and transfers and collectives that any zone may ask for."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass, field
 
@@ -88,7 +86,7 @@ class Clocks:
             packed[there] = np.array([self.cost.pack_s(size) for size in sizes.tolist()])[place]
         return packed
 
-    def carry(self, transfers: _Transfers, posted: Floats, traffic_class: int) -> Floats:
+    def carry(self, transfers: "_Transfers", posted: Floats, traffic_class: int) -> Floats:
         """Run transfers, each when both ends are `posted` and free; when each rank has all of its."""
         machine = self.machine
         arrived = np.zeros(machine.num_ranks)
@@ -160,7 +158,7 @@ class Clocks:
         self.issue(ranks, 0, placed > 0)
         return posted, arrived, placed
 
-    def _calls(self, transfers: _Transfers) -> tuple[Ints, Ints]:
+    def _calls(self, transfers: "_Transfers") -> tuple[Ints, Ints]:
         # Group calls of each rank, and their messages: one call for the transfers inside its node,
         # one for those between nodes, and two more legs of those that are routed, in a piece for
         # each NIC; what it passes on for others left out.

@@ -14,8 +14,6 @@ Source: Hydraulis, arXiv 2412.07894, section 5.2 and Appendix B.1.
 Every rank computes its own rows, and those of two ranks agree without a message (docs/adr/0024).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -147,7 +145,7 @@ class Twins:
     node: Ints
 
     @classmethod
-    def of(cls, strategy: Strategy, num_ranks: int, ranks_per_node: int) -> Twins:
+    def of(cls, strategy: Strategy, num_ranks: int, ranks_per_node: int) -> "Twins":
         """The twins of all ranks; one that is left over is alone."""
         sets: dict[tuple[int, ...], list[int]] = {}
         for rank, seat in enumerate(strategy.seats()):

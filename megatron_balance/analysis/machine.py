@@ -1,7 +1,5 @@
 """The machine that a program runs on: links and NICs of its transfers, their rates, slow ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -64,7 +62,7 @@ class Machine:
     def num_ranks(self) -> int:
         return self.cluster.num_ranks
 
-    def for_trees(self, mask: Mask) -> Machine:
+    def for_trees(self, mask: Mask) -> "Machine":
         """The machine at the prices of a plan's trees; of other masks, at those of its model."""
         forest = mask if isinstance(mask, Forest) else None
         if forest == self.model.forest:
@@ -83,7 +81,7 @@ class Machine:
                 f"{cluster.num_ranks} ranks, {cluster.node_size} a node: plan for the cluster that is simulated"
             )
 
-    def under(self, mask: Mask) -> Machine:
+    def under(self, mask: Mask) -> "Machine":
         """The machine with a model all of whose layers have that mask, which is none of trees."""
         model = replace(self.model, attention=mask.name, other_attention="", other_layers=0)
         if model == self.model:

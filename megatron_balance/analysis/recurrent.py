@@ -2,8 +2,6 @@
 ranks keep for the backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,7 +59,7 @@ class Pieces(NamedTuple):
     paths: PathEnds | None
 
     @staticmethod
-    def of(plan: MicrobatchPlan) -> Pieces:
+    def of(plan: MicrobatchPlan) -> "Pieces":
         """ConfigError: a tree has full segments."""
         trees = trees_of(plan)
         held, paths = pieces_of(layouts(plan), trees), PathEnds.of(plan.lengths, trees) if trees else None

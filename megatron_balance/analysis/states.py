@@ -2,8 +2,6 @@
 pieces times ranks; the simulator and the estimate take it from here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from math import gcd
@@ -37,7 +35,7 @@ class _Links(NamedTuple):
     peers_inside: Ints
     peers_across: Ints
 
-    def turned(self) -> _Links:
+    def turned(self) -> "_Links":
         return _Links(self.inside[::-1], self.across[::-1], self.peers_inside[::-1], self.peers_across[::-1])
 
 

@@ -5,8 +5,6 @@ Launches and traffic of a zone are what its pattern says (`CommPattern.rounds`);
 prices, and the remap takes what owners send for holders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -166,7 +164,7 @@ class ZoneTable:
     forward_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     backward_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
 
-    def part(self, start: int, size: int) -> ZoneTable:
+    def part(self, start: int, size: int) -> "ZoneTable":
         """`size` ranks in a row of the zone, without traffic."""
         own = slice(start, start + size)
         waits, waits_next = self.waits[own], self.waits_next[own]

@@ -25,8 +25,6 @@ What Perfetto's trace processor asks of a file, and the format does not say:
 - It gives an end of an arrow to the span of the track that began last.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter, defaultdict
@@ -80,7 +78,7 @@ class TrackSpan:
         """As it is shown."""
         return named(self.what, self.exchange)
 
-    def later(self, seconds: float) -> TrackSpan:
+    def later(self, seconds: float) -> "TrackSpan":
         return replace(self, start_s=self.start_s + seconds, stop_s=self.stop_s + seconds) if seconds else self
 
     @property

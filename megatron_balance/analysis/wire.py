@@ -5,8 +5,6 @@ The one place that knows it, without torch: the executor packs by it (`runtime.l
 simulator and plan statistics count by it. Messages are rows of `ir.columns.Message`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -162,7 +160,7 @@ class Payload:
     more_bytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: Model) -> Payload:
+    def of(cls, model: Model) -> "Payload":
         """Inputs, outputs and output gradients travel in the model's type, LSE in fp32 or wider,
         gradients, which are summed, in the same or in bf16.
         """

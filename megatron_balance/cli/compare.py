@@ -139,7 +139,7 @@ def of_heads(by_heads: dict[str, Any], best: dict[str, Any]) -> str:
     )
 
 
-def of_errors(rows: Sequence[dict[str, Any]]) -> str:
+def _of_errors(rows: Sequence[dict[str, Any]]) -> str:
     """A sentence on how far simulated attention is from published figures."""
     known = {row["planner"]: row["published_error"] for row in rows if row["published_error"] is not None}
     each = ", ".join(f"{name} {error['forward']:.0f} and {error['backward']:.0f} %" for name, error in known.items())
@@ -185,7 +185,7 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], base: dict[str, 
         console.print(f"{name} left out: {reason}")
     if sentence := of_sizes(rows, base):
         console.print(sentence)
-    console.print(of_errors(rows))
+    console.print(_of_errors(rows))
 
 
 def _runs_as(row: dict[str, Any]) -> str:

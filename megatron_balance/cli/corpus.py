@@ -2,8 +2,6 @@
 such a corpus holds.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -84,7 +82,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     return {"end_of_document": idx.END_OF_DOCUMENT, "skipped": skipped}
 
 
-def _describe(index: CorpusIndex) -> dict[str, Any]:
+def _describe(index: "CorpusIndex") -> dict[str, Any]:
     from megatron_balance.workloads.lengths import histogram, quantiles
 
     lengths = index.document_lengths

@@ -1,7 +1,5 @@
 """The inputs that verbs share: which lengths, for which ranks and model, by which planners."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -413,7 +411,7 @@ def progress(items: Sequence[T], what: str) -> Iterable[T]:
     return cast("Iterable[T]", tqdm(items, desc=what, file=sys.stderr, disable=None, leave=False))
 
 
-def console(width: int = 158) -> Console:
+def console(width: int = 158) -> "Console":
     """Standard output; `width` of a pipe or a file, which has none of its own."""
     from rich.console import Console
 
@@ -426,7 +424,7 @@ def console(width: int = 158) -> Console:
 
 def table(
     title: str | None, columns: Iterable[str], left: Collection[str], overflow: Literal["fold", "ellipsis"] = "ellipsis"
-) -> Table:
+) -> "Table":
     """A table without rows, whose columns are set on the right but for those in `left`."""
     from rich.table import Table
 

@@ -5,8 +5,6 @@ Of a simulated comparison of planners, with --steps of what a training run logge
 of reinforcement learning.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +144,7 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     return {**found, "answer": answer, "baseline_sizes": base["sizes"]}
 
 
-def _real(args: argparse.Namespace) -> RealBatches:
+def _real(args: argparse.Namespace) -> "RealBatches":
     """The batches of a run; cluster, model and configuration are the run's unless given."""
     from megatron_balance.lab.report.run import real_batches
 
@@ -163,7 +161,7 @@ def _real(args: argparse.Namespace) -> RealBatches:
     return real
 
 
-def _lengths_from(args: argparse.Namespace, given: Inputs) -> str:
+def _lengths_from(args: argparse.Namespace, given: "Inputs") -> str:
     drawn = given.config.dataset
     if args.trained is not None:
         return f"the training run {args.trained}"

@@ -4,8 +4,6 @@ Ours come from this project's planners, costs from data sheets, and simulator; a
 is exact, simulated or measured, and what of the paper's numbers goes into it.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Collection
 from dataclasses import asdict
@@ -62,7 +60,7 @@ def _check(known: Collection[str], name: str, missing: str) -> None:
         raise ConfigError(f"{missing} {name!r}; {hint}")
 
 
-def _show(console: Console, title: str, rows: list[Row]) -> None:
+def _show(console: "Console", title: str, rows: "list[Row]") -> None:
     from megatron_balance.lab.papers.base import ITSELF
 
     table = inputs.table(title, ("", "published", "ours", "unit", "ratio", "kind"), ("", "unit", "kind"))

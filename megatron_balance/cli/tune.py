@@ -4,8 +4,6 @@ against delay.
 With --dataset, documents are dealt whole into samples of --tokens, as training deals them.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -92,7 +90,7 @@ def _dealt_whole(dataset: str, tokens: int, count: int, seed: int) -> list[tuple
     return [tuple(documents[begin:end]) for begin, end in pairwise(bounds)]
 
 
-def _show(trials: Sequence[Trial], num_steps: int) -> None:
+def _show(trials: "Sequence[Trial]", num_steps: int) -> None:
     columns = ("queues", "thresholds", "imbalance", "delay, steps a token", "tokens delayed", "")
     title = f"{num_steps} steps; less imbalance for more delay"
     table = inputs.table(title, columns, ("thresholds", ""))

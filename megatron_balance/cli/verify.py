@@ -2,8 +2,6 @@
 may see exactly once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -48,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _prove(entry: _PlanEntry, policy: Policy) -> dict[str, Any]:
+def _prove(entry: "_PlanEntry", policy: Policy) -> dict[str, Any]:
     num_ops, wrong = None, None
     try:
         num_ops = _prove_entry(entry, policy)

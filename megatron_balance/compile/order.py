@@ -1,7 +1,5 @@
 """The order of one rank's steps, and the streams that its exchanges are on, as data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -176,7 +174,7 @@ def order(ops: Sequence[Op], rank: int, mask: Mask = CAUSAL, issue: IssueOrder =
 class _Steps:
     """Steps so far: exchanges in their order, between them the launches before them in the program."""
 
-    def __init__(self, tables: _Needs) -> None:
+    def __init__(self, tables: "_Needs") -> None:
         self.tables = tables
         self.steps: list[Step] = []
         self.under_way: dict[int, None] = {}  # started, not finished; in order

@@ -302,9 +302,7 @@ def _order(job: _Job, compiled: CompiledRank) -> CompiledRank:
 
 
 def in_order(
-    program: RankProgram,
-    issue: IssueOrders = _OF_NO_PLAN,
-    phases: Collection[PhaseName] = BOTH_PHASES,
+    program: RankProgram, issue: IssueOrders = _OF_NO_PLAN, phases: Collection[PhaseName] = BOTH_PHASES
 ) -> CompiledRank:
     """`program` with its steps in order: the pass `order`, also for programs that are no plan's."""
 

@@ -15,17 +15,7 @@ import numpy as np
 
 from megatron_balance.compile.remap import layouts
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import (
-    Bools,
-    Ints,
-    as_rows,
-    key_seq,
-    numbered,
-    overlaps,
-    ranges,
-    run_bounds,
-    union,
-)
+from megatron_balance.ir.arrays import Bools, Ints, as_rows, key_seq, numbered, overlaps, ranges, run_bounds, union
 from megatron_balance.ir.columns import Fragment, Neighbours, Placed, Rows, Transfer
 from megatron_balance.ir.forest import Forest, Tree
 from megatron_balance.ir.plan import MicrobatchPlan

@@ -1,4 +1,4 @@
-"""Least squares with coefficients that are not negative: links (alpha-beta), quadratic latencies,
+"""Least squares with coefficients that are not negative: links (alpha-beta) and
 KnapFormer's gamma.
 
 Errors are weighed relatively: a profile spans microseconds to seconds. A negative coefficient would
@@ -7,7 +7,6 @@ ranks on different CPUs, whose planners take their costs from here, would plan d
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations
@@ -18,28 +17,6 @@ from numpy.typing import NDArray
 from megatron_balance.cost.base import CostModel, Floats, Link
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
-
-
-@dataclass(frozen=True, slots=True)
-class Quadratic:
-    """Seconds a l^2 + b l + c of l tokens under a scheme (Hydraulis, arXiv 2412.07894, C.2)."""
-
-    a: float
-    b: float
-    c: float
-
-    def time_s(self, length: float) -> float:
-        return (self.a * length + self.b) * length + self.c
-
-
-def fit_quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> Quadratic:
-    """The quadratic nearest to measured times: `lengths` in tokens, no coefficient negative.
-    ConfigError: fewer than three different lengths, or times not positive.
-    """
-    if len(set(lengths)) < 3:
-        raise ConfigError(f"a quadratic needs at least 3 different lengths, got {sorted(set(lengths))}")
-    a, b, c = least_squares([[length**2, length, 1.0] for length in lengths], seconds, what="quadratic")
-    return Quadratic(a, b, c)
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:

@@ -7,8 +7,6 @@ and after the walk a block loads its queries and writes its output; over short k
 counts. All counts are of one head.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -263,7 +261,7 @@ class KeyGrid(NamedTuple):
     copied: Ints
 
     @classmethod
-    def of(cls, num_q: Ints, blocks: Ints, heads: Ints, kv_heads: Ints) -> KeyGrid:
+    def of(cls, num_q: Ints, blocks: Ints, heads: Ints, kv_heads: Ints) -> "KeyGrid":
         """`num_q` queries, and `blocks` of keys; entries that have none are in no launch."""
         there = (blocks > 0) & (heads > 0)
         copied = heads * -(-num_q // TILE_TOKENS) + kv_heads * blocks

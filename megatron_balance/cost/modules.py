@@ -7,8 +7,6 @@ projection, residual, norm, MLP (gated: SwiGLU), residual. `elements` count what
 between the products, each part a fused kernel of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -42,7 +40,7 @@ class Module:
     backward_elements: float
     elsewhere: float = 0.0
 
-    def times(self, share: float) -> Module:
+    def times(self, share: float) -> "Module":
         """The module in a share of the layers, as of all."""
         numbers = self.flops, self.weights, self.elements, self.backward_elements, self.elsewhere
         return Module(self.name, *(share * number for number in numbers))
@@ -239,7 +237,7 @@ class ExpertLoad:
             raise ConfigError(f"spread of experts' shares {self.spread:g}: must be 0 or more")
 
     @staticmethod
-    def counted(counts: Sequence[float], spread: float = 0.0) -> ExpertLoad:
+    def counted(counts: Sequence[float], spread: float = 0.0) -> "ExpertLoad":
         """The load of tokens counted by expert. ConfigError: negative counts, or none above 0."""
         total = float(sum(counts))
         if not 0 < total < inf or any(count < 0 for count in counts):

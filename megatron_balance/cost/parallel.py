@@ -7,8 +7,6 @@ each. A step of a ring or tree over several nodes is as slow as its slowest link
 over all NICs that the group's ranks have on a node, so the rate between nodes is the sum of theirs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -85,7 +83,7 @@ def joined_nodes(cluster: Cluster, tensor_parallel: int) -> Cluster:
     )
 
 
-def gradient_sync_s(num_parameters: float, group: CollectiveGroup) -> float:
+def gradient_sync_s(num_parameters: float, group: "CollectiveGroup") -> float:
     """Seconds of a step's data-parallel synchronisation, nothing hidden: the distributed optimizer's
     reduce-scatter in fp32 and all-gather in bf16.
     """

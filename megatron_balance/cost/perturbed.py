@@ -1,7 +1,5 @@
 """Cost model with scaled parts, to simulate plans on a machine that was measured wrong."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -27,7 +25,7 @@ class Factors:
     inter_node: float = 1.0
 
     @staticmethod
-    def draw(spread: float, seed: int) -> Factors:
+    def draw(spread: float, seed: int) -> "Factors":
         """Factors exp(N(0, spread)), each on its own: a spread of 0.1 is about 10 % up or down."""
         return Factors(*np.exp(np.random.default_rng(seed).normal(0.0, spread, 4)).tolist())
 

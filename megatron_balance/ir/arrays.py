@@ -1,7 +1,5 @@
 """`Rows` as NumPy arrays and back, without a copy on the way in."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, overload
@@ -189,7 +187,7 @@ class Atoms:
     begins there or next."""
 
     @classmethod
-    def of(cls, seq: Ints, start: Ints, stop: Ints, heads: Ints) -> Atoms:
+    def of(cls, seq: Ints, start: Ints, stop: Ints, heads: Ints) -> "Atoms":
         """Atoms of regions with these (concatenated) columns; `heads` holds every head boundary."""
         longest = np.zeros(int(seq.max()) + 1 if len(seq) else 0, dtype=np.int64)
         np.maximum.at(longest, seq, stop)
@@ -290,7 +288,7 @@ class Rectangles(NamedTuple):
         return (self.q_start < self.q_stop) & (self.k_start < self.k_stop)
 
     # How all that read a program's rows read them, kernels included.
-    def trimmed(self, band: Band) -> Rectangles:
+    def trimmed(self, band: Band) -> "Rectangles":
         """Without queries that see none of the keys, and keys that none of the queries sees; where
         that is all, both starts lie at or behind their stops.
         """
@@ -318,7 +316,7 @@ def _up_to_diagonal(q_start: Ints, q_stop: Ints, k_start: Ints, k_stop: Ints) ->
     return seen(k_start) - seen(k_stop)
 
 
-def trim(seq: Ints, rectangles: Rectangles, mask: Mask) -> Rectangles:
+def _trim(seq: Ints, rectangles: Rectangles, mask: Mask) -> Rectangles:
     """Each rectangle without what the mask hides at its sides (`Rectangles.trimmed`)."""
     return rectangles.trimmed(mask.band(seq, rectangles.q_start, rectangles.k_start))
 
@@ -337,7 +335,7 @@ def split(seq: Ints, rectangles: Rectangles, mask: Mask) -> tuple[Ints, Rectangl
     row = np.arange(len(seq))
     if isinstance(mask, Forest):
         row, rectangles = mask.segments.parts(seq, rectangles)
-    shown = trim(seq[row], rectangles, mask)
+    shown = _trim(seq[row], rectangles, mask)
     return row[shown.some], Rectangles(*(side[shown.some] for side in shown))
 
 
@@ -355,7 +353,7 @@ def split_rows(rows: Ints, seq: int, spans: Sequence[int], mask: Mask) -> Ints:
 def trim_pairs(pairs: Ints, mask: Mask) -> Ints:
     """`Pair` rows, each trimmed to what the mask shows of it."""
     trimmed = pairs.copy()
-    shown = trim(pairs[:, Pair.SEQ], Rectangles(*pairs[:, Pair.SPANS].T), mask)
+    shown = _trim(pairs[:, Pair.SEQ], Rectangles(*pairs[:, Pair.SPANS].T), mask)
     for column, values in zip(Pair.SPANS, shown, strict=True):
         trimmed[:, column] = values
     return trimmed
@@ -363,7 +361,7 @@ def trim_pairs(pairs: Ints, mask: Mask) -> Ints:
 
 def sees(pairs: Ints, mask: Mask) -> Bools:
     """Whether any query of each `Pair` row sees any of its keys."""
-    return trim(pairs[:, Pair.SEQ], Rectangles(*pairs[:, Pair.SPANS].T), mask).some
+    return _trim(pairs[:, Pair.SEQ], Rectangles(*pairs[:, Pair.SPANS].T), mask).some
 
 
 def num_pairs(seq: Ints, rectangles: Rectangles, mask: Mask) -> Ints:

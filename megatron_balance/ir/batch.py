@@ -1,7 +1,5 @@
 """The input of a planner: how long the sequences are, and which trees."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from itertools import chain
@@ -51,9 +49,10 @@ class Batch:
             return sum(forest.num_pairs(tree, mask.window_size) for tree in self.trees)
         return sum(int(mask.num_pairs(length)) for length in self.lengths)
 
-    def flattened(self) -> Batch:
+    def flattened(self) -> "Batch":
         """Each path from a root to a leaf as a sequence of its own."""
-        return Batch(tuple(chain.from_iterable(map(forest.leaf_lengths, self.trees)))) if self.trees else self
+        paths = tuple(chain.from_iterable(map(forest.leaf_paths, self.trees)))
+        return Batch(tuple(map(forest.num_tokens, paths)), forest.unless_plain(paths)) if paths else self
 
 
 def _whole(seq: int, length: object) -> int:

@@ -1,7 +1,5 @@
 """The machine a plan is made for: ranks, nodes, links. Plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -117,7 +115,7 @@ class Cluster:
         kernel = self.attention_kernel
         return self.attention_efficiency if kernel is None else self.attention_rates[kernel]
 
-    def with_kernel(self, name: str) -> Cluster:
+    def with_kernel(self, name: str) -> "Cluster":
         """This machine with the runtime's kernel `name`; unchanged where that has no rate here."""
         priced = _SAME_KERNEL.get(name, name)
         known = next((kernel for kernel in self.attention_rates if kernel == priced), None)

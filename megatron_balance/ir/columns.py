@@ -4,8 +4,6 @@ One class per table. Names in capitals are columns, or slices and tuples of neig
 `WIDTH` is the number of columns. All tables are int64.
 """
 
-from __future__ import annotations
-
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +24,7 @@ class Rows:
     data: bytes = b""
 
     @classmethod
-    def of(cls, width: int, rows: Iterable[Sequence[int]]) -> Rows:
+    def of(cls, width: int, rows: Iterable[Sequence[int]]) -> "Rows":
         """Rows from Python sequences, each of length `width`."""
         flat = array("q")
         for row in rows:

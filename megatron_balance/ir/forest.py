@@ -214,10 +214,20 @@ def num_pairs(tree: Tree, window: int = 0) -> int:
     )
 
 
-def leaf_lengths(tree: Tree) -> list[int]:
-    """Tokens of each path from the root to a leaf."""
-    parents = {segment.parent for segment in tree}
-    return [depth for at, depth in enumerate(_depths(tree)) if at not in parents]
+def leaf_paths(tree: Tree) -> list[Tree]:
+    """Each path from the root to a leaf, as a tree of its own in as few segments as it has."""
+    leaves = set(range(len(tree))) - {segment.parent for segment in tree}
+    return [_path_to(leaf, tree) for leaf in sorted(leaves)]
+
+
+def _path_to(leaf: int, tree: Tree) -> Tree:
+    path, at = list[Segment](), leaf
+    while at >= 0:
+        length, at, full = tree[at]
+        if path and not (full or path[-1].full):
+            length += path.pop().length
+        path.append(Segment(length, -1, full))
+    return tuple(each._replace(parent=place - 1) for place, each in enumerate(reversed(path)))
 
 
 def path_positions(tree: Tree) -> list[int]:

@@ -8,8 +8,6 @@ cuts another (`ir.arrays.split`), numbers of pairs, completeness (`compile.proof
 those of the sequence, so a mask never depends on how a sequence is cut over ranks.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -53,7 +51,7 @@ class Mask(ABC):
         return 0
 
     @property
-    def without_window(self) -> Mask:
+    def without_window(self) -> "Mask":
         return self
 
     @abstractmethod
@@ -68,7 +66,7 @@ class Mask(ABC):
         """The keys [first, stop) among which all are that the query sees; as `queries`."""
 
     @abstractmethod
-    def band(self, seq: Positions, query: Positions, key: Positions) -> Band:
+    def band(self, seq: Positions, query: Positions, key: Positions) -> "Band":
         """The pairs that a kernel computes of a rectangle whose first query and key are these."""
 
     @abstractmethod

@@ -1,7 +1,5 @@
 """The model a plan is made for: only what changes attention, tokens and bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -60,7 +58,7 @@ class RecurrentLayers:
         """Channels of the short convolution: queries, keys and values (Mamba-2: x, B and C)."""
         return self.heads * self.value_dim + 2 * self.key_heads * self.key_dim
 
-    def share(self, tensor: int) -> RecurrentLayers:
+    def share(self, tensor: int) -> "RecurrentLayers":
         """The part of one of `tensor` tensor-parallel ranks: of the heads, or of the channels."""
         if not self.key_dim:
             return replace(self, value_dim=max(1, self.value_dim // tensor))
@@ -206,7 +204,7 @@ class Model:
             if getattr(self, what) and not self.num_experts:
                 raise ConfigError(f"model {self.name}: {what} {getattr(self, what)} goes with num_experts")
 
-    def share(self, tensor: int) -> Model:
+    def share(self, tensor: int) -> "Model":
         """The model as one of `tensor` tensor-parallel ranks has it: its part of heads and MLP."""
         return replace(
             self,

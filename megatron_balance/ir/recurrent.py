@@ -43,8 +43,6 @@ middle) and [middle, stop), row by row, so that a row may take what the one befo
 Heads are written where a region has not all of them; trees, as attention's, behind the first line.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -105,7 +103,7 @@ class RecurrentProgram:
     trees: tuple[Tree, ...] = ()
 
     @property
-    def paths(self) -> PathEnds:
+    def paths(self) -> "PathEnds":
         from megatron_balance.ir.segments import PathEnds  # NumPy, which data do not import
 
         return PathEnds.of(self.lengths, self.trees)

@@ -4,8 +4,6 @@ pipeline, and the pipelines that share the ranks.
 Read and printed as text: `tp4-pp1-cp1+2*tp1-pp2-cp1`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ class Scheme:
         return f"tp{self.tensor}-pp{self.pipeline}-cp{self.context}"
 
     @staticmethod
-    def parse(text: str) -> Scheme:
+    def parse(text: str) -> "Scheme":
         """Read `tp4-pp1-cp2`; ConfigError for another text."""
         match = _SCHEME.fullmatch(text)
         if match is None:
@@ -97,7 +95,7 @@ class Strategy:
         return "+".join(str(scheme) if count == 1 else f"{count}*{scheme}" for count, scheme in runs)
 
     @staticmethod
-    def parse(text: str) -> Strategy:
+    def parse(text: str) -> "Strategy":
         """Read `tp4-pp1-cp1+2*tp1-pp2-cp1`; ConfigError for another text."""
         pipelines: list[Scheme] = []
         for part in text.split("+"):

@@ -392,11 +392,11 @@ class Bench:
 
     def one_by_one(self, choices: Sequence[PlannerChoice]) -> dict[str, Any] | None:
         """The row of the same rollouts one by one, by the fastest of those of `FLAT` that are among
-        `choices`; None: no trees, or the ranks cannot hold them. `fitting`: where that needs more
-        memory than a rank has, the row of as few `microbatches` in place of each as fit.
+        `choices`; None: trees share nothing, or the ranks cannot hold them. `fitting`: where that
+        needs more memory than a rank has, the row of as few `microbatches` in place of each as fit.
         """
         flat = self.flattened()
-        if flat is None or (row := flat._fastest(choices)) is None:
+        if flat is None or shares_nothing(self.sharing()) or (row := flat._fastest(choices)) is None:
             return None
         for count in range(1, min(MOST_PARTS, *(len(batch.lengths) for batch in flat.given.batches)) + 1):
             fitting = row if count == 1 else flat._parted(count)._fastest(choices)
@@ -417,10 +417,11 @@ class Bench:
         from megatron_balance.solvers.packing import first_fit_evenly
 
         batches: list[Batch] = []
-        for lengths in (batch.lengths for batch in self.given.batches):
+        for lengths, trees in ((batch.lengths, batch.trees) for batch in self.given.batches):
             bins = first_fit_evenly(lengths, count, None)
             assert bins is not None
-            batches += [Batch(tuple(lengths[seq] for seq in sorted(each))) for each in bins]
+            for seqs in map(sorted, bins):
+                batches.append(Batch(tuple(lengths[seq] for seq in seqs), tuple(trees[seq] for seq in seqs if trees)))
         return replace(self, given=replace(self.given, batches=tuple(batches)), group=count * self.group)
 
     def sharing(self) -> dict[str, Any] | None:
@@ -469,7 +470,7 @@ class Bench:
         return (
             f"{nodes}, {given.model.name} on {cluster.name}{assumed}; {count} step{'s' * (count > 1)} of {self.group} "
             f"x {tokens:,.0f} tokens; bound {fmean(self.bounds_s()):.3f} s: even computation, nothing moves"
-            f"{of_sharing(self.sharing())}"
+            f"{_of_sharing(self.sharing())}"
         )
 
 
@@ -494,7 +495,6 @@ class PlayedCase:
 
     @property
     def first_plan(self) -> MicrobatchPlan:
-        """The first microbatch of the first step."""
         return self.steps[0].plans[0]
 
     def first_steps(self) -> PlayedCase:
@@ -563,15 +563,23 @@ def in_the_mean(row: Row) -> str:
     return f"over all steps {mean:.2f}x, over the median one {median:.2f}x" if abs(mean / median - 1) > APART else ""
 
 
-def of_sharing(sharing: dict[str, Any] | None) -> str:
+def _of_sharing(sharing: dict[str, Any] | None) -> str:
     """A further line on what trees save; else empty."""
     if sharing is None:
         return ""
+    said = f"\n{sharing['trees']:,} trees of {sharing['segments']:,} segments"
+    if shares_nothing(sharing):
+        return f"{said}, which no two rollouts share"
     tokens, pairs = (sharing[f"flattened_{key}"] / sharing[key] for key in ("tokens", "attention_pairs"))
     return (
-        f"\n{sharing['trees']:,} trees of {sharing['segments']:,} segments; their {sharing['rollouts']:,} rollouts one "
-        f"by one are {tokens:.2f}x the tokens and {pairs:.2f}x the pairs"
+        f"{said}; their {sharing['rollouts']:,} rollouts one by one are {tokens:.2f}x the tokens and {pairs:.2f}x the "
+        "pairs"
     )
+
+
+def shares_nothing(sharing: dict[str, Any] | None) -> bool:
+    """Whether the trees of `Bench.sharing` are one path each."""
+    return sharing is not None and sharing["flattened_tokens"] == sharing["tokens"]
 
 
 def saving(row: Row, base: Row, price: float | None) -> str:

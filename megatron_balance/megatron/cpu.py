@@ -4,8 +4,6 @@ Loaded by `--balance-device cpu` and nothing else, before Megatron is imported. 
 process-wide and lasts. Step times say nothing about balance.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools
@@ -119,7 +117,7 @@ class _DoneStream:
     device = _CPU
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-    def __enter__(self) -> _DoneStream:
+    def __enter__(self) -> "_DoneStream":
         return self
 
     def __exit__(self, *_exc: object) -> bool:
@@ -135,7 +133,7 @@ class _DoneStream:
 
     wait_stream = wait_event = synchronize = record = wait = _nothing
 
-    def record_event(self, *_args: Any) -> _DoneStream:
+    def record_event(self, *_args: Any) -> "_DoneStream":
         return self
 
 

@@ -194,10 +194,7 @@ def is_numbered(dataset: Any, args: Any) -> bool:
 
 
 def unpack(
-    microbatch: Mapping[str, Tensor],
-    depths: int = 0,
-    first_sample: int | None = None,
-    trees: TreeLoss | None = None,
+    microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int | None = None, trees: TreeLoss | None = None
 ) -> Sequences:
     """The sequences of a collated microbatch (tokens, labels, loss_mask and position_ids, each [B,
     S]), with columns TOKEN, LABEL and LOSS_MASK.

@@ -115,7 +115,7 @@ def layers_by_pattern(args: Any) -> str:
     return re.sub("[|/]", "", given)
 
 
-def has_gated_delta_net(args: Any) -> bool:
+def _has_gated_delta_net(args: Any) -> bool:
     """Whether attention is a gated delta net in some layers of a GPT."""
     given = (getattr(args, name, None) for name in ("experimental_attention_variant", "linear_attention_type"))
     return "gated_delta_net" in given
@@ -123,7 +123,7 @@ def has_gated_delta_net(args: Any) -> bool:
 
 def is_hybrid(args: Any) -> bool:
     """Whether a model has layers whose state runs along the sequence."""
-    return bool(layers_by_pattern(args)) or has_gated_delta_net(args)
+    return bool(layers_by_pattern(args)) or _has_gated_delta_net(args)
 
 
 def sums_trees(args: Any) -> bool:

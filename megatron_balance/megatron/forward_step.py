@@ -2,8 +2,6 @@
 that is exact for any placement.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,7 +46,7 @@ class PlannedMicrobatch:
     samples: torch.Tensor | None = None
     num_samples: int = 0
 
-    def with_plans(self, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> PlannedMicrobatch:
+    def with_plans(self, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> "PlannedMicrobatch":
         """The microbatch with other plans and slots for its backward, both by nano-batch."""
         whole = self.params
         params = [

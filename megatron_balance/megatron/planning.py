@@ -88,11 +88,13 @@ def _recurrent(args: Any, tensor: int) -> RecurrentLayers | None:
         freq = args.linear_attention_freq
         which = [(at + 1) % freq != 0 for at in range(args.num_layers)] if isinstance(freq, int) else freq
         every = "".join("G" if each else "*" for each in which)
+        every += every[-1] * (args.mtp_num_layers or 0)
     # What a layer that predicts further tokens has inside is counted, and is one layer of the model.
-    counts = {symbol: min(every.count(symbol), args.num_layers) for symbol in "MG*+-E"}
-    attend = min(max(1, counts["*"] + counts["+"]), args.num_layers)
-    mlps = min(counts["-"] + counts["E"], args.num_layers) if layers_by_pattern(args) else args.num_layers
-    layers = min(counts["M"] + counts["G"], args.num_layers)
+    most = args.num_layers + (args.mtp_num_layers or 0)
+    counts = {symbol: min(every.count(symbol), most) for symbol in "MG*+-E"}
+    attend = min(max(1, counts["*"] + counts["+"]), most)
+    mlps = min(counts["-"] + counts["E"], most) if layers_by_pattern(args) else most
+    layers = min(counts["M"] + counts["G"], most)
     if counts["G"] > counts["M"]:
         whole = RecurrentLayers(
             *("gated_delta", layers, attend, mlps, args.linear_num_value_heads, args.linear_value_head_dim),
@@ -273,12 +275,11 @@ def _state_bytes(args: Any, chunks: list[Any], device: torch.device) -> float:
     return max(total, float(torch.cuda.memory_allocated(device))) if device.type == "cuda" else total
 
 
-def step_plans(job: Session, *, ahead: bool, evaluation: bool = False, joint: bool | None = None) -> StepPlans:
+def step_plans(job: Session, *, ahead: bool, evaluation: bool = False) -> StepPlans:
     """Plans of a job's steps, or of its `evaluation`, without a backward. `ahead`: whether to plan
-    in a background process, if samples are ours; `joint`: stages attend together (None: the job's
-    way).
+    in a background process, if samples are ours.
     """
-    spec = plan_spec(job, joint=job.joint if joint is None else joint, evaluation=evaluation)
+    spec = plan_spec(job, joint=job.joint, evaluation=evaluation)
     own = _by_own_scheduler(spec.choice())
     # The other tensor-parallel ranks and stages have the plans of these.
     alone = job.args.tensor_model_parallel_size == 1

@@ -4,8 +4,6 @@ A mixer runs as over one sequence, without Megatron's context parallelism. While
 by which its module calls kernels stand for functions that know the plan (`runtime.recurrent`).
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator

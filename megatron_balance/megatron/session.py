@@ -4,8 +4,6 @@ Megatron calls our patches with its own arguments only, and keeps its job proces
 the only such state of ours; plans travel with their microbatch.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import logging
@@ -206,7 +204,7 @@ class Session:
     def row_multiple(self) -> int:
         return flags.row_multiple(self.args, self.args.tensor_model_parallel_size)
 
-    def place(self, strategy: Strategy | None) -> RankPlace | None:
+    def place(self, strategy: Strategy | None) -> "RankPlace | None":
         """This rank's place under a strategy; None: it is left over."""
         if self.changes is None or strategy is None or strategy == self.layout:
             return RankPlace(self.pool.pipeline, self.pool.attention, self.shape, self.row_multiple)

@@ -2,8 +2,6 @@
 context parallelism; WLB-LLM, section 5).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import TypeAlias
@@ -38,7 +36,7 @@ class _AllGather(base.CommPattern[Zone]):
     def __init__(self, cut: Cut) -> None:
         self._cut = cut
 
-    def chunks(self, zone: Zone, lengths: Ints) -> _Chunks:
+    def chunks(self, zone: Zone, lengths: Ints) -> "_Chunks":
         # The zone's chunks; `lengths`: of all sequences of the microbatch.
         return _chunks(self._cut, zone.seqs, lengths[np.array(zone.seqs, dtype=np.int64)].tobytes(), len(zone.ranks))
 

@@ -6,8 +6,6 @@ what one rank attends (`work`). All other questions have answers here that are s
 a pattern overrides them where it knows a shorter way.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,7 +69,7 @@ class Context:
     mask: Mask = CAUSAL
 
     @classmethod
-    def of(cls, plan: MicrobatchPlan) -> Context:
+    def of(cls, plan: MicrobatchPlan) -> "Context":
         """The context of a plan's zones; InvalidProgramError: a pattern has none for its mask."""
         if plan.mask.window_size or isinstance(plan.mask, Forest):
             able = () if plan.mask.window_size else _OF_TREES
@@ -167,7 +165,7 @@ class Load:
             self.tokens[kind] += sums(ranks, amounts[0], num_ranks)
             self.token_heads[kind] += sums(ranks, amounts[1], num_ranks)
 
-    def add(self, other: Load) -> None:
+    def add(self, other: "Load") -> None:
         """Add the load of other zones."""
         self.pairs += other.pairs
         self.tokens += other.tokens

@@ -1,7 +1,5 @@
 """Head exchange: trade a slice of the tokens for a slice of the heads (DeepSpeed Ulysses)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -84,7 +82,7 @@ class HeadShares(NamedTuple):
     kv_stop: Ints
 
     @classmethod
-    def of(cls, slices: Sequence[Sequence[HeadSlice]]) -> HeadShares:
+    def of(cls, slices: Sequence[Sequence[HeadSlice]]) -> "HeadShares":
         bounds = [
             (own[0].head_start, own[-1].head_stop, own[0].kv_start, own[-1].kv_stop) if own else (0,) * 4
             for own in slices

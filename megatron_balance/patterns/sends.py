@@ -2,8 +2,6 @@
 transfers, messages, received tokens and traffic of rounds are selections of it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +41,7 @@ class Blocks(NamedTuple):
     reach: Ints | None = None
 
     @classmethod
-    def of(cls, blocks: Sequence[Ints]) -> Blocks:
+    def of(cls, blocks: Sequence[Ints]) -> "Blocks":
         rows = np.concatenate([np.empty((0, 3), dtype=np.int64), *blocks])
         return cls(rows, np.cumsum([0, *map(len, blocks)]))
 
@@ -74,7 +72,7 @@ class Sends:
     tokens: Callable[[], Ints]
     blocks: Callable[[], Blocks]
     calls: Mapping[int, Call] = field(default_factory=dict[int, Call])
-    again: Sends | None = None
+    again: "Sends | None" = None
     silent: Collection[int] = ()
 
     def messages(self) -> Ints:

@@ -40,9 +40,7 @@ def _parted_within(options: Any) -> bool:
 PLANNERS: dict[str, Planner] = {
     "te_ring": Planner(baselines.te_ring, baselines.WholePoolOptions, tries=(Try(least=Bounds.pool_ring),)),
     "llama_all_gather": Planner(
-        baselines.llama_all_gather,
-        baselines.WholePoolOptions,
-        tries=(Try(least=Bounds.pool_zigzag_gather),),
+        baselines.llama_all_gather, baselines.WholePoolOptions, tries=(Try(least=Bounds.pool_zigzag_gather),)
     ),
     "wlb_sharding": Planner(wlb_llm.shard, wlb_llm.WlbShardingOptions, tries=(Try(least=Bounds.pool_gather),)),
     "ulysses": Planner(

@@ -20,8 +20,6 @@ Where we differ in all: lengths need no padding. With `context_parallel` the ran
 groups, as data-parallel replicas are: sequences are packed by first fit into one sample a group.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -340,7 +338,7 @@ def _problem(batch: Batch, cluster: Cluster, model: Model, options: HybridDpOpti
     return _DealProblem(batch.lengths, work, cluster, capacity)
 
 
-def _search(problem: _DealProblem, tolerance: float, most_microbatches: int) -> _Placing | None:
+def _search(problem: _DealProblem, tolerance: float, most_microbatches: int) -> "_Placing | None":
     """The placement with the lowest limit on FLOPs that is found; None: none fits the capacity."""
     for factor in _RAISES:
         placing = _Placing(problem, (1 + tolerance) * factor * problem.mean, most_microbatches)

@@ -121,7 +121,6 @@ def _capacity(batch: Batch, cluster: Cluster, options: FlexSpOptions) -> int:
 
 
 def _on_ranks(groups: Groups, cluster: Cluster) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Ranks and sequences of each group."""
     ranks_of = arrange([size for size, _ in groups], cluster.num_ranks, cluster.node_size)
     return zip(ranks_of, (seqs for _, seqs in groups), strict=True)
 

@@ -11,8 +11,6 @@ Where we differ and why: Megatron packs when the data set is built. Samples are 
 step's tokens fill so many of them. Microbatches that are dealt already keep their sequences.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -192,7 +190,7 @@ def plan_batch(
     return Frame("megatron_dynamic", cluster, model).batch(batch.lengths, placement, microbatch_of)
 
 
-def _most_tokens(microbatches: Sequence[Microbatch], lengths: Sequence[int], num_ranks: int) -> int:
+def _most_tokens(microbatches: "Sequence[Microbatch]", lengths: Sequence[int], num_ranks: int) -> int:
     held = [0] * num_ranks
     for _, ranks, seqs in _on_ranks(microbatches):
         tokens = sum(rank_tokens(lengths[seq], len(ranks)) for seq in seqs)
@@ -201,7 +199,7 @@ def _most_tokens(microbatches: Sequence[Microbatch], lengths: Sequence[int], num
     return max(held)
 
 
-def _on_ranks(microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def _on_ranks(microbatches: "Sequence[Microbatch]") -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Microbatch, ranks and sequences of each group: neighbouring ranks, from the first one on."""
     for microbatch, groups in enumerate(microbatches):
         stops = accumulate(size for size, _ in groups)

@@ -1,7 +1,5 @@
 """The pipelines of a strategy: what they hold and cost, which sequences go where."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -107,11 +105,11 @@ class Pipelines:
         """Tokens of the longest microbatch of any pipeline; 0 where one holds not even its weights."""
         return max(cost.max_tokens for cost in self.costs) if min(cost.max_tokens for cost in self.costs) else 0
 
-    def of_one_size(self) -> Pipelines:
+    def of_one_size(self) -> "Pipelines":
         most = min(cost.max_tokens for cost in self.costs)
         return replace(self, costs=tuple(replace(cost, max_tokens=most) for cost in self.costs))
 
-    def with_overhead(self, microbatch_s: float) -> Pipelines:
+    def with_overhead(self, microbatch_s: float) -> "Pipelines":
         return replace(self, costs=tuple(replace(cost, c=cost.c + microbatch_s) for cost in self.costs))
 
     def longer_with(self, length: int) -> str:

@@ -5,8 +5,6 @@ Ranks have equal plans, so rank 0 proves them. But the proof of a ring grows wit
 ranks: where a plan has many, each rank proves its own part (`compile.proof.runs`).
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
@@ -46,7 +44,7 @@ class Proofs:
     wrong: str = ""
     """The first plan that does not hold, and why; empty: all do."""
 
-    def __add__(self, other: Proofs) -> Proofs:
+    def __add__(self, other: "Proofs") -> "Proofs":
         return Proofs(self.proved + other.proved, self.left_out + other.left_out, self.wrong or other.wrong)
 
 

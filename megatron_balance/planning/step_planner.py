@@ -1,7 +1,5 @@
 """Plan the steps of a run by one spec, in the training process and in the one that plans ahead."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -63,7 +61,7 @@ class PlanSpec:
         return json.dumps(body | {"options": dict(self.options)}, default=dataclasses.asdict)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> PlanSpec:
+    def from_json(cls, text: str | bytes) -> "PlanSpec":
         body = json.loads(text)
         for name, of in (("cluster", Cluster), ("model", Model), ("layers", Layers)):
             body[name] = of(**body[name])

@@ -31,14 +31,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.hydraulis import AUTO, fastest, strategies_of
-from megatron_balance.planners.pipelines import (
-    check_scheme,
-    cost_of_scheme,
-    deal,
-    packed,
-    stage_cluster,
-    stages_around,
-)
+from megatron_balance.planners.pipelines import check_scheme, cost_of_scheme, deal, packed, stage_cluster, stages_around
 from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.solvers.dispatch import EFFICIENCY, PipelineCost, dispatch
 
@@ -49,7 +42,7 @@ Counts = tuple[int, ...]
 NUM_BINS = 32
 HALVINGS = 13
 # Rounds of the duality bound; few of them leave this many times the strategies wanted.
-PRICE_ROUNDS, COARSE_ROUNDS, COARSE_KEPT = 24, 4, 6
+KEPT, PRICE_ROUNDS, COARSE_ROUNDS, COARSE_KEPT = 12, 24, 4, 6
 # A microbatch fills a pipeline from where T(l) / l is within this of b (Appendix D).
 FULL = 1 / EFFICIENCY
 # Best roundings around which pipelines of one scheme are exchanged for another's.
@@ -248,11 +241,9 @@ def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_RO
     return best
 
 
-def propose(
-    lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks: int, keep: int = 12
-) -> dict[int, tuple[Strategy, ...]]:
+def propose(lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks: int) -> dict[int, tuple[Strategy, ...]]:
     """Promising strategies by the longest length that they are for, the most promising first,
-    `keep` of each.
+    `KEPT` of each.
 
     Raises:
         InfeasibleError: a sequence that no scheme holds.
@@ -275,7 +266,7 @@ def propose(
         best = _best(classes, near, EXCHANGED)
         near = set(best).union(*(_exchanges(counts, classes.gpus, num_ranks) for counts in best))
         if near:
-            found[longest] = tuple(_strategy(classes.schemes, each) for each in _best(classes, near, keep))
+            found[longest] = tuple(_strategy(classes.schemes, each) for each in _best(classes, near, KEPT))
     return found
 
 

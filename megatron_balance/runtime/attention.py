@@ -89,15 +89,13 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
     return _Attention.apply(call, None, sink, q, k, v)
 
 
-def latent_attention(  # noqa: PLR0913  as `balanced_attention`
+def latent_attention(
     q: Tensor,
     latent: Tensor,
     weight: Tensor,
     bound: Bound,
     softmax_scale: float | None = None,
     backward: BackwardSlot | None = None,
-    *,
-    hooked: bool = False,
 ) -> Tensor:
     """`balanced_attention` over latents [T, 1, L] of multi-latent attention, which travel in place
     of keys and values: the normalised latent, and behind it the rotary key that all heads share.
@@ -110,7 +108,7 @@ def latent_attention(  # noqa: PLR0913  as `balanced_attention`
     if not isinstance(bound.kernel, LatentKernel):
         raise ConfigError("the plan was bound for keys and values, not for latents; give AttentionShape(latent=...)")
     _check_rows(bound, ("q", q, (shape.num_heads, shape.head_dim)), ("latent", latent, (1, shape.latent_dim)))
-    call = (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked)
+    call = (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), False)
     return _Attention.apply(call, weight, None, q, latent)
 
 

@@ -2,8 +2,6 @@
 calls wait in the stream, never in the host; `runtime.transport` decides which waits for which.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -57,8 +55,6 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """The streams of one rank."""
-
     def of(self, name: str) -> Stream:
         """A communication stream, named as in `compile.order.stream_name`."""
         ...
@@ -83,17 +79,17 @@ class CudaStreams:
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], ranks: Sequence[int]) -> None:
         self._groups, self.ranks = groups, ranks
-        self._streams: dict[str, CudaStream] = {}
+        self._streams: dict[str, _CudaStream] = {}
         self.events = _EventMaker()
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         return tuple(self._groups.values())
 
-    def of(self, name: str) -> CudaStream:
+    def of(self, name: str) -> "_CudaStream":
         if name not in self._streams:
             group, high = self._groups.get(name), has_high_priority(name)
-            self._streams[name] = CudaStream(group, self.ranks, self.events, high=high)
+            self._streams[name] = _CudaStream(group, self.ranks, self.events, high=high)
         return self._streams[name]
 
     def now(self) -> torch.cuda.Event:
@@ -121,7 +117,7 @@ class _EventMaker:
         return torch.cuda.Event(enable_timing=self.timed)
 
 
-class CudaStream:
+class _CudaStream:
     """A stream and its communicator. `ranks`: global rank of each pool rank."""
 
     def __init__(

@@ -55,8 +55,6 @@ class _Passed(dict[str, int]):
 
 @dataclass(slots=True)
 class _Slab:
-    """One allocation."""
-
     memory: Tensor
     free: list[Extent]
     fenced: deque[tuple[Extent, list[Fence]]] = field(default_factory=deque)

@@ -4,8 +4,6 @@ A rank's calls note when they do what (`Traced`). On a device these are events o
 times are read when the step is over, so that nothing waits.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +88,7 @@ class Recorder:
     def add(self, span: TrackSpan, start: Mark, stop: Mark) -> None:
         self._marked.append(_Marked(span, start, stop))
 
-    def ended(self, bound: Bound, phase: steps.Phase, trace: Trace, form: CallForm, *, forward: bool) -> None:
+    def ended(self, bound: "Bound", phase: steps.Phase, trace: Trace, form: CallForm, *, forward: bool) -> None:
         """Add the call whose run of a phase is over, and noted `trace`."""
         name, number = "forward" if forward else "backward", bound.number
         call = self._calls[name, number]
@@ -277,7 +275,7 @@ class Counters:
         for name, count in work:
             setattr(self, name, getattr(self, name) + count)
 
-    def carried(self, traffic: PhaseTraffic, *, forward: bool) -> None:
+    def carried(self, traffic: "PhaseTraffic", *, forward: bool) -> None:
         """Add what one run of a phase moved."""
         phase = "forward" if forward else "backward"
         for name in ("bytes_received", "relayed_bytes", "inter_node_bytes_sent", "inter_node_bytes_received"):

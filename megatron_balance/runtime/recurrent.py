@@ -5,8 +5,6 @@ differentiable and collective: every rank of the pool calls them in one order, a
 Shapes: T rows of this rank in the order of its linear layout, H heads, D channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -86,7 +84,7 @@ class RecurrentBound:
     before: tuple[int, ...]
     end: tuple[int, ...]
     order: Tensor
-    halo: _HaloTable
+    halo: "_HaloTable"
     forward: tuple[_StateOp, ...]
     backward: tuple[_StateOp, ...]
     wire: torch.dtype | None = None
@@ -166,10 +164,7 @@ class _HaloTable:
 
 
 def bind_recurrent(
-    program: RecurrentProgram,
-    groups: Groups,
-    device: torch.device | str = "cpu",
-    wire: torch.dtype | None = None,
+    program: RecurrentProgram, groups: Groups, device: torch.device | str = "cpu", wire: torch.dtype | None = None
 ) -> RecurrentBound:
     """Look up once what this rank of the pool does in every call of a program, on tensors of `device`.
 

@@ -5,8 +5,6 @@ the transport's (`StreamsPhase`, `simulator.emulated`). Transfers under way slow
 ranks' kernels by the SMs that they hold.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
@@ -262,7 +260,7 @@ class _ExchangeLeg:
     owned: bool = False
     brings: bool = False
     flows: list[int] = field(default_factory=list[int])
-    then: list[_ExchangeLeg] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]  a list of this class
+    then: "list[_ExchangeLeg]" = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]  a list of this class
     together: int = -1
 
 

@@ -4,8 +4,6 @@ Steps and streams are those of `compile.order`, which the executor follows; byte
 `analysis.wire`, which it packs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -99,12 +97,7 @@ class SimulatedPhase:
 
 
 def phase_of(
-    ranks: Sequence[CompiledRank],
-    machine: Machine,
-    *,
-    backward: bool,
-    sums: bool = True,
-    rings: Collection[str] = (),
+    ranks: Sequence[CompiledRank], machine: Machine, *, backward: bool, sums: bool = True, rings: Collection[str] = ()
 ) -> SimulatedPhase:
     """The tasks of a phase of all ranks.
 
@@ -214,7 +207,7 @@ class _Exchanges:
     together: Bools
 
     @classmethod
-    def of(cls, ops: Sequence[Sequence[Op]], numbers: Sequence[int], machine: Machine) -> _Exchanges:
+    def of(cls, ops: Sequence[Sequence[Op]], numbers: Sequence[int], machine: Machine) -> "_Exchanges":
         # `numbers`: of the ranks whose `ops` they are.
         listed = [
             (rank, place, op)

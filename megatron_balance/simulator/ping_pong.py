@@ -9,8 +9,6 @@ All layers are alike, so a few are simulated and the rest counted: from the seco
 takes what the last one did.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -216,7 +214,7 @@ class _Rounds:
                     _receive(clocks, coming[segment.nano_batch])
         return Outcome(clocks.done, clocks.busy, clocks.bytes_moved), clocks.issued
 
-    def _messages(self, tables: Tables, *, backward: bool) -> _NanoBatchMessages:
+    def _messages(self, tables: Tables, *, backward: bool) -> "_NanoBatchMessages":
         found, copied = _NanoBatchMessages([], [], [], []), not backward or self.mode.policy == "replay"
         for table in tables.zones:
             assert isinstance(table.traffic, PointToPoint), "point-to-point messages only"

@@ -7,8 +7,6 @@ that exchange anything enter and leave a layer together. Between two ticks a res
 next stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -94,7 +92,7 @@ class _TickPass(NamedTuple):
     def attention_s(self) -> Floats:
         return self.seconds - self.linear_s
 
-    def after(self, other: _TickPass) -> _TickPass:
+    def after(self, other: "_TickPass") -> "_TickPass":
         # `other`, then this pass.
         return _TickPass(*(own + first for own, first in zip(self, other, strict=True)))
 

@@ -221,15 +221,15 @@ FORWARD_SHARE = 1 / 3
 Microbatches = tuple[tuple[int, ...], ...]
 
 
-def util_tokens(pipeline: PipelineCost, efficiency: float = EFFICIENCY) -> int:
-    """UtilLen: the least length with T(l) / l within 1 / `efficiency` of its best."""
+def util_tokens(pipeline: PipelineCost) -> int:
+    """UtilLen: the least length with T(l) / l within 1 / `EFFICIENCY` of its best."""
 
     def quotient(length: float) -> float:
         return pipeline.a * length + pipeline.b + pipeline.c / length
 
     most = max(pipeline.max_tokens, 1)
     at = float(most) if pipeline.a == 0 else min(most, max(1.0, (pipeline.c / pipeline.a) ** 0.5))
-    limit = quotient(at) / efficiency
+    limit = quotient(at) / EFFICIENCY
     low, high = 1, max(1, ceil(at))
     while low < high:
         middle = (low + high) // 2

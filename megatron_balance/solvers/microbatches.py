@@ -9,6 +9,7 @@ microbatches. Where they wait at its end alone, it takes the slowest place over 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Literal
 
 import numpy as np
 
@@ -32,23 +33,27 @@ class MicrobatchesProblem:
 
 # Of each item, its microbatch and the first of its places.
 Dealt = list[tuple[int, int]]
+Meet = Literal["layer", "step"]
 
 
-def deal(problem: MicrobatchesProblem, fewest: int = 1, multiple: int = 1) -> tuple[int, Dealt]:
+def deal(
+    problem: MicrobatchesProblem, fewest: int = 1, multiple: int = 1, *, meet: Meet = "layer"
+) -> tuple[int, Dealt]:
     """The fewest microbatches that were found to hold all items, of at least `fewest` and a
-    `multiple`; where each item is. No item may have more than `most` tokens on a place.
+    `multiple`; where each item is. No item may have more than `most` tokens on a place. `meet`: the
+    places wait for one another in every microbatch (`layer`), or behind all (`step`).
     """
     assert problem.tokens.max(initial=0) <= problem.most, "an item that no place holds"
     room = problem.most * problem.num_places
     count = max(fewest, -(-int((problem.tokens * problem.widths).sum()) // room), 1)
     count = -(-count // multiple) * multiple
     # One item a microbatch always fits.
-    while (found := _deal(problem, count)) is None:
+    while (found := _deal(problem, count, meet)) is None:
         count += multiple
     return count, found
 
 
-def _deal(problem: MicrobatchesProblem, count: int) -> Dealt | None:
+def _deal(problem: MicrobatchesProblem, count: int, meet: Meet) -> Dealt | None:
     held = np.zeros((count, problem.num_places), dtype=np.int64)
     loads = np.zeros((count, problem.num_places))
     dealt: Dealt = [(-1, -1)] * len(problem.tokens)
@@ -59,6 +64,10 @@ def _deal(problem: MicrobatchesProblem, count: int) -> Dealt | None:
             return None
         dealt[item] = at
     narrow = [int(item) for item in order if problem.widths[item] == 1]
+    if meet == "step" and (evened := _by_places(problem, narrow, held, loads)) is not None:
+        for item, at in zip(narrow, evened, strict=True):
+            dealt[item] = at
+        return dealt
     spared = loads - _spare(problem.seconds[narrow], loads)[:, None]
     bins = _by_seconds(problem, narrow, held, spared) or _by_seconds(problem, narrow, held, loads)
     bins = bins or _by_tokens(problem, narrow, held)
@@ -167,6 +176,36 @@ def _by_seconds(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, 
         bins.append(at)
         heappush(ready, (load + seconds[item], at))
     return bins
+
+
+def _by_places(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, loads: Floats) -> Dealt | None:
+    """Microbatch and place of each item, the slowest first on the place least loaded in all
+    microbatches, in its least loaded one with room; None: no place has room.
+    """
+    room, load = (problem.most - held).T.tolist(), loads.T.tolist()
+    ready: list[tuple[float, int]] = [(sum(own), place) for place, own in enumerate(load)]
+    ready.sort()
+    full: list[tuple[int, float, int]] = []  # as of `_by_seconds`
+    found: Dealt = []
+    tokens, seconds = problem.tokens.tolist(), problem.seconds.tolist()
+    for item in items:
+        size = tokens[item]
+        while full and -full[0][0] >= size:
+            _, total, place = heappop(full)
+            heappush(ready, (total, place))
+        while ready and max(room[ready[0][1]]) < size:
+            total, place = heappop(ready)
+            heappush(full, (-max(room[place]), total, place))
+        if not ready:
+            return None
+        total, place = heappop(ready)
+        rooms, of = room[place], load[place]
+        at = min((at for at, left in enumerate(rooms) if left >= size), key=of.__getitem__)
+        rooms[at] -= size
+        of[at] += seconds[item]
+        found.append((at, place))
+        heappush(ready, (total + seconds[item], place))
+    return found
 
 
 def _by_tokens(problem: MicrobatchesProblem, items: Sequence[int], held: Ints) -> list[int] | None:

@@ -8,8 +8,6 @@ paper) and HiGHS solve the same problem as a program: the same cost and tokens b
 perhaps by other moves.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass
@@ -29,13 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def solve(
-    held: Ints,
-    node_size: int,
-    *,
-    intra_s: float,
-    inter_s: float,
-    align: int = 1,
-    solver: Solver = "exact",
+    held: Ints, node_size: int, *, intra_s: float, inter_s: float, align: int = 1, solver: Solver = "exact"
 ) -> Ints:
     """The moves, sorted rows (src, dst, tokens) [n, 3], that even out `held` [d] tokens per rank at
     the least cost.
@@ -56,7 +48,7 @@ def solve(
     return moves[np.lexsort((moves[:, Move.DST], moves[:, Move.SRC]))]
 
 
-def _moves(problem: _RemapProblem, solver: Solver) -> Ints:
+def _moves(problem: "_RemapProblem", solver: Solver) -> Ints:
     if solver != "exact":
         try:
             return _solve_program(problem, solver)

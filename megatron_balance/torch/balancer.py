@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import accumulate, chain, islice, pairwise
+from pathlib import Path
 from typing import Any, Self, TypeVar, get_args
 
 import numpy as np
@@ -24,11 +25,12 @@ from megatron_balance.ir.forest import Tree, checked
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths, StepPlan
-from megatron_balance.planning.choice import choose_planner
+from megatron_balance.planning.choice import Run, choose_planner, planning_cost, to_yaml
 from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.movers import build_variants
+from megatron_balance.runtime.recorder import Counters
 from megatron_balance.torch import documents
 from megatron_balance.torch.batch import BalancedBatch, Dealt, LossScale
 from megatron_balance.torch.documents import LABEL, TOKEN, Document
@@ -36,8 +38,9 @@ from megatron_balance.torch.planned import StepPasses, planned_samples
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
 from megatron_balance.torch.settings import Settings, calls_of, model_of
 from megatron_balance.training import tokens
+from megatron_balance.training.figures import JobFacts
 from megatron_balance.training.ledger import HeldDocument, Ledger
-from megatron_balance.training.log import StepTracer
+from megatron_balance.training.log import LogTarget, StepLog, StepTracer
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans, check_agreement
 from megatron_balance.training.pool import Pool, TensorParallel
 from megatron_balance.workloads.rollouts import IGNORED, Rollouts, joined
@@ -135,7 +138,8 @@ class SequenceBalancer:
         self._num_microbatches = 1
         self._plans = self._make_plans(None)
         self._evaluation: StepPlans | None = None
-        self._tracer = _LoopTracer(settings, self.pool, self.device)
+        config = Run(source="", planner=choice, plan_costs=None if costs is None else Path(costs).absolute())
+        self._log = _LoopLog(settings, self.pool, self.device, self.spec, config)
         self._waiting = _Waiting(self.pool.rank)
         self._pending: list[tokens.Sequences] = []
         self._pending_of: documents.Of = "documents"
@@ -289,10 +293,11 @@ class SequenceBalancer:
                 f"expected the same number of microbatches on all ranks that average gradients, got {counts} and up to "
                 f"{most.tolist()}; plan them for all of these, or with min_microbatches"
             )
-        self._tracer.begin_next()
+        self._log.begin_next()
         self.planned = PlannedStep(given.step, 0.0, 0.0, planner=given.step.plans[0].planner)
-        self._tracer.planned(self.planned.planner)
-        update = self._batches(*given.of(given.step), given.form, training=True)
+        of_update = given.of(given.step)
+        self._log.planned(self.planned, of_update[1], self.planned.planner)
+        update = self._batches(*of_update, given.form, training=True)
         forward = update
         if given.step.forward is not None:
             forward = self._batches(*given.of(given.step.forward), given.form, training=False)
@@ -405,7 +410,7 @@ class SequenceBalancer:
         Balancers of the same ranks share process groups. These end with torch.distributed.
         """
         self._plans.close()
-        self._tracer.end()
+        self._log.end()
 
     def __enter__(self) -> Self:
         return self
@@ -543,10 +548,10 @@ class SequenceBalancer:
         if not self._said_idle and (idle := self._idle(self._num_microbatches)) and self.pool.rank == 0:
             log.warning("%s", idle)
         self._said_idle = True
-        self._tracer.begin_next()
+        self._log.begin_next()
         lengths, trees = dealing.shared.lengths, dealing.shared.trees
         self.planned = planned = self._plans.plan(lengths, trees, may_delay=may_delay)
-        self._tracer.planned(self.spec.name)
+        self._log.planned(planned, dealing.shared, self.spec.name)
         batches = self._deal(dealing, planned, training=True)
         self._at += self._num_microbatches
         for number in [each for each in self._known if each < self._at]:  # also of steps that could not be planned
@@ -643,7 +648,7 @@ class SequenceBalancer:
         number: int,
         training: bool,
     ) -> Bound:
-        recorder = self._tracer.recorder if training else None
+        recorder = self._log.tracer.recorder if training else None
         build_variants(device, dtype, shape, self.settings.gradient_wire)
         bound = bind(
             plan,
@@ -657,6 +662,8 @@ class SequenceBalancer:
             gradient_wire=self.settings.gradient_wire,
             phases=BOTH_PHASES if training else ("forward",),
         )
+        if training:
+            self._log.counters.append(bound.counters)
         if recorder is None:
             return bound
         recorder.watch(self.pool.groups.streams)
@@ -766,37 +773,56 @@ class _Waiting:
 log = logging.getLogger(__name__)
 
 
-class _LoopTracer(StepTracer):
-    """Traces of this rank. All ranks of the job trace the same steps, counted from 1."""
+class _LoopLog(StepLog):
+    """Records and traces of this rank. All ranks of the job log the same steps, counted from 1."""
 
-    def __init__(self, settings: Settings, pool: Pool, device: torch.device) -> None:
+    def __init__(self, settings: Settings, pool: Pool, device: torch.device, spec: PlanSpec, config: Run) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        super().__init__(settings.trace_folder, settings.trace_steps, rank)
-        on_device = device.type == "cuda"
-        node = rank // pool.ranks_per_node
-        self.place(lambda: node, lambda: CudaStreams({}, ()) if on_device else None)
-        self._number = 0
+        tracer = StepTracer(settings.trace_folder, settings.trace_steps, rank)
+        on_device, node = device.type == "cuda", rank // pool.ranks_per_node
+        tracer.place(lambda: node, lambda: CudaStreams({}, ()) if on_device else None)
+        folder = None if settings.log_folder is None else Path(settings.log_folder)
+        super().__init__(LogTarget(folder, to_yaml(config), writes=rank == 0, tracer=tracer))
+        self._folder, self._groups, self._number = folder, pool.groups, 0
         self._hooks: list[RemovableHandle] = []
+        self._planned: tuple[PlannedStep, tokens.PoolLengths] | None = None
+        self.counters: list[Counters] = []  # of the plans that were looked up for the step at hand
+        if folder is not None:
+            self.describe(JobFacts(pool, spec.model, planning_cost(spec.cluster, spec.model, spec.plan_costs)), device)
 
     def begin_next(self) -> None:
-        """Begin a training step; collective over the job if it is traced."""
+        """Begin a training step; collective over the job if it is traced, or steps are recorded."""
         self.end()
+        self._computed()
+        self._over()  # of a step without an optimizer's, as where a trainer accumulates
         self._number += 1
         self.begin(self._number)
-        if self.recorder is not None:
+        if self.tracer.recorder is not None or self._folder is not None:
             self._hooks = [
-                register_optimizer_step_pre_hook(lambda *_: self.ran()),
-                register_optimizer_step_post_hook(self._stepped),
+                register_optimizer_step_pre_hook(lambda *_: self._computed()),
+                register_optimizer_step_post_hook(lambda *_: self._over()),
             ]
+
+    def planned(self, planned: PlannedStep, shared: tokens.PoolLengths, planner: str) -> None:
+        self._planned, self.counters = (planned, shared), []
+        self.tracer.planned(planner)
 
     def end(self) -> None:
         """Give up the trace of a step whose optimizer made no step; the log says so."""
         for each in self._hooks:  # not by a hook itself: torch may be going through them
             each.remove()
         self._hooks = []
-        if self.recorder is not None:
+        if self.tracer.recorder is not None:
             log.warning("step %d is not traced: no optimizer of torch.optim made a step in it", self._number)
-            self.finish()
+            self.tracer.finish()
 
-    def _stepped(self, *_: Any) -> None:
-        self.finish()
+    def _computed(self) -> None:
+        if self._planned is not None:
+            self.ran(*self._planned, self.counters)
+
+    def _over(self) -> None:
+        """The first optimizer has made its step, or the next step begins."""
+        if self._planned is not None:
+            self._planned = None
+            with self._groups.inside("the record of a step"):
+                self.finish(self._number, None, None)

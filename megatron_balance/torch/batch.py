@@ -35,6 +35,7 @@ from megatron_balance.runtime.bind import AttentionShape, Bound
 from megatron_balance.runtime.kernels.recurrence import AffineRecurrence
 from megatron_balance.runtime.recurrent import RecurrentBound, causal_convolution, recurrent_layer
 from megatron_balance.torch import compiled
+from megatron_balance.torch.losses import Losses
 from megatron_balance.training.binding import RecurrentBounds
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
@@ -121,7 +122,7 @@ class BalancedBatch:
 
     rollouts: Rollouts | None = None
     rollout_numbers: tuple[int, ...] = ()
-    as_losses = False  # whether the forward at hand gives losses in place of logits (`hf.inputs`)
+    as_losses: Losses = False  # what the forward at hand gives in place of logits (`hf.inputs`)
 
     def __init__(  # noqa: PLR0913  the balancer alone makes it
         self,

@@ -11,8 +11,6 @@ Shapes: q [T, H, D], k [T, G, D], v [T, G, V], rows of padding included; output 
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  arguments are an operator's, and those of its fake implementation
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from itertools import count

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, groupby
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from megatron_balance.torch import mixers, positions
 from megatron_balance.torch.balancer import SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch, balanced_attention
 from megatron_balance.torch.leaks import LeakCheck, Leaks
-from megatron_balance.torch.losses import TokenLosses, token_losses
+from megatron_balance.torch.losses import LigerLoss, Losses, TokenLosses, liger_loss, token_losses
 from megatron_balance.torch.settings import check_layer
 
 NAME = "balanced"  # of the attention, as `attn_implementation` takes it
@@ -103,12 +103,13 @@ def _check_tables(model: type) -> None:
                 )
 
 
-def _head(head: torch.nn.Linear, hidden: Tensor) -> Tensor | TokenLosses:
-    """The forward of a model's head: logits, or what `inputs(batch, losses=True)` asks for."""
+def _head(head: torch.nn.Linear, hidden: Tensor) -> Tensor | TokenLosses | LigerLoss:
+    """The forward of a model's head: logits, or what `inputs(batch, losses=...)` asks for."""
     batch = positions.running(head)
     if batch is None or not batch.as_losses:
         return type(head).forward(head, hidden)
-    return token_losses(hidden, head.weight, batch.labels, bias=head.bias)
+    made = liger_loss if batch.as_losses == "liger" else token_losses
+    return made(hidden, head.weight, batch.labels, bias=head.bias)
 
 
 def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -118,7 +119,7 @@ def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[st
         if any(map(_are_masks, (*args, given.get("attention_mask")))):
             raise ConfigError(f"expected no attention masks beside a batch, got a dict of them. {_NO_MASK}")
         _check_positions(model, args, given)  # pyright: ignore[reportCallIssue]
-        given[NAME].as_losses = LOSSES in given
+        given[NAME].as_losses = given.get(LOSSES, False)
     positions.begin_forward(model, given.get(NAME))
 
 
@@ -215,15 +216,18 @@ class _MaskRequest(_Refusing):
         return _MaskRequest(self.mask, self.limits | limits, hides=hides, blocks=around.blocks)
 
 
-def inputs(batch: BalancedBatch, *, losses: bool = False) -> dict[str, Any]:
+def inputs(batch: BalancedBatch, *, losses: Losses = False) -> dict[str, Any]:
     """Arguments of a model's forward: a batch of one row, without a cache of keys and values.
     Whoever gives the model `labels` beside them gets an error: its own loss would be another.
 
-    `losses`: the output's `logits` are `TokenLosses` of the batch's labels, made by chunks of rows.
-    ConfigError: no batch; in the forward, a model that computes with its logits.
+    `losses`: the output's `logits` are `TokenLosses` of the batch's labels, made by chunks of rows;
+    "liger": a `LigerLoss`, made by Liger's kernel. ConfigError: no batch; in the forward, a model that
+    computes with its logits, or no such kernel.
     """
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}")
+    if losses not in get_args(Losses):
+        raise ConfigError(f'losses: expected True, False or "liger", got {losses!r}')
     positions.announce(batch)
     return _ForwardInputs(
         {
@@ -232,7 +236,7 @@ def inputs(batch: BalancedBatch, *, losses: bool = False) -> dict[str, Any]:
             "use_cache": False,
             "num_items_in_batch": _OwnLoss(),
             NAME: batch,
-            **({LOSSES: True} if losses else {}),
+            **({LOSSES: losses} if losses else {}),
         }
     )
 

@@ -1,7 +1,5 @@
 """Do documents stay apart in a model? By what its outputs do, whatever its layers are called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

@@ -5,7 +5,8 @@ The head is applied to some rows at a time, forward, and again backward. What it
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.workloads.rollouts import IGNORED
 
 CHUNK = 1024  # rows whose logits are in memory at a time
+LIGER = ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")  # of liger-kernel 0.8.5
+LIGER_DEVICES = ("cuda",)
+Losses: TypeAlias = Literal[False, True, "liger"]  # in place of logits: none, in chunks, by Liger's kernel
 
 
 class TokenLosses(NamedTuple):
@@ -39,6 +43,19 @@ class TokenLosses(NamedTuple):
         )
 
     __truediv__ = __mul__ = __rmul__ = _refuse  # pyright: ignore[reportAssignmentType]
+
+
+class LigerLoss(NamedTuple):
+    """The sum over the labels that count, as `TokenLosses.loss`: all that Liger's kernel gives."""
+
+    loss: Tensor
+
+    @property
+    def log_probs(self) -> NoReturn:
+        raise ConfigError("Liger's kernel gives the loss alone; for log-probabilities and entropies take losses=True")
+
+    entropies = log_probs
+    __truediv__ = __mul__ = __rmul__ = TokenLosses._refuse  # pyright: ignore[reportAssignmentType]
 
 
 def token_losses(
@@ -64,14 +81,41 @@ def token_losses(
     Raises:
         ConfigError: other shapes or types; a temperature or a chunk that is not above 0.
     """
+    if not temperature > 0 or chunk < 1:
+        raise ConfigError(f"expected a temperature and a chunk above 0, got {temperature} and {chunk}")
+    rows, weight, bias, ranks = _operands(hidden, weight, labels, bias)
+    with torch.autocast(rows.device.type, enabled=False):
+        return TokenLosses(*_InChunks.apply(rows, weight, bias, labels, (1 / temperature, chunk, ranks)))
+
+
+def liger_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None) -> LigerLoss:
+    """As `token_losses`, by Liger's kernel, which makes the gradients in the forward. ConfigError: as
+    there; tensors that are on no GPU; liger-kernel is not installed.
+    """
+    rows, weight, bias, ranks = _operands(hidden, weight, labels, bias)
+    if rows.device.type not in LIGER_DEVICES:
+        raise ConfigError(f'losses="liger": expected tensors on a GPU, got {rows.device}; take losses=True')
+    try:
+        kernel = getattr(import_module(LIGER[0]), LIGER[1])
+    except ImportError as error:
+        raise ConfigError(f'losses="liger": {error}; install liger-kernel, or take losses=True') from None
+    for each in (weight, bias) if ranks > 1 else ():
+        if each is not None and each.requires_grad:
+            each.register_hook(lambda grad: grad / ranks)
+    with torch.autocast(rows.device.type, enabled=False):
+        return LigerLoss(kernel(rows, weight, labels, bias, reduction="sum", accum_dtype=torch.float32))
+
+
+def _operands(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Rows, a head and a bias, whole and of one type; how many ranks average their gradients."""
     rows = hidden[0] if hidden.ndim == 3 and len(hidden) == 1 else hidden
     if rows.ndim != 2 or weight.ndim != 2 or rows.shape[1] != weight.shape[1] or labels.shape != rows.shape[:1]:
         raise ConfigError(
             f"expected hidden states [T, C], a head [V, C] and labels [T], got {list(hidden.shape)}, "
             f"{list(weight.shape)} and {list(labels.shape)}"
         )
-    if not temperature > 0 or chunk < 1:
-        raise ConfigError(f"expected a temperature and a chunk above 0, got {temperature} and {chunk}")
     device = rows.device.type
     ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1
     weight, bias = _gathered(weight), None if bias is None else _gathered(bias)
@@ -80,8 +124,7 @@ def token_losses(
         rows, weight, bias = rows.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
     if rows.dtype != weight.dtype:
         raise ConfigError(f"expected hidden states and a head of one type, got {rows.dtype} and {weight.dtype}")
-    with torch.autocast(device, enabled=False):
-        return TokenLosses(*_InChunks.apply(rows, weight, bias, labels, (1 / temperature, chunk, ranks)))
+    return rows, weight, bias, ranks
 
 
 def _gathered(weight: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ the filter of keywords that Transformers has around them: in a mixer that runs u
 compute each document by itself, wherever its tokens lie; anywhere else they are what they were.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable
@@ -35,10 +33,7 @@ _CONVOLUTION = "causal_conv1d_fn"
 _FUSED = "mamba2_split_conv1d_scan_combined"  # of Mamba-2 in training: None says that there is none
 
 # Names in the forward of modules that mix tokens where a plan cannot reach, and what they are.
-UNREACHED = {
-    **dict.fromkeys(("mamba_selective_scan", "mamba_inner_fn"), "Mamba-1"),
-    "rwkv_linear_attention": "RWKV",
-}
+UNREACHED = {**dict.fromkeys(("mamba_selective_scan", "mamba_inner_fn"), "Mamba-1"), "rwkv_linear_attention": "RWKV"}
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """The samples of a step that its driver planned, as the ranks of a pool give them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

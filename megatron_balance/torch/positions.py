@@ -11,8 +11,6 @@ The modules that need it are given another `forward` when a model is made with b
 reaches them through an unmodified model; on any other positions it is the module's own.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys
@@ -43,7 +41,7 @@ class _Treated:
 
     batch: Callable[[], BalancedBatch | None] | None = None
 
-    def __reduce__(self) -> tuple[type[_Treated], tuple[()]]:  # models are copied and saved; batches are not
+    def __reduce__(self) -> "tuple[type[_Treated], tuple[()]]":  # models are copied and saved; batches are not
         return _Treated, ()
 
 

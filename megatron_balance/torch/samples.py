@@ -4,8 +4,6 @@ The samples of a call lose their padding and are dealt to the ranks, the model r
 the trainer reads of its output comes back by sample, padded as it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -187,7 +185,7 @@ class _PaddedSamples:
     mask: Tensor
 
     @classmethod
-    def read(cls, given: dict[str, Any]) -> _PaddedSamples:
+    def read(cls, given: dict[str, Any]) -> "_PaddedSamples":
         """Those of a model's call. ConfigError: more than tokens. DataError: padding inside of them,
         labels that are none of theirs.
         """

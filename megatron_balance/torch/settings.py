@@ -48,6 +48,8 @@ class Settings:
         device: of the batches; None: of the mesh.
         prove_every: the process that plans ahead (`SequenceBalancer.steps`) proves the plans of the
             first steps and then of every so many, while nobody waits for it; 0: of none.
+        log_folder: where the first rank writes a record of every training step of the balancer, with a
+            figure of each rank, for `megatron-balance report`; None: nowhere.
         trace_steps: training steps of the balancer, counted from 1, of which every rank writes a
             trace. All ranks of the job wait for one another at the beginning of each.
         trace_folder: where to; `megatron-balance trace` joins its files.
@@ -67,6 +69,7 @@ class Settings:
     compiled: bool = False
     device: torch.device | str | None = None
     prove_every: int = 100
+    log_folder: str | Path | None = None
     trace_steps: tuple[int, ...] = ()
     trace_folder: str | Path | None = None
 
@@ -112,8 +115,9 @@ class Settings:
             raise ConfigError(f"trace_steps: expected numbers of steps, got {self.trace_steps!r}")
         for step in self.trace_steps:
             at_least(1, "trace_steps", step)
-        if not isinstance(self.trace_folder, (str, Path, NoneType)):
-            raise ConfigError(f"trace_folder: expected a folder, got {self.trace_folder!r}")
+        for name in ("log_folder", "trace_folder"):
+            if not isinstance(getattr(self, name), (str, Path, NoneType)):
+                raise ConfigError(f"{name}: expected a folder, got {getattr(self, name)!r}")
         if self.trace_steps and self.trace_folder is None:
             raise ConfigError(f"trace_steps {list(self.trace_steps)}: give trace_folder too, where traces go")
 

@@ -7,8 +7,6 @@ validator whose `post_dataloading_process` deals what the ranks read.
 Written for torchtitan 0.3 (docs/titan.md).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -32,7 +33,7 @@ from megatron_balance.files import json_text
 from megatron_balance.torch import hf, samples
 from megatron_balance.torch.balancer import DEFAULTS, SequenceBalancer
 from megatron_balance.torch.batch import BalancedBatch
-from megatron_balance.torch.losses import TokenLosses
+from megatron_balance.torch.losses import LigerLoss, Losses, TokenLosses
 from megatron_balance.torch.samples import dealt, unwrapped
 from megatron_balance.torch.settings import Settings
 from megatron_balance.workloads.rollouts import IGNORED
@@ -53,7 +54,7 @@ def balance(
     *,
     settings: Settings = DEFAULTS,
     accept: Collection[str] = (),
-    losses: bool = False,
+    losses: Losses = False,
     max_tokens: int | None = None,
     **options: Any,
 ) -> _Trainer:
@@ -70,7 +71,7 @@ def balance(
         accept: see `SequenceBalancer`. Such a model is checked (`hf.check`), at the start of `train`
             if it is not on its device yet.
         losses: of Transformers' `Trainer`: compute the loss in chunks of rows, without the logits in
-            memory (`torch.losses`). TRL's trainers have a head that does so.
+            memory (`torch.losses`); "liger": by Liger's kernel. TRL's trainers have such a head.
         max_tokens: of trainers of samples: most tokens of a call on a rank, proved, by plans that a
             driver would make (`rl.plan_step`); calls with the same samples then share one plan.
         options: of the planner.
@@ -97,7 +98,7 @@ class BalancedTrainer(_Base):
     balancer: SequenceBalancer
     _by_samples = False  # calls of the model are dealt, not what is read
     _remainder: samples.Remainder  # of such a trainer
-    _losses = False  # the model gives losses in place of logits
+    _losses: Losses = False  # that the model gives in place of logits
     _batch: BalancedBatch  # the rows of the microbatch at hand
     model: Any
     accelerator: Any
@@ -107,7 +108,7 @@ class BalancedTrainer(_Base):
         """Build the trainer, and balance it."""
         super().__init__(*args, **given)
         options = dict(balanced or {})
-        self._losses = bool(options.pop("losses", False))
+        self._losses = options.pop("losses", False)
         _check(self, self._losses)
         planner, settings = options.pop("planner", "zeppelin"), options.pop("settings", DEFAULTS)
         _begin(self, planner, settings, options.pop("accept", ()), options.pop("max_tokens", None), options)
@@ -131,16 +132,17 @@ class BalancedTrainer(_Base):
                 )
             dataset = _WholeStream(dataset)
         loader = super()._get_dataloader(dataset, *args, **given)
-        if self._by_samples:
-            sampler = loader.batch_sampler
-            if isinstance(sampler, BatchSamplerShard) and _kind(self) in WITH_REMAINDER:
-                sampler.__class__ = _RemainderToAll
+        whole = _kind(self) in WITH_REMAINDER
+        if self._by_samples and not whole:
             return loader
         # Accelerate's own, which repeats documents where the ranks' last batches differ.
         if isinstance(loader.dataset, IterableDatasetShard):
-            loader.dataset.__class__ = _EachOnce
+            loader.dataset.__class__ = _RemainderOfStream if whole else _EachOnce
+            if whole:
+                base = cast("Any", loader).base_dataloader
+                base.collate_fn = partial(_of_remainder, base.collate_fn)
         elif isinstance(loader.batch_sampler, BatchSamplerShard):
-            loader.batch_sampler.__class__ = _AllInStep
+            loader.batch_sampler.__class__ = _RemainderToAll if whole else _AllInStep
         return loader
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +163,7 @@ class BalancedTrainer(_Base):
         if self._by_samples:
             read, several = self.accelerator.gradient_state, self.accelerator.num_processes > 1
             # Accumulated batches are read at once: those before a remainder see the end, too.
-            last = several and read.end_of_dataloader and read.remainder > 0
+            last = several and read.end_of_dataloader and read.remainder != 0  # -1: of a stream
             self._remainder.expected = last and _kind(self) in WITH_REMAINDER
             with _whole(self.accelerator):
                 made = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -182,6 +184,22 @@ class BalancedTrainer(_Base):
     def _count_tokens(self, trained: int) -> None:
         self._total_train_tokens = trained
         self._metrics["train"]["num_tokens"] = [trained]
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        super()._track_num_input_tokens(self._counted(inputs))
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Theirs; of a remainder once."""
+        return super().floating_point_ops(self._counted(inputs))
+
+    def _counted(self, inputs: Any) -> Any:
+        """The tokens of a batch that this rank counts: a remainder's once for all ranks."""
+        if "input_ids" not in inputs:
+            return inputs
+        ids, mask = (inputs.get(name) for name in ("input_ids", "attention_mask"))
+        none = self._by_samples and self._remainder.found and self.accelerator.process_index > 0
+        mask = torch.ones_like(ids) if mask is None else mask
+        return {"input_ids": ids[:0], "attention_mask": mask[:0]} if none else {**inputs, "attention_mask": mask}
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -281,20 +299,20 @@ class _CheckedAtStart(TrainerCallback):
         hf.check(given["model"], self._balancer)
 
 
-def _mean_loss(logits: TokenLosses, *_: Any, num_items_in_batch: Any, **__: Any) -> Tensor:
-    """The loss of Transformers' models, of what `hf.inputs(batch, losses=True)` makes of logits."""
+def _mean_loss(logits: TokenLosses | LigerLoss, *_: Any, num_items_in_batch: Any, **__: Any) -> Tensor:
+    """The loss of Transformers' models, of what `hf.inputs(batch, losses=...)` makes of logits."""
     return logits.loss / num_items_in_batch
 
 
-def _check(trainer: Any, losses: bool) -> None:
+def _check(trainer: Any, losses: Losses) -> None:
     """Refuse what would not be balanced, or silently be another run than that of one rank."""
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"expected a Trainer of Transformers or TRL, got {type(trainer).__name__}")
     wrong = {what: do for what, do, asked in _unlike(trainer) if asked}
     if losses and _kind(trainer) != Trainer.__name__:
-        wrong["losses=True"] = "Leave it out: TRL's head does so already"
+        wrong[f"losses={losses}"] = "Leave it out: TRL's head does so already"
     if losses and trainer.compute_metrics is not None:
-        wrong["losses=True beside compute_metrics"] = "Leave out one: metrics are of logits"
+        wrong[f"losses={losses} beside compute_metrics"] = "Leave out one: metrics are of logits"
     if wrong:
         raise ConfigError(
             f"{type(trainer).__name__} asks for {', '.join(wrong)}, which balanced documents do not have. "
@@ -563,17 +581,31 @@ class _EachOnce(IterableDatasetShard):
 
     def __iter__(self) -> Iterator[Any]:
         """Every round, this rank's batch."""
-        mine: list[Any] = []
-        at = 0
-        first = self.process_index * self.batch_size
-        whole = self.num_processes * self.batch_size
-        for each in self.dataset:
-            if 0 <= at - first < self.batch_size:
-                mine.append(each)
-            at += 1
-            if at == whole:
-                yield from mine
-                mine, at = [], 0
-        if at and not self.drop_last:
-            yield from mine
-            yield from [None] * (self.batch_size - len(mine))
+        stream, whole = iter(self.dataset), self.num_processes * self.batch_size
+        while held := list(islice(stream, whole)):
+            first = self.process_index * self.batch_size
+            own = held[first : first + self.batch_size]
+            if len(held) == whole:
+                yield from own
+            elif not self.drop_last:
+                yield from self._last(held, own)
+
+    def _last(self, held: list[Any], own: list[Any]) -> list[Any]:
+        """The items of a round that has not as many for each rank."""
+        del held
+        return own + [None] * (self.batch_size - len(own))
+
+
+class _RemainderOfStream(_EachOnce):
+    """As `_EachOnce`, but where a round has not as many for each rank, all of it, as one item, for
+    every rank.
+    """
+
+    def _last(self, held: list[Any], own: list[Any]) -> list[Any]:
+        del own
+        return [held]
+
+
+def _of_remainder(collate: Callable[[Any], Any], items: Sequence[Any]) -> Any:
+    """A batch of a stream that `_RemainderOfStream` reads."""
+    return collate(items[0] if isinstance(items[0], list) else items)

@@ -1,7 +1,5 @@
 """Plans bound for this rank with what is the same for all of a job's plans."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -163,16 +161,12 @@ class RecurrentBounds:
 
     @classmethod
     def of_plan(
-        cls,
-        plan: MicrobatchPlan,
-        groups: Groups,
-        device: torch.device | str = "cpu",
-        wire: torch.dtype | None = None,
-    ) -> RecurrentBounds:
+        cls, plan: MicrobatchPlan, groups: Groups, device: torch.device | str = "cpu", wire: torch.dtype | None = None
+    ) -> "RecurrentBounds":
         return cls(partial(compile_recurrent, plan), groups, device, wire)
 
     @classmethod
-    def alone(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> RecurrentBounds:
+    def alone(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "RecurrentBounds":
         """Of one rank that has whole sequences, one behind the other."""
         owned = [Rows.of(Fragment.WIDTH, [(seq, 0, length) for seq, length in enumerate(lengths)])]
         return cls(partial(program_of, lengths, owned), single(), device)

@@ -1,7 +1,5 @@
 """The figures of a training step: loads before and after planning, traffic, a predicted time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -38,7 +36,7 @@ class JobFacts:
     cost: Cost
     num_chunks: int = 1
     # Facts of each pipeline of a strategy; empty where they are the job's.
-    of_strategy: Callable[[Strategy | None], Sequence[JobFacts]] = lambda _: ()
+    of_strategy: "Callable[[Strategy | None], Sequence[JobFacts]]" = lambda _: ()
     stages: int | None = None  # pipeline stages; None: those of the pool
     tensor: int = 1  # GPUs of a rank, where pipelines differ in them
 

@@ -2,8 +2,6 @@
 and by facts that the ranks agreed on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -33,7 +31,7 @@ class AgreedMemory:
     state_bytes: tuple[float, ...]
 
     @classmethod
-    def agreed(cls, stage: int, memory_bytes: float | None, state_bytes: float) -> AgreedMemory:
+    def agreed(cls, stage: int, memory_bytes: float | None, state_bytes: float) -> "AgreedMemory":
         """The memory of all ranks of the job, of what this one reads. Collective over the world."""
         mine = (stage, memory_bytes, state_bytes)
         everyone = [mine] * dist.get_world_size()
@@ -41,7 +39,7 @@ class AgreedMemory:
         return cls.of(everyone)
 
     @classmethod
-    def of(cls, ranks: Sequence[tuple[int, float | None, float]]) -> AgreedMemory:
+    def of(cls, ranks: Sequence[tuple[int, float | None, float]]) -> "AgreedMemory":
         known = [memory for _, memory, _ in ranks if memory is not None]
         stages = range(1 + max(stage for stage, _, _ in ranks))
         state = tuple(max((held for at, _, held in ranks if at == stage), default=0.0) for stage in stages)

@@ -3,8 +3,6 @@ of chosen steps, on every rank a file in `analysis.trace_format`, as simulated s
 (`megatron-balance trace` joins the files of a step).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -300,7 +298,7 @@ class StepLog:
         for write in writers:
             self._write_scalars(write, record, step)
 
-    def _move_steps_from(self, step: int, file: LineFile) -> None:
+    def _move_steps_from(self, step: int, file: "LineFile") -> None:
         self._first = False
         assert self._target.folder is not None
         moved = file.move_from(lambda line: _is_of_step(line, step), self._target.folder / REPLACED_FILE)

@@ -5,8 +5,6 @@ joint pool, stage by stage: what is read and planned is shared over it. Under a 
 are pipelines (docs/adr/0023) a pool reads and plans together, and attends replica by replica.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 from collections import Counter
@@ -60,7 +58,7 @@ class Pool:
         """Pool ranks that are handed a pipeline's tokens, a row for each copy."""
         return (self.ranks_of(pipeline),)
 
-    def exchanges(self, tensor_parallel: TensorParallel) -> bool:
+    def exchanges(self, tensor_parallel: "TensorParallel") -> bool:
         return self.has_tokens and tensor_parallel.is_source
 
     @property
@@ -138,7 +136,7 @@ class StrategyRanks:
         stages = self.strategy.pipelines[pipeline].pipeline
         return tuple(self._row(pipeline, stage, 0) for stage in dict.fromkeys((0, stages - 1)))
 
-    def exchanges(self, tensor_parallel: TensorParallel) -> bool:  # noqa: ARG002  the exchange is one of all ranks
+    def exchanges(self, tensor_parallel: "TensorParallel") -> bool:  # noqa: ARG002  the exchange is one of all ranks
         return True
 
     def _row(self, pipeline: int, stage: int, tensor: int) -> tuple[int, ...]:

@@ -5,8 +5,6 @@ Both ends of a message pack and unpack its rectangles in the link's order, so a 
 alone.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections import Counter
@@ -82,7 +80,7 @@ class WeightExchange:
         group: dist.ProcessGroup,
         device: torch.device,
         apart: Apart = Apart(),
-    ) -> WeightExchange:
+    ) -> "WeightExchange":
         """The exchange of this rank of `group`, which has all ranks of the base. `layout`: the
         base, its shards, and the parameters; `device`: of the messages. Errors as for `link`.
         """

@@ -59,8 +59,6 @@ set's). The bins up to 128k, which sum to 1, as printed; those above, of longer 
 context. Ours, no source.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,7 +107,7 @@ class LogNormal:
     sigma: float
 
     @staticmethod
-    def of_mean(mean: float, sigma: float) -> LogNormal:
+    def of_mean(mean: float, sigma: float) -> "LogNormal":
         """The lognormal with this mean: its median is mean / exp(sigma^2 / 2)."""
         return LogNormal(mean / exp(sigma**2 / 2), sigma)
 

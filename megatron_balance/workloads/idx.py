@@ -15,8 +15,6 @@ anything is trained. A Megatron "sequence" is a part of a document; everywhere e
 a sequence is a document (or a piece cut from one).
 """
 
-from __future__ import annotations
-
 import contextlib
 import filecmp
 import os
@@ -62,7 +60,7 @@ class CorpusIndex:
     """
 
     @classmethod
-    def mapped(cls, prefix: str | os.PathLike[str]) -> CorpusIndex:
+    def mapped(cls, prefix: str | os.PathLike[str]) -> "CorpusIndex":
         """Open the corpus at `prefix`; what the index says of documents is not checked.
 
         Raises:
@@ -89,7 +87,7 @@ class CorpusIndex:
         boundaries = np.frombuffer(body, dtype="<i8", count=num_boundaries, offset=12 * num_sequences)
         return cls(prefix, dtype, lengths, pointers, boundaries)
 
-    def __reduce__(self) -> tuple[Callable[[str], CorpusIndex], tuple[str]]:
+    def __reduce__(self) -> "tuple[Callable[[str], CorpusIndex], tuple[str]]":
         return CorpusIndex.mapped, (self.prefix,)  # a mapped array would be pickled as a copy
 
     def check(self) -> None:
@@ -403,12 +401,7 @@ def _below(folder: Path, suffix: str, leave_out: tuple[str, ...]) -> Iterator[Pa
 
 
 def build(
-    prefix: str,
-    files: Iterable[Path],
-    max_bytes: int | None = None,
-    limit: int | None = None,
-    *,
-    replace: bool = True,
+    prefix: str, files: Iterable[Path], max_bytes: int | None = None, limit: int | None = None, *, replace: bool = True
 ) -> _BuildReport:
     """Write the corpus at `prefix`, one document per file.
 

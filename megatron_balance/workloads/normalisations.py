@@ -6,8 +6,6 @@ ranks, ranks without rollouts. They go to `SequenceBalancer.rollouts(weights=...
 labels of plain documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class CountedTokens:
+class _CountedTokens:
     """Tokens that count of each rollout of a step, `tokens` [n]; its group, `group` [n] from 0 on;
     the constant that one normalisation divides by.
     """
@@ -32,12 +30,12 @@ class CountedTokens:
     constant: float | None = None
 
 
-def _by_group(counted: CountedTokens) -> Floats:
+def _by_group(counted: _CountedTokens) -> Floats:
     totals = np.bincount(counted.group, counted.tokens)
     return 1 / np.maximum(totals[counted.group] * np.count_nonzero(totals), 1)
 
 
-def _by_constant(counted: CountedTokens) -> Floats:
+def _by_constant(counted: _CountedTokens) -> Floats:
     if counted.constant is None or not 0 < counted.constant < np.inf:
         raise ConfigError(
             f"normalisation constant: expected constant, more than 0, such as the most tokens of a response; got "
@@ -47,7 +45,7 @@ def _by_constant(counted: CountedTokens) -> Floats:
 
 
 # What a token of each rollout counts [n].
-NORMALISATIONS: dict[str, Callable[[CountedTokens], Floats]] = {
+NORMALISATIONS: dict[str, Callable[[_CountedTokens], Floats]] = {
     # DAPO (arXiv 2503.14476, Eq. 8), and a mean over tokens: all tokens of the step alike.
     "token": lambda counted: np.full(len(counted.tokens), 1 / max(1, int(counted.tokens.sum()))),
     # GRPO (arXiv 2402.03300, Eq. 3) and GSPO: rollouts alike, and the tokens of each.
@@ -92,7 +90,7 @@ def token_weights(
     masks = [np.asarray(each, dtype=bool) for each in counts]
     number = {label: at for at, label in enumerate(dict.fromkeys(labels))}
     group = np.array([number[label] for label in labels], dtype=np.int64)
-    factors = NORMALISATIONS[how](CountedTokens(np.array([mask.sum() for mask in masks], np.int64), group, constant))
+    factors = NORMALISATIONS[how](_CountedTokens(np.array([mask.sum() for mask in masks], np.int64), group, constant))
     return [_weights(at, *each) for at, each in enumerate(zip(masks, advantages, factors.tolist(), strict=True))]
 
 

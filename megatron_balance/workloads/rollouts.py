@@ -6,8 +6,6 @@ row has one label, whatever lists it is of; that costs a row a branch. TRL 1.16 
 same rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -99,7 +97,7 @@ class Rollouts:
                 weights = weights[stop - start :]
         return total
 
-    def by_tree(self) -> list[tuple[tuple[int, ...], Rollouts]]:
+    def by_tree(self) -> "list[tuple[tuple[int, ...], Rollouts]]":
         """Of each tree, which of the rollouts are its own, and these alone."""
         bounds = [0, *accumulate(map(num_tokens, self.trees))]
         tree = np.searchsorted(bounds, [path[0][0] for path in self.paths], side="right") - 1
@@ -116,7 +114,7 @@ class Rollouts:
         return trees, self.tokens.tolist(), self.labels.tolist(), [*map(list, self.paths)]
 
     @classmethod
-    def of_state(cls, trees: Any, tokens: Any, labels: Any, paths: Any) -> Rollouts:
+    def of_state(cls, trees: Any, tokens: Any, labels: Any, paths: Any) -> "Rollouts":
         """TypeError or ValueError: no state of rollouts."""
         ids, targets = (np.array(each, dtype=np.int64) for each in (tokens, labels))
         return cls(checked(trees), ids, targets, tuple(tuple((int(a), int(b)) for a, b in path) for path in paths))

@@ -88,7 +88,7 @@ class RolloutShape:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentShape:
+class _AgentShape:
     """Turns of an agent: a system prompt and task, then an action and what it is answered, turn by
     turn; tokens. Before each of `branches` turns, spread over the first half, every trajectory
     parts in two.
@@ -128,7 +128,7 @@ def _above(tokens: int, trees: Sequence[Tree]) -> Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class VideoShape:
+class _VideoShape:
     """A clip whose frames see themselves and those before them; tokens of a frame, and numbers of
     frames.
     """
@@ -145,7 +145,7 @@ class VideoShape:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixShape:
+class _PrefixShape:
     """A prefix that sees itself both ways, and a causal answer of a twentieth of `answer` up to it;
     tokens.
     """
@@ -161,7 +161,7 @@ class PrefixShape:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageShape:
+class _ImageShape:
     """Two images or more in text, each behind a sixteenth of `text` up to it, and as large as
     `image`, a quarter or a sixteenth of it; tokens.
     """
@@ -180,14 +180,14 @@ class ImageShape:
         return tuple(segments)
 
 
-_Shape: TypeAlias = RolloutShape | AgentShape | VideoShape | PrefixShape | ImageShape
+_Shape: TypeAlias = RolloutShape | _AgentShape | _VideoShape | _PrefixShape | _ImageShape
 
 SHAPES: dict[str, _Shape] = {
     "rollouts": RolloutShape(),
-    "agents": AgentShape(),
-    "video": VideoShape(),
-    "prefixes": PrefixShape(),
-    "images": ImageShape(),
+    "agents": _AgentShape(),
+    "video": _VideoShape(),
+    "prefixes": _PrefixShape(),
+    "images": _ImageShape(),
 }
 
 
@@ -221,7 +221,7 @@ def _shape(name: str) -> _Shape:
                 f"--dataset {name}: {entry!r}: expected {kind}:FIELD=NUMBER,... of {', '.join(known)}, each at least 2"
             )
         shape = replace(shape, **{key: number})
-    if isinstance(shape, RolloutShape | VideoShape | PrefixShape) and shape.longest < shape.shortest:
+    if isinstance(shape, RolloutShape | _VideoShape | _PrefixShape) and shape.longest < shape.shortest:
         raise ConfigError(
             f"--dataset {name}: expected shortest at most longest, got {shape.shortest} and {shape.longest}"
         )

@@ -9,7 +9,7 @@ Ray's own hook. With this folder on PYTHONPATH, and both in the job's runtime en
 
 Before an update the buffers of all ranks tell one another their lengths, all make the same plan, and
 whole samples go to the ranks that it says; what they count is OpenRLHF's. Passes without a backward
-are dealt by OpenRLHF's driver. Read, not run: OpenRLHF 0.11.0 (3c3be623 of 2026-08-13).
+are dealt by OpenRLHF's driver. OpenRLHF 0.11.0 (3c3be623): its buffer was run.
 """
 
 from __future__ import annotations

@@ -96,9 +96,10 @@ def planned(args: Any, mesh: dict[str, Any], lengths: list[int], numbers: Sequen
     ranks = data * context
     cluster = load_cluster(getattr(args, "balance_cluster", "h100")).build(num_ranks=ranks, ranks_per_node=ranks)
     options = {"min_microbatches": max(1, min(stages, most)), "multiple_of": multiple}
+    meet = "step" if getattr(args, "expert_model_parallel_size", 1) == 1 else "layer"
     step = rl.plan_step(
         *(lengths, None, cluster, model_of(args)),
-        **{"max_tokens": cap, "context": context, "attend": "context", **options},
+        **{"max_tokens": cap, "context": context, "attend": "context", "meet": meet, **options},
     )
     found = rl.whole_samples(step, context)
     return [[[numbers[sample] for sample in own] for own in of_ranks] for of_ranks in found]

@@ -7,7 +7,7 @@ With this folder on PYTHONPATH, verl imports the file and takes the engine by op
 
 A call of the engine is a step of `rl.plan_step`, which every rank plans from the lengths of all:
 verl cuts mini-batches on its workers, so its driver does not know a call's samples. Losses stay
-verl's, each of the samples that verl gave the rank. Read, not run: verl 0.10.0.dev of 2026-08-22.
+verl's, each of the samples that verl gave the rank. Run on CPUs by verl 0.9.1; read: 0.10.0.dev.
 """
 
 from __future__ import annotations
@@ -90,7 +90,11 @@ def engine_of(base: type[Any]) -> type[Any]:
                 output["model_output"] = {name: each.detach() for name, each in results.items()} if own else {}
                 outputs.append(output)
                 indices.append(own)
-            return together(output_lst=outputs, indices=indices, data=data)
+            output = together(output_lst=outputs, indices=indices, data=data)
+            # verl wants as many values of every rank, and ranks have samples in other microbatches.
+            told = {name: each for name, each in output["metrics"].items() if hasattr(each, "aggregate")}
+            output["metrics"] |= {name: type(each)(each.aggregation, each.aggregate()) for name, each in told.items()}
+            return output
 
         def _results(self, batch: BalancedBatch, lengths: list[int], data: Any) -> dict[str, Any]:
             # Nested results of this rank's samples, and `none`: a 0 with the gradients of all.

@@ -111,11 +111,10 @@ def engine_of(base: type[Any]) -> type[Any]:
             most, ranks = len(lengths) // (data * multiple) * multiple, data * context
             stages = mpu.get_pipeline_model_parallel_world_size()
             cluster = load_cluster(CLUSTER).build(num_ranks=ranks, ranks_per_node=ranks)
-            options = {"min_microbatches": max(1, min(stages, most)), "multiple_of": multiple}
-            step = rl.plan_step(
-                *(lengths, None, cluster, model_of(self.model_config.hf_config)),
-                **{"max_tokens": cap, "context": context, "attend": "context", **options},
-            )
+            meet = "step" if self.engine_config.expert_model_parallel_size == 1 else "layer"
+            options = {"min_microbatches": max(1, min(stages, most)), "multiple_of": multiple, "meet": meet}
+            given = lengths, None, cluster, model_of(self.model_config.hf_config)
+            step = rl.plan_step(*given, max_tokens=cap, context=context, attend="context", **options)
             return rl.whole_samples(step, context)
 
     return BalancedMegatronEngine

@@ -77,7 +77,8 @@ MORE_BRANCHES = [
 
 @pytest.mark.parametrize("ways", [BRANCHES, pytest.param(MORE_BRANCHES, marks=pytest.mark.product)], ids=len)
 def test_rollouts_as_trees_are_those_of_each_by_itself(world: Pool, ways: list[Hybrid]) -> None:
-    for found in world.run(hybrid_jobs.branches, RANKS, ways):
+    wanted = [hybrid_jobs.each_alone(way.model, RANKS) for way in ways]
+    for found in world.run(hybrid_jobs.branches, RANKS, ways, wanted):
         for way, (loss, gradient, cut) in zip(ways, found, strict=True):
             log.info("%s, rollouts as trees: loss %.1e, gradient %.1e", way.model, loss, gradient)
             assert max(loss, gradient) < 1e-5, way

@@ -1,12 +1,13 @@
 """Steps of reinforcement learning by a driver's plan give the losses and gradients of one rank."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
 
 from megatron_balance.workloads.normalisations import NORMALISATIONS
-from tests.support import rl_jobs, rl_libraries, verl_jobs
+from tests.support import rl_jobs, rl_libraries, verl_engines, verl_jobs
 from tests.support.pool import Pool
 from tests.support.rl_jobs import Case
 
@@ -105,6 +106,28 @@ def test_verls_engine_with_plans_gives_the_results_losses_and_gradients_of_one_r
             rank[-1], ("use_fused_kernels", "multi_modal_inputs", "a temperature", "ulysses"), strict=True
         ):
             assert said in told
+
+
+@pytest.mark.product
+def test_verls_own_worker_and_losses_train_by_our_engine_as_on_one_rank() -> None:
+    # In an environment of verl's (docs/rl.md); one rank has verl's own engine.
+    pytest.importorskip("verl")
+    found: list[Any] = []
+    for ranks, vendor, cap in ((1, verl_engines.THEIRS, 1 << 20), (4, verl_engines.OURS, 128)):
+        pool = Pool(timeout_s=900.0, num_ranks=ranks)
+        found += pool.run(verl_engines.train, ranks, vendor, cap)
+        pool.close()
+    alone, *world = found
+    for rank, (logps, logged, gradients) in enumerate(world):
+        assert len(gradients) == verl_engines.STEPS * verl_engines.EPOCHS
+        for mine, theirs in zip(logps, alone[0], strict=True):
+            assert float((mine - theirs[rank::4]).abs().max()) < 1e-5
+        for mine, theirs in zip(logged, alone[1], strict=True):
+            for name in ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss"):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-5), name
+        for mine, theirs in zip(chain(*gradients), chain(*alone[2]), strict=True):
+            assert float((mine - theirs).abs().max() / theirs.abs().max()) < 1e-5
+    assert min(max(each["actor/pg_clipfrac"]) for each in alone[1]) > 0.1
 
 
 def test_openrlhfs_buffers_give_their_samples_to_the_ranks_of_the_plan_and_count_as_before(world: Pool) -> None:

@@ -1,5 +1,6 @@
 """Balanced training in plain PyTorch gives the losses and gradients of one rank."""
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -155,7 +156,7 @@ def test_every_rank_refuses_what_did_not_reach_the_plan(world: Pool) -> None:
 
 def test_values_of_a_second_model_are_refused_after_those_of_a_balanced_one(world: Pool) -> None:
     pytest.importorskip("transformers")
-    model = torch_jobs.second_llama("eager")
+    model = torch_jobs.tiny("Llama", "eager", 1, max_position_embeddings=1024)
     drawn = [each for each in torch_jobs.documents(0, 0) if len(each) > 1]
     sums = [F.cross_entropy(model(each[None]).logits[0, :-1], each[1:], reduction="sum") for each in drawn]
     right = float(sum(sums)) / sum(len(each) - 1 for each in drawn)
@@ -169,7 +170,7 @@ def test_the_router_loss_is_that_of_one_process_with_all_documents(world: Pool) 
     pytest.importorskip("transformers")
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    model = torch_jobs.mixtral("eager")
+    model = torch_jobs.tiny("Mixtral", "eager", **torch_jobs.MIXTRAL)
     alone = [model(each[None], output_router_logits=True).router_logits for each in torch_jobs.documents(0, 0)]
     joined: Any = tuple(torch.cat(layer) for layer in zip(*alone, strict=True))
     wanted = load_balancing_loss_func(joined, 4, 2)
@@ -224,6 +225,10 @@ def test_a_step_is_traced_as_a_simulated_one(world: Pool, tmp_path: Path) -> Non
     counted = world.run(torch_jobs.trace, RANKS, tmp_path)
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [f"step-2-rank-{r}.json" for r in range(4)]
     assert cli.main(["trace", str(tmp_path), "--out", str(tmp_path / "joined.json")]) == 0
+    first, second = map(json.loads, (tmp_path / "steps.jsonl").read_text().splitlines())
+    assert (first["step"], second["step"], second["num_microbatches"]) == (1, 2, 2)
+    for at, name in enumerate(("bytes_received_forward", "kernel_calls")):
+        assert second["counters"][name] == [each[at] for each in counted]
     found = trace_reader.read((tmp_path / "joined.json").read_text())
     trace_reader.check(tmp_path / "joined.json", found, tmp_path)
     assert found.processes == {rank: f"rank {rank}, node {rank // 2}" for rank in range(4)}

@@ -1,5 +1,6 @@
 """Trainers of Transformers and TRL: four balanced ranks log what one rank alone does."""
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_balance import cli
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.torch.samples import _PaddedSamples
 from megatron_balance.torch.trainer import _Flat, _row
@@ -19,17 +21,20 @@ RANKS = 4
 REENTRANT = (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", {"use_reentrant": True}))
 STOPPING = (("metric_for_best_model", "eval_loss"), ("learning_rate", 0.03), ("eval_steps", 1))
 STOPPING += (("load_best_model_at_end", False),)
+SEEN = (("include_num_input_tokens_seen", "non_padding"),)
+PADDED = (("include_num_input_tokens_seen", "all"), ("pad_to_multiple_of", 512))
 CASES = {
     "sft, evaluated": Case(evaluated=11),
     "trainer, with metrics": Case("trainer", evaluated=11, metrics=True),
-    "trainer, its loss in chunks": Case("trainer", evaluated=11, losses=True),
+    "trainer, its loss in chunks": Case("trainer", evaluated=11, losses=True, args=SEEN),
     "accumulated, the last batch uneven": Case(steps=None, documents=43, args=(("gradient_accumulation_steps", 3),)),
-    "packed": Case(args=(("packing", True), ("packing_strategy", "bfd"))),
+    "packed": Case(args=(("packing", True), ("packing_strategy", "bfd"), ("max_length", 256))),
     "checkpointing": Case(args=(("gradient_checkpointing", True),)),
     "reentrant checkpointing, by the mixin": Case(args=REENTRANT, mixed=True),
     "DPO, the last batch uneven": Case("dpo", steps=None, documents=19, evaluated=11),
     "GRPO with LoRA": Case("grpo", steps=2, documents=8, lora=True, args=(("beta", 0.1), ("temperature", 0.7))),
-    "rewards, two in the last batch": Case("reward", steps=None, documents=18, evaluated=11),
+    "DPO of a stream, the last batch uneven": Case("dpo", documents=11, stream=True, args=SEEN),
+    "rewards, two in the last batch": Case("reward", steps=None, documents=18, evaluated=11, args=PADDED),
     "experts": Case(evaluated=11, experts=True, args=(("loss_type", "dft"), ("router_aux_loss_coef", 0.1))),
     "trainer, experts": Case("trainer", experts=True, args=(("gradient_accumulation_steps", 2),)),
     "stopped early": Case(steps=12, evaluated=11, patience=1, args=STOPPING),
@@ -115,6 +120,18 @@ def test_grpo_by_plans_of_its_driver_is_that_of_one_rank_alone(alone: Pool, worl
             assert worst < 1e-5
         # two updates of the same samples by one plan, and what drew them and the reference by another
         assert (plans, bound) == (updates, updates)
+
+
+def test_a_run_is_reported(world: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs, *_ = world.run(trainer_jobs.recorded, RANKS, str(tmp_path))
+    out = ["--out", str(tmp_path / "page.html"), "--json"]
+    assert cli.main(["report", "--steps", str(tmp_path), *out]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["num_steps"], run["num_ranks"], run["planners"]) == (8, RANKS, {"zeppelin": 8})
+    tokens = [json.loads(line)["num_tokens"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert sum(tokens) == next(each["num_tokens"] for each in reversed(logs) if "num_tokens" in each)
+    assert cli.main(["report", "--run", str(tmp_path), "--planner", "te_ring", *out]) == 0
+    assert {row["planner"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"te_ring", "zeppelin"}
 
 
 def test_packed_documents_do_not_see_one_another(world: Pool) -> None:
@@ -209,8 +226,16 @@ def test_what_would_be_another_run_is_refused(world: Pool) -> None:
 def test_the_example_trains(world: Pool) -> None:
     script = Path(__file__).parents[2] / "scripts" / "examples" / "trl_sft.py"
     assert "torchrun --standalone --nproc-per-node 4 scripts/examples/trl_sft.py" in script.read_text()
-    printed, *_ = world.run(trainer_jobs.example, RANKS, str(script))
+    printed, *_ = world.run(trainer_jobs.example, RANKS, str(script), "--steps", "2")
     assert printed.count("'mean_token_accuracy'") == 2
+
+
+def test_a_loop_of_accelerate_trains_as_one_rank(alone: Pool, world: Pool) -> None:
+    script = str(Path(__file__).parents[2] / "scripts" / "examples" / "accelerate_loop.py")
+    printed, *_ = world.run(trainer_jobs.example, RANKS, script, "--epochs", "2")
+    (expected,) = alone.run(trainer_jobs.documents_alone, 1, script, 2, 8)
+    assert len(expected) == 6
+    assert [float(line.split()[1]) for line in printed.splitlines()] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_collators_padding_is_no_part_of_a_document() -> None:

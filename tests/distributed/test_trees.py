@@ -52,7 +52,7 @@ def most(case: Case) -> float:
 
 def wrong(world: Pool, cases: list[Case]) -> dict[str, float]:
     # Of the cases that differ by more than they may, the largest difference.
-    expected = [tree_jobs.alone(case, world.num_ranks) for case in cases]
+    expected = [tree_jobs.alone(case.model, case.loss, world.num_ranks) for case in cases]
     found: dict[str, float] = {}
     for trained in world.run(tree_jobs.train, world.num_ranks, cases):
         for case, (loss, gradients, _), (whole, alone) in zip(cases, trained, expected, strict=True):
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_rollouts_one_by_one(world: Pool) -> None:
 
 
 def test_trees_wait_and_are_planned_ahead_and_another_planner_goes_on(world: Pool) -> None:
-    whole, alone = tree_jobs.alone(Case(), world.num_ranks)
+    whole, alone = tree_jobs.alone("gpt", "clipped", world.num_ranks)
     counts = [len(of_rank) for of_rank in tree_jobs.drawn(world.num_ranks)]
     for count, runs in zip(counts, world.run(tree_jobs.wait, world.num_ranks, [None, "zeppelin"]), strict=True):
         assert runs[0].held[1] > 0, "nothing waits at the resume"

@@ -14,12 +14,15 @@ from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_balance import launch
-from megatron_balance.config import ClusterChoice, load_cluster
+from megatron_balance.config import ClusterChoice, load_cluster, load_model
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.model import RecurrentLayers
 from megatron_balance.megatron import entry, flags
 from megatron_balance.megatron.flags import add_balance_arguments, check_arguments, device_of, leave_out, row_multiple
-from megatron_balance.megatron.planning import masks_of
+from megatron_balance.megatron.planning import masks_of, planned_model
+from megatron_balance.planning.choice import Run
 from megatron_balance.profiling.machine import Reading, cluster_of
+from megatron_balance.runtime.bind import AttentionShape
 
 WORKS = ("--balance-config", "x.yaml", "--attention-dropout", "0", "--position-embedding-type", "rope")
 EXPERTS = ("--num-experts", "8", "--moe-token-dispatcher-type", "alltoall")
@@ -126,6 +129,38 @@ def test_what_remains_passes_and_what_plans_need_is_the_default() -> None:
     check_arguments(args)
     assert args.calculate_per_token_loss
     assert (args.attention_dropout, args.moe_token_dispatcher_type) == (0, "alltoall")
+
+
+# Nemotron-H-8B's flags in Megatron's examples (post_training/modelopt/conf/nvidia), and those that say
+# what Qwen3-Next-80B-A3B's config.json does.
+NEMOTRON_H = """--bf16 --disable-bias-linear --untie-embeddings-and-output-weights --no-rope-fusion
+--normalization RMSNorm --squared-relu --num-layers 52 --hidden-size 4096 --ffn-hidden-size 21504
+--num-attention-heads 32 --group-query-attention --num-query-groups 8 --mamba-head-dim 64
+--mamba-num-heads 128 --mamba-num-groups 8 --mamba-state-dim 128
+--hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"""
+QWEN3_NEXT = """--bf16 --disable-bias-linear --untie-embeddings-and-output-weights --normalization RMSNorm --swiglu
+--apply-layernorm-1p --qk-layernorm --num-layers 48 --hidden-size 2048 --num-attention-heads 16 --group-query-attention
+--num-query-groups 2 --kv-channels 256 --attention-output-gate --rotary-percent 0.25 --rotary-base 10000000
+--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-conv-kernel-dim 4
+--linear-key-head-dim 128 --linear-value-head-dim 128 --linear-num-key-heads 16 --linear-num-value-heads 32
+--num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512
+--moe-shared-expert-gate --moe-router-load-balancing-type aux_loss --moe-grouped-gemm --mtp-num-layers 1"""
+QWENS = RecurrentLayers("gated_delta", 36, 13, 49, heads=32, value_dim=128, key_heads=16, key_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("words", "heads", "layers"),
+    [
+        (NEMOTRON_H, AttentionShape(32, 8, 128), load_model("nemotron-h-8b").recurrent),
+        (QWEN3_NEXT, AttentionShape(16, 2, 256), QWENS),
+    ],
+    ids=["Nemotron-H", "Qwen3-Next"],
+)
+def test_released_hybrid_models_start_and_plans_see_their_layers(words: str, heads: Any, layers: Any) -> None:
+    args = parse(*words.split())
+    check_arguments(args)
+    args.params_dtype, args.padded_vocab_size = torch.bfloat16, 131072
+    assert planned_model(args, Run(source="x.yaml"), heads, 1).recurrent == layers
 
 
 WINDOWS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [

@@ -90,8 +90,7 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "group_size"),
-    [pytest.param(4, None, marks=PRODUCT), (4, 2), pytest.param(8, 4, marks=PRODUCT)],
+    ("num_ranks", "group_size"), [pytest.param(4, None, marks=PRODUCT), (4, 2), pytest.param(8, 4, marks=PRODUCT)]
 )
 def test_waves_train_like_one_rank(train: Train, one_rank: Run, num_ranks: int, group_size: int | None) -> None:
     # Uneven shares, heads exchanged in groups and keys in waves; remapped too.

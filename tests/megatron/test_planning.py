@@ -346,6 +346,9 @@ def test_recurrent_layers_are_those_of_the_pattern_or_of_the_frequency_of_attent
     of_gpt = RecurrentLayers("gated_delta", 3, 1, 4, 8, 16, key_heads=4, key_dim=12)
     for freq in (4, [1, 1, 1, 0]):
         assert seen(**variant, linear_attention_freq=freq).recurrent == of_gpt
+    # A further token's layer is as the last one, which attends.
+    further = seen(**variant, linear_attention_freq=4, mtp_num_layers=1).recurrent
+    assert further == dataclasses.replace(of_gpt, attention_layers=2, mlp_layers=5)
     assert seen(**mamba, **delta, hybrid_layer_pattern="GG*M").recurrent == RecurrentLayers(
         "gated_delta", 3, 1, 0, 8, 16, key_heads=4, key_dim=12
     )

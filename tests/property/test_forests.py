@@ -108,10 +108,11 @@ def test_layers_under_a_window_have_the_trees_of_the_others():
 
 def test_nano_batches_of_trees_have_one_issue_order():
     rng = random.Random(5)
-    for planner in ("te_ring", "distca", "random_task_table", "random_once_per_node", "gather_documents"):
+    for planner in (*ALL_PLANNERS, *forests.GATHERS):
         cases = [forests.drawn(rng) for _ in range(2)]
         cluster = Cluster(4, 2)
         plans = [forests.planned(planner, forest, replace(case, cluster=cluster)) for forest, case in cases]
+        plans = [forests.with_layers(rng, plan) for plan in plans]
         compiled = [compile_ranks(plan, "replay") for plan in plans]
         phases = batches_of(plans, compiled, ping_pong.forward(2))
         for batches in phases:

@@ -69,10 +69,8 @@ def each_local(count: int) -> tuple[Zone, ...]:
     return tuple(local(at, at) for at in range(count))
 
 
-def task_table(
-    fragments: Iterable[tuple[int, ...]], tasks: Iterable[tuple[int, ...]] = (), name: str = "task_table"
-) -> TaskTable:
+def task_table(fragments: Iterable[tuple[int, ...]], tasks: Iterable[tuple[int, ...]] = ()) -> TaskTable:
     #
     # Args: fragments: (rank, seq, start, stop) of what each rank owns. tasks: (rank, seq, q_start,
-    # q_stop, k_start, k_stop) of what each rank attends. name: of the zone.
-    return TaskTable(name, Rows.of(FRAGMENT_ROW, list(fragments)), Rows.of(TASK_ROW, list(tasks)))
+    # q_stop, k_start, k_stop) of what each rank attends.
+    return TaskTable("task_table", Rows.of(FRAGMENT_ROW, list(fragments)), Rows.of(TASK_ROW, list(tasks)))

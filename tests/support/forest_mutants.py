@@ -11,7 +11,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array, as_rows
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.forest import Forest
-from megatron_balance.ir.program import Attend, AttendGrad, Program
+from megatron_balance.ir.program import Attend, Program
 from megatron_balance.runtime.kernels.base import hidden
 from megatron_balance.runtime.lower import lowering
 from tests.support import forests
@@ -19,13 +19,13 @@ from tests.support import forests
 _HOST = torch.device("cpu")
 
 
-def computed(program: Program, phase: str = "forward") -> list[np.ndarray]:
+def computed(program: Program) -> list[np.ndarray]:
     # How often each (query, key) pair of each sequence is computed, [T, T]: by the entries that the
-    # executor makes of all launches of a phase, as if buffers held whole sequences.
+    # executor makes of all launches forward, as if buffers held whole sequences.
     base = np.cumsum([0, *program.lengths])
     counted = np.zeros((base[-1], base[-1]), dtype=int)
-    for op in getattr(program, phase):
-        if not isinstance(op, Attend | AttendGrad):
+    for op in program.forward:
+        if not isinstance(op, Attend):
             continue
         rows = as_array(op.pairs)
         pairs, launch = lowering._simple_pairs(rows.T, np.zeros(len(rows), dtype=int), program.mask)

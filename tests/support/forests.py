@@ -16,6 +16,7 @@ from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.program import Program
+from megatron_balance.patterns import ONCE_PER_NODE
 from tests.support import by_hand
 from tests.support import dense as masks
 from tests.support.strategies import Case, bare_plan, random_moves
@@ -86,9 +87,12 @@ def planned(planner: str, forest: Forest, case: Case) -> MicrobatchPlan:
 
 
 def with_layers(rng: Random, plan: MicrobatchPlan) -> MicrobatchPlan:
-    # Half of them remapped at random, half of them routed.
+    # Half of them remapped at random, half of them routed; once per node where zones can be.
     if rng.random() < 0.5:
         plan = replace(plan, moves=random_moves(plan, rng.randrange(1 << 16)))
+    if rng.random() < 0.5:
+        zones = (replace(zone, pattern=ONCE_PER_NODE.get(zone.pattern, zone.pattern)) for zone in plan.zones)
+        plan = replace(plan, zones=tuple(zones))
     return replace(plan, routing=Routing(1, (REMAP, *range(len(plan.zones))))) if rng.random() < 0.5 else plan
 
 

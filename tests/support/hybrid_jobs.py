@@ -248,20 +248,27 @@ def rollouts(rank: int) -> list[Tensor]:
     return found
 
 
-def branches(world: World, ways: Sequence[Hybrid]) -> list[tuple[float, float, int]]:
-    # Rollouts as trees against each by itself, of each way: the loss, relative, gradients over the
-    # largest entry, and trees that are cut.
-    return [_branches(world, way) for way in ways]
-
-
-def _branches(world: World, way: Hybrid) -> tuple[float, float, int]:
-    reference, total = make(way.model, "eager"), 0.0
-    for rank in range(world.size):
+def each_alone(name: str, num_ranks: int) -> tuple[float, dict[str, Tensor]]:
+    # The loss of all ranks' rollouts, each by itself, and its gradients.
+    reference, total = make(name, "eager"), 0.0
+    for rank in range(num_ranks):
         for each in rollouts(rank):
             logits = reference(each[None], use_cache=False).logits[0]
             loss = F.cross_entropy(logits[:-1], each[1:], reduction="sum")
             loss.backward()
             total += loss.item()
+    return total, {name: x.grad for name, x in reference.named_parameters() if x.grad is not None}
+
+
+def branches(
+    world: World, ways: Sequence[Hybrid], wanted: Sequence[tuple[float, dict[str, Tensor]]]
+) -> list[tuple[float, float, int]]:
+    # Rollouts as trees against each by itself, of each way: the loss, relative, gradients over the
+    # largest entry, and trees that are cut.
+    return [_branches(world, way, *each) for way, each in zip(ways, wanted, strict=True)]
+
+
+def _branches(world: World, way: Hybrid, total: float, named: dict[str, Tensor]) -> tuple[float, float, int]:
     model, mine = balanced(world, way), rollouts(world.rank)
     settings = Settings(ranks_per_node=max(1, world.size // 2))
     with SequenceBalancer.for_model(model.config, way.planner, settings=settings) as balancer:
@@ -272,7 +279,6 @@ def _branches(world: World, way: Hybrid) -> tuple[float, float, int]:
         cut = sum(sum(each in of for of in owners) > 1 for each in range(len(batch.plan.lengths)))
     value = loss.detach().clone()
     dist.all_reduce(value)
-    named = {name: x.grad for name, x in reference.named_parameters() if x.grad is not None}
     worst, largest = 0.0, max(float(x.abs().max()) for x in named.values())
     for name, parameter in model.named_parameters():
         gradient = torch.zeros(parameter.shape) if parameter.grad is None else _whole(parameter.grad)

@@ -58,12 +58,10 @@ stack = ModuleSpec(
             TransformerLayer, submodules=TransformerLayerSubmodules(self_attention=DELTA_NET, **_ATTENTION)
         ),
         attention_layer=ModuleSpec(
-            TransformerLayer,
-            submodules=TransformerLayerSubmodules(self_attention=_LOCAL.self_attention, **_ATTENTION),
+            TransformerLayer, submodules=TransformerLayerSubmodules(self_attention=_LOCAL.self_attention, **_ATTENTION)
         ),
         mla_layer=ModuleSpec(
-            TransformerLayer,
-            submodules=TransformerLayerSubmodules(self_attention=_LATENT.self_attention, **_ATTENTION),
+            TransformerLayer, submodules=TransformerLayerSubmodules(self_attention=_LATENT.self_attention, **_ATTENTION)
         ),
         mlp_layer=ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(mlp=_LOCAL.mlp, **_MLP)),
         moe_layer=ModuleSpec(

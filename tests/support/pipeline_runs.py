@@ -151,10 +151,10 @@ def gradients(folder: Path, step: int) -> dict[str, list[np.ndarray]]:
     return found
 
 
-def worst_gradient(ours: Path, theirs: Path, step: int, of_theirs: int | None = None) -> float:
+def worst_gradient(ours: Path, theirs: Path, step: int) -> float:
     # The largest difference of two runs' gradients at a step, relative to the largest of its
-    # parameter; `theirs` is of one rank, whose step is `of_theirs`, counted from the run's first.
-    wanted, found = gradients(theirs, of_theirs or step), gradients(ours, step)
+    # parameter; `theirs` is of one rank.
+    wanted, found = gradients(theirs, step), gradients(ours, step)
     assert found.keys() == wanted.keys(), f"parameters {found.keys() ^ wanted.keys()} are in one of the runs alone"
     pairs = ((got, whole) for name, (whole,) in wanted.items() for got in found[name])
     return max(float(np.abs(got - whole).max() / np.abs(whole).max()) for got, whole in pairs)

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -108,9 +109,10 @@ def documents(case: Case) -> list[tuple[Tensor, Tensor]]:
     return [(each, torch.randint(0, VOCABULARY, (len(each),), generator=g)) for each in tokens]
 
 
+@cache
 def alone(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
     # Logits of each document, alone in a model that has seen no other, and gradients of the sum of
-    # losses.
+    # losses; `case`: a model and lengths.
     logits: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
     fresh = make(case)
@@ -184,7 +186,7 @@ def _compared(world: World, case: Case) -> tuple[float, float]:
         logits = model(**hf.inputs(batch)).logits[0]
         F.cross_entropy(logits, batch.labels, reduction="sum").backward()
         found = batch.gather(logits.detach())
-    right, gradients = alone(case)
+    right, gradients = alone(Case(case.model, case.lengths))
     largest = max([0.0, *(difference(a, b) for a, b in zip(found, right[world.rank :: world.size], strict=True))])
     worst = torch.tensor([largest, 0.0])
     named = {name: weights.grad for name, weights in model.named_parameters() if weights.grad is not None}

@@ -7,6 +7,8 @@ import os
 
 # Triton reads it when it is imported, which any job may do first
 os.environ["TRITON_INTERPRET"] = "1"
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a thread would be in the way of forks
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 NEEDED = [
     "torch._dynamo",  # by a dispatch mode
@@ -18,6 +20,9 @@ NEEDED = [
 ]
 if importlib.util.find_spec("triton") is not None:
     NEEDED += ["megatron_balance.runtime.movers.triton.mover", "triton.experimental.gluon"]
+if importlib.util.find_spec("trl") is not None:  # 4 s of processor, which each rank would take
+    NEEDED += ["tests.support.trainer_jobs"]
+    NEEDED += ["transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
 
 for name in NEEDED:
     importlib.import_module(name)

@@ -102,12 +102,7 @@ def batches_of(
     return forward, interleaved(compiled, backward(segments), per_node, backward=True, own_group=own)
 
 
-def calls_of(
-    plans: Sequence[MicrobatchPlan],
-    compiled: Sequence[Sequence[CompiledRank]],
-    segments: Sequence[NanoSegment] | None = None,
-) -> list[list[GroupCall]]:
-    # Group calls of every rank in the forward and then the backward of plans, one layer of each if
-    # no segments are given.
-    phases = batches_of(plans, compiled, segments or one_by_one(1, len(plans)))
+def calls_of(plans: Sequence[MicrobatchPlan], compiled: Sequence[Sequence[CompiledRank]]) -> list[list[GroupCall]]:
+    # Group calls of every rank in the forward and then the backward of plans, one layer of each.
+    phases = batches_of(plans, compiled, one_by_one(1, len(plans)))
     return [group_calls([*ahead, *back]) for ahead, back in zip(*phases, strict=True)]

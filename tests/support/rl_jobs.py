@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from megatron_balance import Cluster, rl
 from megatron_balance.ir import step as steps
@@ -21,7 +20,7 @@ from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings
 from megatron_balance.workloads.normalisations import sequence_ratios, token_weights
 from megatron_balance.workloads.rollouts import as_trees
 from tests.support.pool import World, said
-from tests.support.torch_jobs import MODEL, VOCABULARY
+from tests.support.torch_jobs import MODEL, VOCABULARY, whole
 from tests.support.tree_jobs import EPSILON, Rollout, grpo, logits_of, logp_of, model_of
 
 GROUPS, RESPONSES, EPOCHS, RATE = 4, 4, 2, 0.05
@@ -85,16 +84,12 @@ def alone(name: str) -> list[tuple[float, list[Tensor]]]:
 
 def _descend(model: nn.Module) -> list[Tensor]:
     # The gradients, once they have moved the model.
-    gradients = [_whole(each.grad).clone() for each in model.parameters() if each.grad is not None]
+    gradients = [whole(each.grad).clone() for each in model.parameters() if each.grad is not None]
     with torch.no_grad():
         for each in model.parameters():
             assert each.grad is not None
             each.sub_(each.grad, alpha=RATE)
     return gradients
-
-
-def _whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def samples_of(case: Case) -> list[list[int]]:

@@ -37,6 +37,9 @@ from tools.zoo import Case, Found, run_case
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY, LAYERS = 4, 2, 8, 32, 64, 2
 MODEL = Model(HEADS, KV_HEADS, HEAD_DIM, num_layers=LAYERS, hidden_size=WIDTH, ffn_size=4 * WIDTH)
+# The same of a model of Transformers.
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH}
+SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": LAYERS}
 # Of the documents of a step; the first is longer than a rank's share.
 LENGTHS = (200, 33, 2, 61, 1, 90)
 
@@ -140,19 +143,27 @@ def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def make_model(way: Way, *, balanced: bool) -> nn.Module:
     # The model of a way, with the same parameters on every rank.
-    torch.manual_seed(0)
     if way.model == "gpt":
+        torch.manual_seed(0)
         return Gpt(way.heads, checkpointed=way.checkpointed)
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH}
-    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
-    config = LlamaConfig(**sizes, **heads, num_hidden_layers=LAYERS, max_position_embeddings=1024)
-    config._attn_implementation = hf.register() if balanced else "sdpa"
-    model = LlamaForCausalLM(config)
+    model = tiny("Llama", hf.register() if balanced else "sdpa", max_position_embeddings=1024)
     if way.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def tiny(name: str, attention: str, seed: int = 0, **others: Any) -> Any:
+    # A small model of Transformers, the same on every rank.
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**SIZES | others)
+    config._attn_implementation = attention
+    torch.manual_seed(seed)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def logits_of(way: Way, model: nn.Module, batch: BalancedBatch) -> Tensor:
@@ -256,8 +267,7 @@ def _note(done: Trained, loss: Tensor, model: nn.Module, step: int) -> None:
     done.losses.append(loss.item())
     done.norms.append(norm.sqrt().item())
     if step == 0:
-        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-        done.gradients.update({name: g.clone() for name, g in whole.items()})
+        done.gradients.update({name: whole(g).clone() for name, g in gradients.items()})
 
 
 # How a compiled layer keeps what its attention received: as it is, computed again around or inside
@@ -381,22 +391,14 @@ def zoo(world: World, cases: Sequence[Case]) -> list[Found]:
 def chunked_loss(world: World, vocabulary: int) -> dict[str, tuple[float, float, int, int]]:
     # By how the head is sharded, the largest differences of a Llama's loss and gradients (over the
     # largest entry) by chunks from those of its logits; and peak bytes both ways.
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     found: dict[str, tuple[float, float, int, int]] = {}
     for way in ("alone", "with the model", "by itself", "as a parameter"):
         losses: list[float] = []
         grads: list[dict[str, Tensor]] = []
         peaks: list[int] = []
         for chunked in (True, False):
-            torch.manual_seed(0)
-            sizes: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": WIDTH, "intermediate_size": WIDTH}
-            sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": LAYERS}
-            config = LlamaConfig(**sizes)
-            config._attn_implementation = hf.register()
-            model: Any = LlamaForCausalLM(config)
-            balancer = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))
-            batch = balancer(documents(0, 0)[world.rank :: world.size])
+            model = tiny("Llama", hf.register(), vocab_size=vocabulary, intermediate_size=WIDTH)
+            batch = dealt(world, model)
             if way != "alone":
                 mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_cp",))
                 for part in (*model.model.layers, *([] if way == "with the model" else [model.lm_head, model.model])):
@@ -416,9 +418,7 @@ def chunked_loss(world: World, vocabulary: int) -> dict[str, tuple[float, float,
                 batch.mean_loss(loss).backward()
             peaks.append(counted.peak)
             losses.append(float(batch.global_loss(loss, attended=0)))
-            named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            grads.append({name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in named.items()})
-            balancer.close()
+            grads.append({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
         assert grads[0].keys() == grads[1].keys()
         worst = max(
             float((a - grads[1][name]).abs().max() / grads[1][name].abs().max()) for name, a in grads[0].items()
@@ -550,18 +550,11 @@ def refuse(world: World) -> str:
     return " / ".join(told)
 
 
-def second_llama(attention: str) -> Any:
-    # A Llama with other weights than `make_model`'s.
-    config: Any = make_model(Way(model="llama"), balanced=False).config
-    config._attn_implementation = attention
-    torch.manual_seed(1)
-    return type(make_model(Way(model="llama"), balanced=False))(config)
-
-
 def take_of_second_model(world: World) -> tuple[str, float, float]:
     # Of a Llama on sdpa, whose values are taken after those of a balanced one on the same batch: the
     # complaint; its mean loss, balanced and past the plan.
-    model, past, ours = make_model(Way(model="llama"), balanced=True), second_llama("sdpa"), second_llama(hf.register())
+    model = make_model(Way(model="llama"), balanced=True)
+    past, ours = (tiny("Llama", attention, 1, max_position_embeddings=1024) for attention in ("sdpa", hf.register()))
     batch = dealt(world, model)
 
     def summed(logits: Tensor) -> Tensor:
@@ -575,12 +568,15 @@ def take_of_second_model(world: World) -> tuple[str, float, float]:
     return " / ".join(told), balanced, of_past
 
 
+MIXTRAL = {"intermediate_size": WIDTH, "num_local_experts": 4}
+
+
 def router_loss(world: World) -> tuple[float, Tensor, float]:
     # The router loss of a small Mixtral on all ranks, the gradient of its first router averaged
     # over the ranks, and the mean over ranks of Transformers' own loss.
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    model = mixtral(hf.register())
+    model = tiny("Mixtral", hf.register(), **MIXTRAL)
     batch = dealt(world, model)
     logits = model(**hf.inputs(batch), output_router_logits=True).router_logits
     loss = batch.router_loss(logits, 2)
@@ -589,17 +585,6 @@ def router_loss(world: World) -> tuple[float, Tensor, float]:
     of_ranks: Any = load_balancing_loss_func(logits, 4, 2)
     dist.all_reduce(of_ranks)
     return loss.item(), gradient / world.size, of_ranks.item() / world.size
-
-
-def mixtral(attention: str) -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": WIDTH}
-    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
-    config = MixtralConfig(**sizes, **heads, num_hidden_layers=LAYERS, num_local_experts=4)
-    config._attn_implementation = attention
-    torch.manual_seed(0)
-    return MixtralForCausalLM(config)
 
 
 @dataclass(frozen=True)
@@ -641,7 +626,7 @@ def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
 def trace(world: World, folder: Path) -> tuple[int, int]:
     # Train three steps of two microbatches, of which the second is traced and the third has no
     # optimizer: bytes that this rank received forward in the second, and its attention launches.
-    settings = Settings(ranks_per_node=2, trace_steps=(2, 3), trace_folder=folder)
+    settings = Settings(ranks_per_node=2, trace_steps=(2, 3), trace_folder=folder, log_folder=folder)
     balancer = SequenceBalancer("te_ring", MODEL, settings=settings)
     model = make_model(Way(), balanced=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

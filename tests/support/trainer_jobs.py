@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -57,6 +57,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from megatron_balance import rl
 from megatron_balance.torch import balancer
+from megatron_balance.torch.settings import Settings
 from megatron_balance.torch.trainer import BalancedTrainer, balance
 from tests.support.hybrid_jobs import Invented
 from tests.support.pool import World, said
@@ -71,6 +72,7 @@ TEMPLATE = (
 )
 LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "epoch", "step", "eval_loss")
 LOGGED += ("aux_loss", "eval_accuracy", "eval_counted", "eval_entropy", "eval_mean_token_accuracy", "train_loss")
+LOGGED += ("num_input_tokens_seen",)
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 
 
@@ -107,14 +109,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def texts(count: int) -> list[tuple[str, str]]:
-    # Names and bodies of functions of the standard library, short ones and a few long ones.
+@cache  # a tenth of a case's time
+def functions() -> list[tuple[str, str]]:
+    # Names and sources of functions of the standard library.
     found = [each for each in vars(textwrap.TextWrapper).values() if inspect.isfunction(each)]
     found += [
         each for module in (shutil, inspect, tempfile) for _, each in inspect.getmembers(module, inspect.isfunction)
     ]
-    pairs = sorted({(each.__qualname__, inspect.getsource(each)) for each in found})
-    draw = np.random.default_rng(0)
+    return sorted({(each.__qualname__, inspect.getsource(each)) for each in found})
+
+
+def texts(count: int) -> list[tuple[str, str]]:
+    # Names and bodies of functions, short ones and a few long ones.
+    draw, pairs = np.random.default_rng(0), functions()
     chosen = [pairs[at] for at in draw.permutation(len(pairs))]
     return [(name, body[: int(30 + 12 * draw.pareto(1.0))][:400]) for name, body in (chosen * 3)[:count]]
 
@@ -207,7 +214,7 @@ class Mixed(BalancedTrainer, SFTTrainer): ...
 
 
 # What trainers of samples log that is of the machine, or of one rank.
-OF_MACHINE = ("runtime", "per_second", "step_time", "total_flos", "profiling")
+OF_MACHINE = ("runtime", "per_second", "step_time", "profiling")
 
 
 def lora() -> LoraConfig:
@@ -238,6 +245,8 @@ def built_by_samples(case: Case, world: World, folder: Path) -> Any:
     if case.fixed:  # no two prompts are the same, and some are short
         pairs = [{"prompt": f"{at:03}"[-2:] + each["prompt"][: at % 24]} for at, each in enumerate(pairs)]
     given["train_dataset"] = Dataset.from_list(pairs[: case.documents])
+    if case.stream:
+        given["train_dataset"] = IterableDataset.from_generator(lambda: iter(pairs[: case.documents]))
     if case.evaluated:
         given["eval_dataset"] = Dataset.from_list(pairs[case.documents :])
     match case.kind:
@@ -321,6 +330,7 @@ def built(case: Case, world: World, folder: Path) -> Any:
     if case.metrics:
         given["compute_metrics"] = accuracy
     if case.kind == "trainer":
+        words.pad_token = words.eos_token
         args = TrainingArguments(**arguments(case, world, folder))
         return Trainer(args=args, data_collator=DataCollatorForLanguageModeling(words, mlm=False), **given)
     if case.lora:
@@ -346,7 +356,9 @@ def trained(world: World, case: Case, *callbacks: TrainerCallback) -> list[dict[
         if case.kind in ("sft", "trainer"):
             return logged(trainer)
         names = (name for each in trainer.state.log_history for name in each)
-        kept = {name for name in names if not any(word in name for word in OF_MACHINE)}
+        # operations are those of padding, too
+        left = OF_MACHINE if "pad_to_multiple_of" in dict(case.args) else (*OF_MACHINE, "total_flos")
+        kept = {name for name in names if not any(word in name for word in left)}
         return [{name: each[name] for name in each if name in kept} for each in trainer.state.log_history]
 
 
@@ -413,6 +425,15 @@ def gradients(world: World, case: Case, marks: Sequence[int], alone: Any = None)
         trainer.add_callback(marked)
         trainer.train()
         return marked.noted if alone is None else marked.worst
+
+
+def recorded(world: World, folder: str) -> list[dict[str, float]]:
+    # What a run of two accumulated microbatches a step logs; its records lie in the folder.
+    args = (("gradient_accumulation_steps", 2),)
+    with world_of(world) as own:
+        trainer = balance(built(Case(evaluated=9, args=args), world, own), settings=Settings(log_folder=folder))
+        trainer.train()
+        return logged(trainer)
 
 
 class Killed(TrainerCallback):
@@ -588,12 +609,34 @@ def accepted(world: World, leaking: bool) -> list[str]:
         return [*told, said(trainer.train)]
 
 
-def example(world: World, script: str) -> str:
+def example(world: World, script: str, *arguments: str) -> str:
     # What rank 0 alone prints.
     printed = io.StringIO()
-    with world_of(world), patch.object(sys, "argv", [script, "--steps", "2"]), redirect_stdout(printed):
+    with world_of(world), patch.object(sys, "argv", [script, *arguments]), redirect_stdout(printed):
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
+
+
+def documents_alone(world: World, script: str, epochs: int, batch: int) -> list[float]:
+    # Losses of that example's documents, each alone, by steps of so many.
+    del world
+    of = runpy.run_path(script)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(of["CONFIG"], attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses: list[float] = []
+    for _ in range(epochs):
+        data = of["documents"]()
+        for step in (data[at : at + batch] for at in range(0, len(data), batch)):
+            sums = [
+                F.cross_entropy(model(input_ids=each[None]).logits[0, :-1], each[1:], reduction="sum") for each in step
+            ]
+            loss = torch.stack(sums).sum() / sum(len(each) - 1 for each in step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+    return losses
 
 
 class OwnLoss(SFTTrainer):

@@ -1,9 +1,9 @@
 """Rollouts trained as trees on the ranks of a pool, and each rollout by itself on one rank."""
 
 import io
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import megatron_balance
 from megatron_balance.ir.forest import Forest
 from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, hf
 from tests.support.pool import World, said
-from tests.support.torch_jobs import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MODEL, VOCABULARY, WIDTH, Gpt
+from tests.support.torch_jobs import HEAD_DIM, MODEL, SIZES, VOCABULARY, WIDTH, Gpt, tiny, whole
 
 EPSILON, BETA = 0.2, 0.04
 
@@ -80,6 +79,7 @@ LOSSES = {"clipped": grpo, "linear": linear}
 SIDES = torch.tensor([-0.5, -0.1, 0.05, 0.4], dtype=torch.float64)
 
 
+@cache
 def drawn(num_ranks: int, name: str = "gpt") -> list[list[Rollout]]:
     """By rank: rollouts of a prompt, an agent's branching turns, equal ones, the beginning of another;
     rank 1 has none. `name`: of the model that they are of.
@@ -118,20 +118,15 @@ def drawn(num_ranks: int, name: str = "gpt") -> list[list[Rollout]]:
 
 def model_of(name: str, dtype: torch.dtype, *, balanced: bool) -> nn.Module:
     """A model with the same parameters on every rank."""
-    torch.manual_seed(0)
     if name == "gpt":
+        torch.manual_seed(0)
         return Gpt().to(dtype)
-    import transformers
-
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH}
-    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    others: dict[str, Any] = {"head_dim": HEAD_DIM}
     if name == "GptOss":  # windows in every other layer, and sinks
-        sizes |= {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1}
-    config = getattr(transformers, f"{name}Config")(**sizes, **heads, num_hidden_layers=LAYERS)
+        others |= {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1}
     # Others' eager attention has its softmax in fp32.
-    config._attn_implementation = hf.register() if balanced else "eager" if name == "GptOss" else "sdpa"
-    config._experts_implementation = "eager"
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    model = tiny(name, hf.register() if balanced else "eager" if name == "GptOss" else "sdpa", **others).to(dtype)
+    model.config._experts_implementation = "eager"
     for each in model.modules():
         # Its norms round to fp32 whatever the type is, and with it every gradient.
         if "RMSNorm" in type(each).__name__ and dtype == torch.float64:
@@ -150,11 +145,12 @@ def logp_of(model: nn.Module, tokens: Sequence[int]) -> Tensor:
     return logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
 
 
-def alone(case: Case, num_ranks: int) -> tuple[float, list[Tensor]]:
+@cache
+def alone(name: str, loss_of: str, num_ranks: int) -> tuple[float, list[Tensor]]:
     """The loss of all ranks' rollouts, one by one in fp64, and its gradients."""
-    model, total = model_of(case.model, torch.float64, balanced=False), 0.0
-    for rollout in chain.from_iterable(drawn(num_ranks, case.model)):
-        loss = LOSSES[case.loss](logp_of(model, rollout.tokens), rollout)
+    model, total = model_of(name, torch.float64, balanced=False), 0.0
+    for rollout in chain.from_iterable(drawn(num_ranks, name)):
+        loss = LOSSES[loss_of](logp_of(model, rollout.tokens), rollout)
         loss.backward()
         total += loss.item()
     return total, [p.grad for p in model.parameters() if p.grad is not None]
@@ -204,7 +200,7 @@ def _train(world: World, case: Case) -> tuple[float, list[Tensor], int]:
     loss.backward()
     value = loss.detach().clone()
     dist.all_reduce(value)
-    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    gradients: list[Any] = [whole(p.grad) for p in model.parameters()]
     if not case.fsdp:  # the average, as DDP has it
         for each in gradients:
             dist.all_reduce(each, op=dist.ReduceOp.SUM)
@@ -307,70 +303,24 @@ def gather(world: World, planner: str) -> tuple[bool, list[float]]:
     return right, values.grad[: batch.num_tokens].sum(1).tolist()
 
 
-# Images in text (Gemma 3), 1 where a token is of an image; by rank, documents.
+# By rank, documents: of images in text (Gemma 3), 1 where a token is of an image; and (PaliGemma) of a
+# prefix that sees itself both ways, 0, and what follows it.
 IMAGES = [[[0] * 5 + [1] * 12 + [0] * 3 + [1] * 4 + [0] * 9, [1] * 6 + [0] * 2], [[0] * 20, [0, 1, 1, 0, 1]]]
+PREFIXES = [[[0] * 17 + [1] * 9, [0] * 3 + [1] * 30], [[0] + [1] * 6, [0] * 12, [1] * 8]]
 
 
-def gemma(attention: str, window: int) -> Any:
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": HEADS}
-    kinds: Any = {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"]}
-    text = Gemma3TextConfig(
-        **sizes, **kinds, vocab_size=VOCABULARY, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, num_hidden_layers=2
-    )
-    vision = SiglipVisionConfig(**sizes, num_hidden_layers=1, image_size=8, patch_size=4)
-    tokens: dict[str, Any] = {"image_token_id": 1, "boi_token_id": 2, "eoi_token_id": 3}
-    config = Gemma3Config(text_config=text, vision_config=vision, **tokens)
-    config._attn_implementation = attention
-    model = Gemma3ForConditionalGeneration(config)
-    model.set_attn_implementation({"text_config": attention, "vision_config": "eager"})
-    for each in model.parameters():  # larger than they begin, so that attention counts
-        if each.ndim > 1:
-            nn.init.normal_(each, std=0.3)
-    return model.double()
-
-
-def images(world: World, window: int) -> tuple[float, float, set[int], str]:
-    """How far Gemma 3's logits are from eager ones of each document, and these from eager ones of
-    text; windows of its layers; the error with the types of other blocks than the segments have.
-    """
-    model = gemma(hf.register(), window)
-    balancer = SequenceBalancer.for_model(model.config.text_config, "zeppelin", settings=Settings(ranks_per_node=2))
-    random = torch.Generator().manual_seed(world.rank)
-    of_rank = IMAGES[world.rank] if world.rank < len(IMAGES) else []
-    mine = [(torch.randint(4, VOCABULARY, (len(types),), generator=random), types) for types in of_rank]
-    given = [(ids, ids, hf.image_segments(types), torch.tensor(types)) for ids, types in mine]
-    batch = balancer.trees(given)
-    logits = model(**hf.inputs(batch), token_type_ids=batch.others[0][None]).logits[0]
-    worst = counts = 0.0
-    eager = gemma("eager", window)
-    for (ids, types), found in zip(mine, batch.gather(logits.detach()), strict=True):
-        with torch.no_grad():
-            of_types = [torch.tensor(each)[None] for each in (types, [0] * len(types))]
-            alone, text = (eager(ids[None], token_type_ids=each, use_cache=False).logits[0] for each in of_types)
-        worst = max(worst, float((alone - found).abs().max() / alone.abs().max()))
-        counts = max(counts, float((alone - text).abs().max() / alone.abs().max()))
-    wrong = 1 - batch.others[0]
-    windows = {mask.window_size for _, _, mask, _ in batch._bounds}
-    return worst, counts, windows, said(lambda: model(**hf.inputs(batch), token_type_ids=wrong[None]), otherwise="none")
-
-
-# PaliGemma: by rank, documents of a prefix that sees itself both ways and what follows it.
-PREFIXES = [[(17, 9), (3, 30)], [(1, 6), (12, 0), (0, 8)]]
-
-
-def paligemma(attention: str) -> Any:
-    from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaForConditionalGeneration, SiglipVisionConfig
+def seeing(name: str, attention: str, **of_text: Any) -> Any:
+    """A small model of text and images, its weights large enough for attention to count."""
+    import transformers
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": HEADS}
-    heads: dict[str, Any] = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "num_hidden_layers": LAYERS}
-    text = GemmaConfig(**sizes, **heads, vocab_size=VOCABULARY)
-    vision = SiglipVisionConfig(**sizes, num_hidden_layers=1, image_size=8, patch_size=4)
-    config = PaliGemmaConfig(text_config=text, vision_config=vision)
-    model = PaliGemmaForConditionalGeneration(config)
+    text = getattr(transformers, f"{name.replace('Pali', '')}{'Text' * (name == 'Gemma3')}Config")
+    of_text = SIZES | {"intermediate_size": 2 * WIDTH, "head_dim": HEAD_DIM} | of_text
+    sizes = {name: of_text[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    vision = transformers.SiglipVisionConfig(**sizes, num_hidden_layers=1, image_size=8, patch_size=4)
+    tokens = {"image_token_id": 1, "boi_token_id": 2, "eoi_token_id": 3} if name == "Gemma3" else {}
+    config = getattr(transformers, f"{name}Config")(text_config=text(**of_text), vision_config=vision, **tokens)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     model.set_attn_implementation({"text_config": attention, "vision_config": "eager"})
     if attention == hf.NAME:
         hf.register(model)
@@ -380,29 +330,57 @@ def paligemma(attention: str) -> Any:
     return model.double()
 
 
-def prefixes(world: World) -> tuple[float, float, str, str]:
-    """How far PaliGemma's logits are from eager ones of each document, and these from causal ones; the
-    error where a tree has two blocks, which the model makes one, and where a prefix is no segment.
+Run = Callable[[Callable[..., Any], bool], tuple[BalancedBatch, Tensor]]
+
+
+def beside_eager(
+    world: World, models: tuple[Any, Any], of_ranks: list[list[list[int]]], segments: Callable[..., Any], plain: int
+) -> tuple[Run, float, float]:
+    """A function that runs a model with other segments or types; how far its logits are from eager
+    ones of each document, and these from those of tokens that are all of type `plain`.
     """
-    model, eager = paligemma(hf.register()), paligemma("eager")
-    accept, settings = ["use_bidirectional_attention"], Settings(ranks_per_node=2)
+    model, eager = models
+    settings = Settings(ranks_per_node=2)
+    accept = ["use_bidirectional_attention"] if plain else []
     balancer = SequenceBalancer.for_model(model.config.text_config, "zeppelin", accept=accept, settings=settings)
     random = torch.Generator().manual_seed(world.rank)
-    of_rank = PREFIXES[world.rank] if world.rank < len(PREFIXES) else []
-    mine = [(torch.randint(4, VOCABULARY, (a + b,), generator=random), [0] * a + [1] * b) for a, b in of_rank]
+    of_rank = of_ranks[world.rank] if world.rank < len(of_ranks) else []
+    mine = [(torch.randint(4, VOCABULARY, (len(types),), generator=random), types) for types in of_rank]
 
-    def run(segments: Any) -> tuple[BalancedBatch, Tensor]:
+    def run(segments: Callable[..., Any], turned: bool) -> tuple[BalancedBatch, Tensor]:
         batch = balancer.trees([(ids, ids, segments(types), torch.tensor(types)) for ids, types in mine])
-        return batch, model(**hf.inputs(batch), token_type_ids=batch.others[0][None]).logits[0]
+        types = 1 - batch.others[0] if turned else batch.others[0]
+        return batch, model(**hf.inputs(batch), token_type_ids=types[None]).logits[0]
 
-    batch, logits = run(hf.prefix_segments)
+    batch, logits = run(segments, False)
     worst = counts = 0.0
     for (ids, types), found in zip(mine, batch.gather(logits.detach()), strict=True):
         with torch.no_grad():
-            of_types = [torch.tensor(each)[None] for each in (types, [1] * len(types))]
-            alone, causal = (eager(ids[None], token_type_ids=each, use_cache=False).logits[0] for each in of_types)
+            of_types = [torch.tensor(each)[None] for each in (types, [plain] * len(types))]
+            alone, other = (eager(ids[None], token_type_ids=each, use_cache=False).logits[0] for each in of_types)
         worst = max(worst, float((alone - found).abs().max() / alone.abs().max()))
-        counts = max(counts, float((alone - causal).abs().max() / alone.abs().max()))
+        counts = max(counts, float((alone - other).abs().max() / alone.abs().max()))
+    return run, worst, counts
+
+
+def images(world: World, window: int) -> tuple[float, float, set[int], str]:
+    """Gemma 3 beside eager; windows of its layers; the error with the types of other blocks than the
+    segments have.
+    """
+    kinds = {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"]}
+    model, eager = (seeing("Gemma3", attention, **kinds) for attention in (hf.register(), "eager"))
+    run, worst, counts = beside_eager(world, (model, eager), IMAGES, hf.image_segments, 0)
+    batch, _ = run(hf.image_segments, False)
+    windows = {mask.window_size for _, _, mask, _ in batch._bounds}
+    return worst, counts, windows, said(run, hf.image_segments, True, otherwise="none")
+
+
+def prefixes(world: World) -> tuple[float, float, str, str]:
+    """PaliGemma beside eager; the error where a tree has two blocks, which the model makes one, and
+    where a prefix is no segment.
+    """
+    models = seeing("PaliGemma", hf.register()), seeing("PaliGemma", "eager")
+    run, worst, counts = beside_eager(world, models, PREFIXES, hf.prefix_segments, 1)
 
     def in_two(types: list[int]) -> list[tuple[int, int, str]]:
         prefix = types.count(0)
@@ -414,7 +392,7 @@ def prefixes(world: World) -> tuple[float, float, str, str]:
     def plain(types: list[int]) -> list[tuple[int, int, str]]:
         return [(1, -1, "causal"), *((len(types) - 1, 0, "full") for _ in types[1:2])]
 
-    return worst, counts, said(run, in_two, otherwise="none"), said(run, plain, otherwise="none")
+    return worst, counts, said(run, in_two, False, otherwise="none"), said(run, plain, False, otherwise="none")
 
 
 def three_positions(world: World) -> tuple[float, float]:
@@ -424,13 +402,11 @@ def three_positions(world: World) -> tuple[float, float]:
     from transformers import Qwen2_5_VLTextConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
-    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
     rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [HEAD_DIM // 2 - 2, 1, 1]}
     models: list[Any] = []
     for attention in (hf.register(), "eager"):
         torch.manual_seed(0)
-        config = Qwen2_5_VLTextConfig(**sizes, **heads, num_hidden_layers=LAYERS, rope_parameters=rope)
+        config = Qwen2_5_VLTextConfig(**SIZES | {"head_dim": HEAD_DIM, "rope_parameters": rope})
         config._attn_implementation = attention
         models.append(Qwen2_5_VLTextModel(config).double())
     model, eager = models

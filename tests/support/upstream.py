@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(sys.prefix) / "upstream"
-TRANSFORMER_ENGINE, FLASH_ATTN_4, FLA = "transformer_engine-2.17.1", "flash_attn_4-4.0.0b11", "fla_core-0.6.0"
+TRANSFORMER_ENGINE, FLASH_ATTN_4 = "transformer_engine-2.17.1", "flash_attn_4-4.0.0b11"
+FLA, MAMBA, LIGER = "fla_core-0.6.0", "mamba_ssm-2.3.2.post1", "liger_kernel-0.8.5"
 # Stands for a default that is an expression.
 NOT_LITERAL = "..."
 

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,6 +37,17 @@ class EngineRegistry:
             return engine_class
 
         return decorator
+
+
+class Metric:
+    def __init__(self, aggregation: str, value: float) -> None:
+        self.aggregation, self.values = aggregation, [value]
+
+    def extend(self, values: Any) -> None:
+        self.values += values.values
+
+    def aggregate(self) -> float:
+        return sum(self.values)
 
 
 class FSDPEngineWithLMHead:
@@ -160,7 +172,12 @@ def postprocess_batch_func(output_lst: Any, indices: Any, data: Any) -> dict[str
         for name, values in output.get("model_output", {}).items():
             found.setdefault(name, []).extend(values.unbind())
     results = {name: nested([each[order.index(at)] for at in range(len(order))]) for name, each in found.items()}
-    return {"model_output": results, "loss": [each["loss"] for each in output_lst if "loss" in each], "metrics": {}}
+    metrics: dict[str, Metric] = {}
+    for name, told in (pair for each in output_lst for pair in each.get("metrics", {}).items()):
+        if metrics.setdefault(name, told) is not told:
+            metrics[name].extend(told)
+    losses = [each["loss"] for each in output_lst if "loss" in each]
+    return {"model_output": results, "loss": losses, "metrics": metrics}
 
 
 def modules() -> dict[str, ModuleType]:
@@ -241,7 +258,8 @@ def loss_of(model_output: dict[str, Any], data: dict[str, Any], dp_group: Any = 
         ratio = (logp[:-1] - old[1:]).exp()
         gain = torch.minimum(ratio * advantages[1:], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[1:])
         total = total - ((gain + COEFFICIENT * entropy[:-1]) * trained[1:]).sum()
-    return total * data["dp_size"] / data["batch_num_tokens"], {}
+    loss = total * data["dp_size"] / data["batch_num_tokens"]
+    return loss, {"loss": Metric("sum", loss.item())}
 
 
 def results_of(model: Any, samples: Any) -> list[tuple[Tensor, Tensor]]:
@@ -285,7 +303,8 @@ def call_megatron(world: World, cap: int) -> Any:
     with patch.dict(sys.modules, modules()):
         register()
         engine_class = EngineRegistry.engines["language_model", "megatron", "cpu", "balanced"]
-        said = {"dynamic_context_parallel": False, "use_remove_padding": True, "context_parallel_size": 1}
+        said = {"dynamic_context_parallel": False, "use_remove_padding": True}
+        said |= {"context_parallel_size": 1, "expert_model_parallel_size": 1}
         config_of = SimpleNamespace(hf_config=config(), mtp=SimpleNamespace(enable=False))
         engine, data = engine_class(config_of, SimpleNamespace(**said)), _mine(world)
         data |= {"max_token_len_per_gpu": cap, "use_dynamic_bsz": True}
@@ -318,6 +337,8 @@ def _call(world: World, engine_class: type[Any], cap: int) -> Any:
     with engine.balancer:
         forward = engine.forward_backward_batch(dict(data), None, forward_only=True)
         output = engine.forward_backward_batch(data, loss_of)
+    # as many values of every rank, which verl wants
+    assert output["metrics"]["loss"].values == pytest.approx([sum(output["loss"])])
     return *_given(world, engine.module, forward, output), engine.synced
 
 

@@ -72,12 +72,7 @@ QUERIES = "exchange 2 p2p\n  r1 <- r0 q s0[2:4)\n  r1 <- r0 kv s0[0:2)\n"
         (programs.DISPATCH, "out s0[2:4)\nmerge", "out s0[0:4)\nmerge", r"rank 1 holds no partial of out there"),
         (programs.DISPATCH, "merge r0", "merge r1", r"rank 1 holds no partial of some of out there"),
         (programs.PREFIX, "owner r1 s0[4:8)", "owner r1 s0[5:8)", r"rank 1 does not hold all of q that it needs"),
-        (
-            programs.PREFIX,
-            "r0 kv s0[0:4)",
-            "r0 kv s0[4:8)",
-            r"rank 0 does not hold all of kv there, at forward op 0:",
-        ),
+        (programs.PREFIX, "r0 kv s0[0:4)", "r0 kv s0[4:8)", r"rank 0 does not hold all of kv there, at forward op 0:"),
         (BACK, "policy replay", "policy none", r"the program is forward only"),
         (BACK, "exchange 1 p2p\n  r1 <- r0 dout s0[2:4)\n", "", r"rank 1 does not hold all of dout that it needs"),
         (BACK, QUERIES, "", r"rank 1 does not hold all of q that it needs"),

@@ -9,8 +9,6 @@ group call is a batch of sends and receives or a collective; a launch is a kerne
 Triton; an operator is a call into torch that would launch a kernel on a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

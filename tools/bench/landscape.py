@@ -10,8 +10,6 @@ would run them: whole or as nano-batches, as many layers keep as fit the memory.
 time of one core, on whatever machine this runs on.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

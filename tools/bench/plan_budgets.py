@@ -4,8 +4,6 @@ targets, not tests).
 python tools/bench/plan_budgets.py [--repeats 5] [--only TEXT] [--json]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

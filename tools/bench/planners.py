@@ -14,8 +14,6 @@ all links a thousand times as fast, which shows what balance alone a planner fin
 plans eight batches in a row as one, on eight times the ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -6,8 +6,6 @@ Nodes of eight ranks, backward by replay. Lengths are GitHub's, 4,096 tokens a r
 `--sequences`, N sequences that every rank shares. With `--of-rank`, the part of that rank alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import resource

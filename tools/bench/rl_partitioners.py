@@ -228,6 +228,7 @@ class Case:
         given = Batch(tuple(lengths)), machine.cluster, model, machine.cost
         yield "Megatron, dynamic", plan_batch(*given, MegatronDynamicOptions(tokens_per_rank=shape.cap))
         yield "ours, whole, same mesh", self._ours(context=shape.context, attend="context")
+        yield "ours, whole, `meet` `step`", self._ours(context=shape.context, attend="context", meet="step")
         yield "ours, whole, all attend", self._ours(planner="whole")
         yield "ours, zeppelin groups", self._ours(planner="zeppelin", options={"rule": "groups"})
         yield "ours, zeppelin", self._ours(planner="zeppelin")

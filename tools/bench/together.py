@@ -1,7 +1,5 @@
 """Calls that all ranks begin at one moment, timed until the last of them is done."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

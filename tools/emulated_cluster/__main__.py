@@ -7,8 +7,6 @@ up      build a cluster that stands until `down` (needs root); `run --tag` uses 
 down    remove a standing cluster, and nothing else
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -2,8 +2,6 @@
 before the ranks are forked.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import runpy

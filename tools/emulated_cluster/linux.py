@@ -1,7 +1,5 @@
 """System calls that Python has no function for, and work done inside a network namespace."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -8,8 +8,6 @@ When it ends, the kernel kills all that it started and frees every network names
 ends with its supervisor, and that with the caller (PR_SET_PDEATHSIG), by SIGKILL too.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

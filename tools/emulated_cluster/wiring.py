@@ -11,8 +11,6 @@ Shaping is by tbf, on both ends of each link: `nic` (or the uplink) for what is 
 port for what is received.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from tools.emulated_cluster.topology import NIC, Topology

@@ -13,8 +13,6 @@ behind it. After `keep`, the records of the folder count no second time.
 Exit code 1 if a fault was found. A whole run is many hours: `chrt -i 0` leaves the machine to others.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

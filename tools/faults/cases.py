@@ -8,8 +8,6 @@ runs found is kept in `KEPT`, which is committed; a run goes on behind it, and t
 that it holds already count once.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

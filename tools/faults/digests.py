@@ -2,8 +2,6 @@
 told to have fewer features, and other seeds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -2,8 +2,6 @@
 or refused in one sentence, in little time and memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import io

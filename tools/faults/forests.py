@@ -1,7 +1,5 @@
 """Random trees under every planner, proved and judged; programs of trees with one thing changed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Random layouts and plans of recurrent layers, proved and judged; programs with one thing changed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Programs with one thing changed: what is accepted must compute the same."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ Of every `CHECKED`th plan each wait, event and order within a stream is also lef
 check has to find those that are needed (`tools.gpu_model.dropped`).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

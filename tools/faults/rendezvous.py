@@ -11,8 +11,6 @@ default, waves with a lead (in five of six), which needs a model and lengths of 
 `python -m tools.faults rendezvous --only 20000` tries the first of them.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

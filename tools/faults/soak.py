@@ -2,8 +2,6 @@
 grow.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -61,8 +59,8 @@ def soak() -> Iterator[Callable[[int], Outcome]]:
         yield lambda number: try_soak(runs, number)
 
 
-def try_soak(runs: Any, number: int, steps: int = STEPS) -> Outcome:
-    """A run of `steps` steps with random lengths, saves and evaluation. `runs`: `Runs` of training."""
+def try_soak(runs: Any, number: int) -> Outcome:
+    """A run of `STEPS` steps with random lengths, saves and evaluation. `runs`: `Runs` of training."""
     from tests.megatron.conftest import write_corpus
 
     draw = random.Random(f"soak {number}")
@@ -70,8 +68,8 @@ def try_soak(runs: Any, number: int, steps: int = STEPS) -> Outcome:
     flags = {
         "num-layers": 1,
         "context-parallel-size": RANKS,
-        "train-iters": steps,
-        "lr-decay-iters": steps,
+        "train-iters": STEPS,
+        "lr-decay-iters": STEPS,
         "data-path": write_corpus(runs.folder / f"soak{number}", lengths),
         "split": "80,20,0",
         "eval-interval": 50,
@@ -85,7 +83,7 @@ def try_soak(runs: Any, number: int, steps: int = STEPS) -> Outcome:
     if result.failed is not None:
         return Outcome("failed", f"{result.codes}: {result.tail(result.failed)[-400:]}")
     samples = [_samples(Path(result.logs) / f"watched{rank}.jsonl") for rank in range(RANKS)]
-    return judged(samples, steps)
+    return judged(samples, STEPS)
 
 
 def judged(ranks: list[dict[str, np.ndarray[Any, Any]]], steps: int) -> Outcome:

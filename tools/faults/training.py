@@ -2,8 +2,6 @@
 with a resume.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

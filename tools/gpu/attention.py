@@ -6,8 +6,6 @@ Every attention kernel that is installed is held against the plain formula. A CP
 kernel for the small checks.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
@@ -58,7 +56,11 @@ AGAINST_PLAIN = {
 }
 LAUNCHES = Figure(f"launches for {FRAGMENTS} fragments of mixed length", "", Target("equal", 1.0))
 PHASES = ("forward", "backward")
-DENSE = {phase: Figure(f"dense varlen call, {phase}", "TFLOP/s", speed=True) for phase in PHASES}
+RATES = {
+    (name, phase): Figure(f"{name}: {FRAGMENTS} sequences of one length, {phase}", "TFLOP/s", speed=True)
+    for name in ON_A_GPU
+    for phase in PHASES
+}
 SHARE = {
     phase: Figure(
         f"{FRAGMENTS} fragments in one launch, {phase}: share of a dense call's throughput",
@@ -85,7 +87,7 @@ FIGURES = (
     *AGAINST_PLAIN.values(),
     TREES,
     LAUNCHES,
-    *DENSE.values(),
+    *RATES.values(),
     *SHARE.values(),
     CUDNN,
     CUDNN_APART,
@@ -116,7 +118,7 @@ def measure(context: Context) -> Iterator[Row]:
     yield _beside_trl(kernel, device)
     if context.on_gpu:
         yield LAUNCHES.measured(kernel.launches(kernel.prepare(squares(lengths), device)), kernel.name)
-        yield from _throughput(kernel, lengths, device)
+        yield from _throughput(kernel.name, batches(lengths), device)
     else:
         yield LAUNCHES.not_measured(f"{kernel.name} takes a call for each entry")
     rows, heads, dim = (4096, 8, 128) if context.on_gpu else (512, 2, 32)
@@ -197,27 +199,63 @@ def mixed_lengths(count: int, least: int, total: int) -> list[int]:
     return lengths.tolist()
 
 
-def _throughput(kernel: Kernel, lengths: list[int], device: torch.device) -> Iterator[Row]:
-    """Fragments through our kernel, and as many of equal lengths and as many pairs in one call."""
-    equal = round((sum(n * n for n in lengths) / len(lengths)) ** 0.5)
-    flops_per_s = {}
-    for what, sizes in (("dense", [equal] * len(lengths)), ("fragments", lengths)):
-        entries, tokens = squares(sizes), sum(sizes)
-        q, k, v = _inputs((tokens, HEADS, KV_HEADS, DIM), torch.bfloat16, device)
-        prepared = kernel.prepare(entries, device)
-        forward_s = gpu_s(lambda p=prepared, x=(q, k, v): kernel.forward(p, *x, DIM**-0.5))
-        out, lse = kernel.forward(prepared, q, k, v, DIM**-0.5)
-        final = (torch.ones_like(out), out, lse)
-        backward_s = gpu_s(lambda p=prepared, f=final, x=(q, k, v): kernel.backward(p, f, *x, DIM**-0.5))
-        # Two products of 2 FLOPs for half of the square.
-        flops = 2 * HEADS * DIM * sum(n * (n + 1) for n in sizes)
-        flops_per_s[what] = {"forward": flops / forward_s, "backward": 2.5 * flops / backward_s}
-    for phase in PHASES:
-        yield DENSE[phase].measured(
-            flops_per_s["dense"][phase] / 1e12, f"{len(lengths)} sequences of {equal} tokens, {kernel.name}"
-        )
-        note = f"{flops_per_s['fragments'][phase] / 1e12:.0f} TFLOP/s, lengths {min(lengths)} to {max(lengths)}"
-        yield SHARE[phase].measured(flops_per_s["fragments"][phase] / flops_per_s["dense"][phase], note)
+def batches(lengths: list[int]) -> dict[str, Entries]:
+    """Launches to time: as many sequences of one length with as many pairs, `lengths`, short documents
+    of as many tokens, and a rank's first and last quarter of each length, in a ring of two.
+    """
+    equal, ends = round((sum(n * n for n in lengths) / len(lengths)) ** 0.5), np.cumsum(lengths).tolist()
+    spans, keys = [], []
+    for start, stop in zip([0, *ends[:-1]], ends, strict=True):
+        quarter = (stop - start) // 4
+        spans += [(start, start + quarter), (stop - quarter, stop)]
+        keys += [(start, start + quarter), (start, stop)]
+    packed = [0, *accumulate(stop - start for start, stop in spans)]
+    halves = Entries(tuple(spans), tuple(keys), (True,) * len(spans), tuple(pairwise(packed)))
+    return {
+        "one length": squares([equal] * len(lengths)),
+        "fragments": squares(lengths),
+        f"documents of {LEAST} tokens": squares([LEAST] * (sum(lengths) // LEAST)),
+        "half chunks": halves,
+    }
+
+
+def pairs_of(entries: Entries) -> int:
+    """Pairs of a query and a key that an entry computes: causal at the bottom right, or full."""
+    sizes = (((b - a), (d - c)) for (a, b), (c, d) in zip(entries.q, entries.k, strict=True))
+    return sum(n * m - causal * n * (n - 1) // 2 for (n, m), causal in zip(sizes, entries.causal, strict=True))
+
+
+def _throughput(chosen: str, launches: dict[str, Entries], device: torch.device) -> Iterator[Row]:
+    """Rates of each library that is here, and what fragments take of the chosen one's."""
+    shares = list[Row]()
+    for name in ON_A_GPU:
+        offer = KERNELS[name]
+        if reason := offer.refusal(device, torch.bfloat16, DIM) or offer.fault():
+            yield from (RATES[name, phase].not_measured(reason) for phase in PHASES)
+            continue
+        kernel = choose_kernel(name, device, torch.bfloat16, DIM)
+        rates = {what: _rates(kernel, entries, device) for what, entries in launches.items()}
+        (first, dense), *others = rates.items()
+        for phase in PHASES:
+            note = ", ".join(f"{what} {of[phase]:.0f}" for what, of in others)
+            yield RATES[name, phase].measured(dense[phase], note)
+            if name == chosen:
+                share = rates["fragments"][phase] / dense[phase]
+                shares.append(SHARE[phase].measured(share, f"{name}, over {first}"))
+    yield from shares
+
+
+def _rates(kernel: Kernel, entries: Entries, device: torch.device) -> dict[str, float]:
+    """TFLOP/s, forward and backward."""
+    x = _inputs((max(stop for _, stop in entries.k), HEADS, KV_HEADS, DIM), torch.bfloat16, device)
+    prepared = kernel.prepare(entries, device)
+    out, lse = kernel.forward(prepared, *x, DIM**-0.5)
+    final = (torch.ones_like(out), out, lse)
+    forward_s = gpu_s(lambda: kernel.forward(prepared, *x, DIM**-0.5))
+    backward_s = gpu_s(lambda: kernel.backward(prepared, final, *x, DIM**-0.5))
+    # Two products of 2 FLOPs a pair forward, five backward.
+    forward_tflops = 4 * HEADS * DIM * pairs_of(entries) / 1e12
+    return {"forward": forward_tflops / forward_s, "backward": 2.5 * forward_tflops / backward_s}
 
 
 def _cudnn(kernel: Kernel, lengths: list[int], device: torch.device) -> Iterator[Row]:

@@ -12,8 +12,6 @@ names). Without a GPU the same steps run small, on gloo and in Triton's interpre
 their rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import lzma

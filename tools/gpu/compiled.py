@@ -9,8 +9,6 @@ thread, spilled bytes, and accesses of device memory by width. Faults end it wit
 where the table is not of today's kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib

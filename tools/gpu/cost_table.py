@@ -3,8 +3,6 @@
 Written, read back, and its largest points.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Where ranks share a GPU this is tried without MPS, whose server lets no client go that was killed.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ What NCCL asks of all ranks is one order of group calls. Each call of a step is 
 the kernels that a range launched say when the device ran it.
 """
 
-from __future__ import annotations
-
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict

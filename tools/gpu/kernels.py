@@ -6,8 +6,6 @@ the bandwidth of a plain copy measured in the same run; bytes are what must be r
 once, indices not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version

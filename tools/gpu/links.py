@@ -4,8 +4,6 @@ Half of the ranks play one node and half another, so that every stream has somet
 links are those inside the machine. The best way that works is what later parts take.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median

@@ -1,7 +1,5 @@
 """The machine that the suite runs on."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

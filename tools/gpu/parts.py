@@ -5,8 +5,6 @@
 Modules that the runner imports in processes of their own.
 """
 
-from __future__ import annotations
-
 MANY: dict[str, str] = {
     "links": "tools.gpu.links",
     "plans": "tools.gpu.plans",

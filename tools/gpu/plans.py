@@ -6,8 +6,6 @@ GPU goes to planning. Every other one runs in fp32 with the plain formula, whose
 that a race shows, and half of them with sinks that learn.
 """
 
-from __future__ import annotations
-
 import lzma
 import pickle
 import random

@@ -4,8 +4,6 @@ Wheels, an NCCL that takes several ranks on one GPU, random plans and, if asked 
 compiled for Hopper. Nothing of it is committed: git ignores the folder.
 """
 
-from __future__ import annotations
-
 import lzma
 import os
 import shutil

@@ -6,8 +6,6 @@ installed, else torch's scaled dot product attention in Megatron's local layers,
 attention would hold all scores in memory. Batches, loss and weights are the same.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

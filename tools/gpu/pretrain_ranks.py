@@ -5,8 +5,6 @@ shows, and once in bf16: losses and gradient norms of one rank that holds everyt
 weights.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

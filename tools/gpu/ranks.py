@@ -1,7 +1,5 @@
 """Ranks of a part over several, forked from a process that has imported torch and never used CUDA."""
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 NCCL carries states in one all-to-all of all ranks; here it shows that they arrive.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any

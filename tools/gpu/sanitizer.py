@@ -3,8 +3,6 @@
 One that is planted is found.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 No kernel may be compiled and no device memory asked for once the first of them are through.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

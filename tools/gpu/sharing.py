@@ -10,8 +10,6 @@ process a slice of time, so a transfer waits for its peer's slice (milliseconds)
 safe. Messages go from one rank's memory to the other's (peer-to-peer), else through the host's.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import importlib.util

@@ -4,8 +4,6 @@ size of a batch; nor is memory asked for.
 One that is planted is found.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path

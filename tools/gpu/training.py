@@ -3,8 +3,6 @@
 Equal losses and gradients, and no more waits of the host.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Where `tools/gpu/bare prepare --compiled` carried them along, nothing is compiled here.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Iterator

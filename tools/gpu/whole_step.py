@@ -3,8 +3,6 @@
 The time that the plugin adds where there is no imbalance.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

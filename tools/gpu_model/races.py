@@ -6,8 +6,6 @@ be ordered, and so must every use of memory that the host let go, since the allo
 again at once.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

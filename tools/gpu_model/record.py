@@ -1,7 +1,5 @@
 """Record one rank's attention calls of a plan: layers of it, interleaved nano-batches, ticks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `tools.gpu_model.stand_ins` records it, `races` checks what is ordered by what.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 

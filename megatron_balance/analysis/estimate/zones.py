@@ -5,8 +5,6 @@ zone in waves (`patterns.waves`), the rank with most heads of each group. All ot
 the round engine plays them (`analysis.rounds`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -418,7 +416,7 @@ class _AllToAll(NamedTuple):
     sharing: int
 
     @classmethod
-    def of(cls, group: Sequence[int], machine: Machine) -> _AllToAll:
+    def of(cls, group: Sequence[int], machine: Machine) -> "_AllToAll":
         size, cluster = len(group), machine.cluster
         node = cluster.node_size
         one_node = group[0] // node == group[-1] // node and group[-1] - group[0] == size - 1

@@ -620,7 +620,6 @@ class _State:
 
 
 def _kinds_in(column: Ints) -> list[Kind]:
-    """The kinds that occur in a column of kinds."""
     return [kind for kind in Kind if (column == kind).any()]
 
 

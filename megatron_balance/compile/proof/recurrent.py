@@ -1,7 +1,5 @@
 """Prove that recurrent layers have each state, and the gradient of each state, exactly once."""
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import TypeAlias, assert_never
 

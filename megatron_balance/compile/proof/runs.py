@@ -1,7 +1,5 @@
 """Prove a plan as it will run: structure, program, and that ranks run what was proved."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -398,7 +396,7 @@ class _PhaseTables(NamedTuple):
     of_backward: Bools
 
     @classmethod
-    def of(cls, ops: Sequence[Op], mask: Mask) -> _PhaseTables:
+    def of(cls, ops: Sequence[Op], mask: Mask) -> "_PhaseTables":
         exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
         launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
         pairs, launching_op = numbered(launches, Pair.WIDTH)
@@ -512,14 +510,14 @@ def provable(plan: MicrobatchPlan) -> bool:
 #
 # Where outputs travel before they are complete (`provable`), or collectives demand that ranks send
 # or are sent the same, a rank cannot be proved alone.
-def prove_rank(plan: MicrobatchPlan, rank: int, policy: Policy | None, *, passing: bool = True) -> None:
+def prove_rank(plan: MicrobatchPlan, rank: int, policy: Policy | None) -> None:
     """Prove the part of `rank` in a plan that is `provable`; if this holds of every rank, the plan
-    holds. `passing`: as in `compile.order`. Raises InvalidProgramError: it does not hold; names the
-    planner, the op or the ranks; NotAloneError: it uses a collective other than all_to_all.
+    holds. Raises InvalidProgramError: it does not hold; names the planner, the op or the ranks;
+    NotAloneError: it uses a collective other than all_to_all.
     """
     verify_plan(plan)
     (proved,) = compile_ranks(plan, policy, target="proof", ranks=(rank,))
-    (runs,) = compile_ranks(plan, policy, passing=passing, ranks=(rank,))
+    (runs,) = compile_ranks(plan, policy, ranks=(rank,))
     peers = peers_of(runs.program)
     programs = dict(zip(peers, (each.program for each in compile_ranks(plan, policy, ranks=peers)), strict=True))
     verify_owned(plan, proved.program)
@@ -586,7 +584,7 @@ class _Listed(NamedTuple):
     calls: dict[int, tuple[bool, str, tuple[int, ...]]]
 
     @classmethod
-    def of(cls, ops: Sequence[Op]) -> _Listed:
+    def of(cls, ops: Sequence[Op]) -> "_Listed":
         exchanges = [op for op in ops if isinstance(op, Exchange)]
         rows = _with_ids([(op.id, op.transfers) for op in exchanges], Transfer.WIDTH)
         routes = _with_ids([(op.id, op.routes) for op in exchanges], Route.WIDTH)

@@ -135,14 +135,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 PRINTED = {path.stem: _read(path) for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 # Of a row, where neither its table nor itself says anything.
-DEFAULTS: dict[str, Any] = {
-    "published": None,
-    "unit": "",
-    "kind": "simulated",
-    "sign": "=",
-    "note": "",
-    "inputs": (),
-}
+DEFAULTS: dict[str, Any] = {"published": None, "unit": "", "kind": "simulated", "sign": "=", "note": "", "inputs": ()}
 
 # Names of rows with our values, and what a row's note says beside the table's, or what is printed.
 Ours: TypeAlias = Iterable[tuple[str, float] | tuple[str, float, str | Published]]

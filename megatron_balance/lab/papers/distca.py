@@ -152,7 +152,7 @@ def chunks(documents: Sequence[int], size: int) -> list[list[int]]:
 # Replicas meet at the end of a step. Gradient synchronisation and the optimizer are the same for
 # all systems and left out.
 @dataclass(frozen=True, slots=True)
-class GroupQueries:
+class _GroupQueries:
     """Queries of a microbatch in a context-parallel group, in `Placed` rows."""
 
     rows: Ints
@@ -169,22 +169,22 @@ def _mirrored(num_ranks: int) -> list[int]:
     return [*range(num_ranks), *reversed(range(num_ranks))]
 
 
-def per_sequence(documents: Sequence[int], num_ranks: int) -> GroupQueries:
+def per_sequence(documents: Sequence[int], num_ranks: int) -> _GroupQueries:
     """Documents packed to one sequence, which is cut."""
-    return GroupQueries(linear_owned(documents, _mirrored(num_ranks)), num_ranks)
+    return _GroupQueries(linear_owned(documents, _mirrored(num_ranks)), num_ranks)
 
 
-def per_document(documents: Sequence[int], num_ranks: int) -> GroupQueries:
+def per_document(documents: Sequence[int], num_ranks: int) -> _GroupQueries:
     """Each document cut on its own."""
     lengths = np.array(documents, dtype=np.int64)
     # [documents, 2 c + 1] where parts begin and end.
     edges = lengths[:, None] * np.arange(2 * num_ranks + 1) // (2 * num_ranks)
     rank, seq = np.tile(_mirrored(num_ranks), len(lengths)), np.repeat(np.arange(len(lengths)), 2 * num_ranks)
     rows = np.column_stack([rank, seq, edges[:, :-1].ravel(), edges[:, 1:].ravel()])
-    return GroupQueries(rows[rows[:, Placed.STOP] > rows[:, Placed.START]], num_ranks)
+    return _GroupQueries(rows[rows[:, Placed.STOP] > rows[:, Placed.START]], num_ranks)
 
 
-def layer_s(case: DistcaCase, queries: GroupQueries) -> tuple[float, float]:
+def layer_s(case: DistcaCase, queries: _GroupQueries) -> tuple[float, float]:
     """Seconds of a layer of a group, forward and backward: its slowest rank, and the collective."""
     # Ranks of a context-parallel group are whole nodes, and each has its NICs to itself.
     rows, model, group = queries.rows, case.model, parallel.group_of(case.cluster, queries.num_ranks, 1)
@@ -239,7 +239,7 @@ def _degrees(num_ranks: int) -> list[int]:
     return [1 << i for i in range(num_ranks.bit_length()) if num_ranks % (1 << i) == 0]
 
 
-def replica_s(case: DistcaCase, microbatches: Sequence[GroupQueries], config: ReplicaConfig) -> float:
+def replica_s(case: DistcaCase, microbatches: Sequence[_GroupQueries], config: ReplicaConfig) -> float:
     """Seconds of a replica's microbatches, one after another or through its pipeline (1F1B)."""
     num_layers = case.model.num_layers // config.stages
     seconds: list[tuple[float, float]] = []

@@ -36,14 +36,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.lab.papers.base import Effort, Ours, paper
 from megatron_balance.planners.pipelines import CandidateMovement, Microbatches, deal, fastest, pipeline_s
-from megatron_balance.planning.strategies import (
-    PredictedCosts,
-    SchemeCosts,
-    TableCosts,
-    costs_of,
-    propose,
-    rank,
-)
+from megatron_balance.planning.strategies import PredictedCosts, SchemeCosts, TableCosts, costs_of, propose, rank
 from megatron_balance.solvers.dispatch import PipelineCost, dispatch, exact, greedy, pack, slowest_s
 from megatron_balance.solvers.packing import first_fit_decreasing
 from megatron_balance.workloads.lengths import draw

@@ -351,7 +351,7 @@ def ring(pack: Pack, ranks: int, share: int, *, far: bool) -> Ranks:
 HOPS = {"USP": {2: (1, 0)}, "LoongTrain": {2: (1, 2), 4: (3, 8), 8: (1, 6)}}
 
 
-def heads_and_ring(pack: Pack, system: str) -> Ranks:
+def _heads_and_ring(pack: Pack, system: str) -> Ranks:
     """Heads exchanged inside nodes, a ring of the nodes (USP; LoongTrain)."""
     nodes = pack.ranks // NODE
     tokens = int(pack.padded(2 * nodes).sum()) // nodes
@@ -365,8 +365,8 @@ SYSTEMS: Mapping[str, Callable[[Pack], Ranks]] = {
     "ring": lambda pack: ring(pack, pack.ranks, 1, far=pack.ranks > NODE),
     "all-gather": all_gather,
     "Ulysses": ulysses,
-    "USP": lambda pack: heads_and_ring(pack, "USP"),
-    "LoongTrain": lambda pack: heads_and_ring(pack, "LoongTrain"),
+    "USP": lambda pack: _heads_and_ring(pack, "USP"),
+    "LoongTrain": lambda pack: _heads_and_ring(pack, "LoongTrain"),
 }
 
 
@@ -398,7 +398,7 @@ def cluster(num_gpus: int) -> Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class _Bill:
     """Work of a pack's steps [steps], and the rank of each.
 
     `empty`: blocks of the kernel's grid without work; `copied`: bytes read and written; `gaps`:
@@ -430,7 +430,7 @@ class Bill:
         return float(max(np.bincount(self.rank, each).max() for each in (device, host)))
 
 
-def bill(pack: Pack, ranks: Ranks) -> Bill:
+def bill(pack: Pack, ranks: Ranks) -> _Bill:
     """The bill of a system's steps on a pack, for any `EstimateFactors`."""
     steps = [(rank, step) for rank, each in enumerate(ranks) for step in each]
     launches = [(at, step.launch) for at, (_, step) in enumerate(steps) if step.launch is not None]
@@ -450,7 +450,7 @@ def bill(pack: Pack, ranks: Ranks) -> Bill:
         for rank, step in steps
     ]
     rank, *columns = np.array(rows, dtype=np.float64).T
-    return Bill(rank.astype(np.int64), kernel_s, empty, *columns)
+    return _Bill(rank.astype(np.int64), kernel_s, empty, *columns)
 
 
 def _kernels(pack: Pack, launches: Sequence[tuple[int, AttentionLaunch]], count: int) -> tuple[Floats, Floats]:
@@ -473,8 +473,7 @@ def _kernels(pack: Pack, launches: Sequence[tuple[int, AttentionLaunch]], count:
 
 
 @cache
-def bills(system: str, chart: Chart, num_gpus: int, backward: bool, count: int) -> tuple[Bill, ...]:
-    """The bill of each pack of a chart."""
+def _bills(system: str, chart: Chart, num_gpus: int, backward: bool, count: int) -> tuple[_Bill, ...]:
     on = cluster(num_gpus)
     each = (Pack(np.array(lengths), on, is_causal(chart), backward) for lengths in drawn(chart, num_gpus, count))
     return tuple(bill(pack, SYSTEMS[system](pack)) for pack in each)
@@ -499,7 +498,7 @@ def implemented(
 ) -> float:
     """TFLOP/s a GPU of a system as the benchmark implements it."""
     on = cluster(num_gpus)
-    seconds = [each.seconds(on, factors) for each in bills(system, chart, num_gpus, backward, count)]
+    seconds = [each.seconds(on, factors) for each in _bills(system, chart, num_gpus, backward, count)]
     return rate(seconds, chart, num_gpus, backward, count)
 
 
@@ -507,7 +506,7 @@ def implemented(
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPlan:
+class _OwnPlan:
     """A planner with its options. `rate`: of its own kernel, None: FlashAttention-3;
     `once_per_node`: None, the planner's.
     """
@@ -521,20 +520,20 @@ class OwnPlan:
 MAGI: dict[str, Any] = {"chunk_tokens": 2048}
 # What the charts show of these is compared with our plan.
 PLANNED = {
-    "HybridCP": OwnPlan("megatron_dynamic", {"rules": "hybrid", "tokens_per_rank": TOKENS}),
-    "Magi, native": OwnPlan("magi", MAGI, MAGI_RATE, once_per_node=True),
-    "Magi, a2av": OwnPlan("magi", MAGI, MAGI_RATE, once_per_node=False),
+    "HybridCP": _OwnPlan("megatron_dynamic", {"rules": "hybrid", "tokens_per_rank": TOKENS}),
+    "Magi, native": _OwnPlan("magi", MAGI, MAGI_RATE, once_per_node=True),
+    "Magi, a2av": _OwnPlan("magi", MAGI, MAGI_RATE, once_per_node=False),
 }
 AS_WE_RUN = {
-    "ring": OwnPlan("te_ring"),
-    "all-gather": OwnPlan("llama_all_gather"),
-    "Ulysses": OwnPlan("ulysses"),
-    "USP": OwnPlan("usp"),
+    "ring": _OwnPlan("te_ring"),
+    "all-gather": _OwnPlan("llama_all_gather"),
+    "Ulysses": _OwnPlan("ulysses"),
+    "USP": _OwnPlan("usp"),
 }
 
 
 @cache
-def planned(own: OwnPlan, chart: Chart, num_gpus: int, count: int, *, buckets: bool = False) -> tuple[float, float]:
+def planned(own: _OwnPlan, chart: Chart, num_gpus: int, count: int, *, buckets: bool = False) -> tuple[float, float]:
     """TFLOP/s a GPU, forward and backward, of our plan on the simulator, by its slowest rank. With
     `buckets` its backwards are launched by key length, which the benchmark does for none.
     """
@@ -549,14 +548,14 @@ def planned(own: OwnPlan, chart: Chart, num_gpus: int, count: int, *, buckets: b
     return rate(forward, chart, num_gpus, False, count), rate(backward, chart, num_gpus, True, count)
 
 
-def layer_s(own: OwnPlan, model: Model, num_gpus: int, count: int) -> float:
+def layer_s(own: _OwnPlan, model: Model, num_gpus: int, count: int) -> float:
     """Seconds of a layer of `model` over the packs, forward and backward, by our plan."""
     choice, machine = _run_by(own, num_gpus, model, buckets=True)
     plans = (_plans(choice, pack, machine) for pack in packs(num_gpus)[:count])
     return sum(sum(simulate_step(each, machine, Setup(policy="keep")).layer_s) for each in plans)
 
 
-def _run_by(own: OwnPlan, num_gpus: int, model: Model, *, buckets: bool) -> tuple[PlannerChoice, Machine]:
+def _run_by(own: _OwnPlan, num_gpus: int, model: Model, *, buckets: bool) -> tuple[PlannerChoice, Machine]:
     on = cluster(num_gpus)
     if own.rate is not None:  # its grid is not known
         on = replace(on, attention_kernel=None, attention_efficiency=own.rate)
@@ -598,7 +597,7 @@ PEERS = (*(name for name in AS_WE_RUN if name != "ring"), "HybridCP", "Magi, nat
 
 
 @dataclass(frozen=True, slots=True)
-class RowGroup:
+class _RowGroup:
     """Published rows whose errors are summed up. `planned`: ours is our own plan."""
 
     charts: tuple[Chart, ...]
@@ -619,16 +618,16 @@ class RowGroup:
         return found
 
 
-def _planned(systems: Sequence[str], *ways: str, charts: tuple[Chart, ...] = ("packed",)) -> RowGroup:
-    return RowGroup(charts, tuple(product(systems, ways)), planned=True)
+def _planned(systems: Sequence[str], *ways: str, charts: tuple[Chart, ...] = ("packed",)) -> _RowGroup:
+    return _RowGroup(charts, tuple(product(systems, ways)), planned=True)
 
 
 IMPLEMENTED = {
-    "as implemented, packed and document": RowGroup(("packed", "document"), PREDICTED),
-    "as implemented, packed_full": RowGroup(("packed_full",), PREDICTED),
-    "as implemented, document_full": RowGroup(("document_full",), PREDICTED),
-    "ring's forward, packed and document": RowGroup(("packed", "document"), RING_FORWARD),
-    "ring's forward, full masks": RowGroup(("packed_full", "document_full"), RING_FORWARD),
+    "as implemented, packed and document": _RowGroup(("packed", "document"), PREDICTED),
+    "as implemented, packed_full": _RowGroup(("packed_full",), PREDICTED),
+    "as implemented, document_full": _RowGroup(("document_full",), PREDICTED),
+    "ring's forward, packed and document": _RowGroup(("packed", "document"), RING_FORWARD),
+    "ring's forward, full masks": _RowGroup(("packed_full", "document_full"), RING_FORWARD),
 }
 GROUPS = {
     **IMPLEMENTED,
@@ -665,7 +664,7 @@ def _zeppelin(effort: Effort) -> Ours:
     """zeppelin's plans of the benchmark's packs beside Magi's, in its statistic: Magi's with its own
     kernel, and with zeppelin's; of these also a layer as wide as Llama 70B's.
     """
-    zeppelin, magi = OwnPlan("zeppelin"), PLANNED["Magi, native"]
+    zeppelin, magi = _OwnPlan("zeppelin"), PLANNED["Magi, native"]
     alike, wide = replace(magi, rate=None), replace(load_model("llama-70b"), num_layers=1)
     for num_gpus in effort.progress(list(GPUS), "zeppelin"):
         case = num_gpus, effort.batches

@@ -48,7 +48,7 @@ def _drawn() -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class DynamicCpCase(SimulatedCase):
+class _DynamicCpCase(SimulatedCase):
     """The benchmark on so many GPUs."""
 
     num_gpus: int
@@ -73,7 +73,7 @@ class DynamicCpCase(SimulatedCase):
 
 def _dynamic_cp(effort: Effort) -> Ours:
     for num_gpus in effort.progress(GPUS, "dynamic_cp"):
-        ms = {way: DynamicCpCase(num_gpus).ms(way, effort.batches) for way in WAYS}
+        ms = {way: _DynamicCpCase(num_gpus).ms(way, effort.batches) for way in WAYS}
         for way in WAYS:
             yield f"{num_gpus} GPUs: {way}", ms[way]
         yield f"{num_gpus} GPUs: speedup", ms["fixed"] / ms["dynamic"]

@@ -42,7 +42,7 @@ B32 = _qwen3("Qwen3-32B", 64, 5120, 25600, (64, 8))
 
 
 @dataclass(frozen=True)
-class TrlCase(SimulatedCase):
+class _TrlCase(SimulatedCase):
     """One sequence of a model on so many GPUs."""
 
     of: Model
@@ -66,13 +66,13 @@ class TrlCase(SimulatedCase):
 
 
 STEPS = (
-    TrlCase(B06, M, 8),
-    TrlCase(B06, 4 * M, 8),
-    TrlCase(B8, M, 8),
-    TrlCase(B8, 2 * M, 16),
-    TrlCase(B8, 4 * M, 32),
-    TrlCase(B30, M, 8),
-    TrlCase(B32, M, 8),
+    _TrlCase(B06, M, 8),
+    _TrlCase(B06, 4 * M, 8),
+    _TrlCase(B8, M, 8),
+    _TrlCase(B8, 2 * M, 16),
+    _TrlCase(B8, 4 * M, 32),
+    _TrlCase(B30, M, 8),
+    _TrlCase(B32, M, 8),
 )
 
 

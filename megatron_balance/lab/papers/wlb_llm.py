@@ -178,7 +178,7 @@ QUEUES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class WlbSystem:
+class _WlbSystem:
     """How documents come to microbatches, and how a microbatch is cut."""
 
     name: str
@@ -225,14 +225,14 @@ class WlbSystem:
 
 FIXED_LENGTH: dict[str, Any] = {"packing": "fixed"}
 WORKLOAD: dict[str, Any] = {"packing": "workload"}
-PLAIN = WlbSystem("Plain-4D", "sequence")
-PER_DOCUMENT = WlbSystem("per-document sharding", "document")
-ADAPTIVE = WlbSystem("adaptive sharding", "adaptive")
-FIXED_SEQUENCE = WlbSystem("Fixed-4D, per sequence", "sequence", FIXED_LENGTH)
-FIXED_DOCUMENT = WlbSystem("Fixed-4D, per document", "document", FIXED_LENGTH)
-PACKED = WlbSystem("packing and delay", "sequence", WORKLOAD, delays=True)
-WLB = WlbSystem("WLB-LLM", "adaptive", WORKLOAD, delays=True)
-MIXED = WlbSystem("WLB-LLM, a choice for each document", "mixed", WORKLOAD, delays=True)
+PLAIN = _WlbSystem("Plain-4D", "sequence")
+PER_DOCUMENT = _WlbSystem("per-document sharding", "document")
+ADAPTIVE = _WlbSystem("adaptive sharding", "adaptive")
+FIXED_SEQUENCE = _WlbSystem("Fixed-4D, per sequence", "sequence", FIXED_LENGTH)
+FIXED_DOCUMENT = _WlbSystem("Fixed-4D, per document", "document", FIXED_LENGTH)
+PACKED = _WlbSystem("packing and delay", "sequence", WORKLOAD, delays=True)
+WLB = _WlbSystem("WLB-LLM", "adaptive", WORKLOAD, delays=True)
+MIXED = _WlbSystem("WLB-LLM, a choice for each document", "mixed", WORKLOAD, delays=True)
 
 
 @lru_cache(maxsize=4096)
@@ -368,11 +368,11 @@ def _table2(effort: Effort) -> Ours:
 
 FIG15_CASES = (replace(TABLE_1[2], context=4), replace(B7_128K, context=4))
 OPTIMAL = "optimal"
-MIXED_SHARDING = WlbSystem("a choice for each document", "mixed")
+MIXED_SHARDING = _WlbSystem("a choice for each document", "mixed")
 SHARDINGS = (PLAIN, PER_DOCUMENT, ADAPTIVE, MIXED_SHARDING)
 
 
-def _layer_s(case: WlbCase, system: WlbSystem, lengths: tuple[int, ...]) -> float:
+def _layer_s(case: WlbCase, system: _WlbSystem, lengths: tuple[int, ...]) -> float:
     """Seconds of a layer, forward and backward, until its slowest rank is done."""
     plan = system.plan(case, lengths)
     call = attention_call(plan, case.machine, "keep", linear_s(plan, case.machine))
@@ -475,11 +475,5 @@ def _fig14(effort: Effort) -> Ours:
 PAPER = paper(
     "wlb_llm",
     "WLB-LLM (OSDI 2025, arXiv 2503.17924)",
-    {
-        "fig12": _fig12,
-        "fig13": _fig13,
-        "fig14": _fig14,
-        "table2": _table2,
-        "fig15": _fig15,
-    },
+    {"fig12": _fig12, "fig13": _fig13, "fig14": _fig14, "table2": _table2, "fig15": _fig15},
 )

@@ -11,8 +11,6 @@ The remap is charged what the layer gains if tokens are where attention needs th
 transfers are charged that much less.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
@@ -202,7 +200,7 @@ class _LayerLoads:
     seconds: float
 
     @staticmethod
-    def of(plan: MicrobatchPlan, machine: Machine, setup: Setup) -> _LayerLoads:
+    def of(plan: MicrobatchPlan, machine: Machine, setup: Setup) -> "_LayerLoads":
         outside = linear_s(plan, machine)
         forward, backward = call = _call(plan, outside, machine, setup)
         return _LayerLoads(

@@ -5,8 +5,6 @@ forbids itself any network by its content security policy, which names its two s
 digests: a script that comes in with a name or an option does not run.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
@@ -84,7 +82,7 @@ class Fold:
     """Items that the reader unfolds."""
 
     summary: str
-    items: Sequence[Item]
+    items: "Sequence[Item]"
 
 
 Item: TypeAlias = Text | Bullets | Cards | HtmlTable | Plot | Fold
@@ -138,7 +136,7 @@ def _type_name(item: Item) -> str:
     return type(item).__name__
 
 
-def _inline(text: str) -> Markup:
+def _inline(text: str) -> "Markup":
     """Escaped text with `code`."""
     from markupsafe import Markup, escape
 

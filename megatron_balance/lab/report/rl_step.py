@@ -1,7 +1,5 @@
 """The page of a planned step of reinforcement learning (`rl.plan_step`), with its passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -26,6 +26,7 @@ from megatron_balance.lab.bench import (
     in_the_mean,
     named,
     saving,
+    shares_nothing,
     standing,
     why_not,
 )
@@ -213,6 +214,8 @@ def _trees(bench: Bench, choices: Sequence[PlannerChoice], shown: Sequence[Playe
 
 
 def _shared(sharing: Figures, alone: Figures | None, best: Figures) -> str:
+    if shares_nothing(sharing):
+        return "Sharing: each tree is one path, which no two rollouts share."
     less = [sharing[f"flattened_{key}"] / sharing[key] for key in ("tokens", "attention_pairs")]
     said = (
         f"Sharing: {sharing['rollouts']:,} rollouts as trees are {less[0]:.2f} times fewer tokens and "
@@ -308,14 +311,7 @@ def placement(plan: MicrobatchPlan) -> Figures:
             }
         )
     longest = [
-        {
-            "seq": seq,
-            "length": length,
-            "where": kind,
-            "zone": zone,
-            "num_ranks": len(ranks),
-            "rank_runs": _runs(ranks),
-        }
+        {"seq": seq, "length": length, "where": kind, "zone": zone, "num_ranks": len(ranks), "rank_runs": _runs(ranks)}
         for seq, length, kind, zone, ranks in rows[:LISTED]
     ]
     return {

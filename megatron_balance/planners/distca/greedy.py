@@ -4,8 +4,6 @@ what fits nowhere. Headroom: seconds of attention that a server may still take b
 limit.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -50,7 +48,7 @@ class _Columns:
         self.taken, self._resident = np.empty((2, size))
         self.fits = np.empty(size, dtype=bool)
 
-    def only(self, rows: Ints, size: int) -> _Columns:
+    def only(self, rows: Ints, size: int) -> "_Columns":
         columns = _Columns(self.items.only(rows, size), size)
         columns.values[:, : len(rows)] = self.values[:, rows]
         columns.seqs, columns.seq[: len(rows)] = self.seqs, self.seq[rows]

@@ -299,8 +299,9 @@ class Search:
         # The placement's may leave heads idle.
         costs = found.costs.of_size(self._ring_size())
         even_s = costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
-        surely = _SURELY_OF_PIECES if costs.piece_s else _SURELY
-        if costs.num_groups > _MANY or surely * found.price.seconds < _SHOWS * even_s:
+        # What pieces cost recurrent layers is left to whole estimates; rings have fewer.
+        surely = inf if costs.states_s else _SURELY_OF_PIECES if costs.piece_s else _SURELY
+        if (costs.num_groups > _MANY and not costs.states_s) or surely * found.price.seconds < _SHOWS * even_s:
             return plan
         best = self._aligned(costs)
         if surely * found.price.seconds <= rings_s(best[0], lengths, costs):

@@ -8,8 +8,6 @@ joined to a circle again. Of runs that are even enough the one is taken whose tw
 shortest paths above them: so many keys that are seen behind a cut lie before it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +37,7 @@ class _TokenLine(NamedTuple):
     mask: Mask
 
     @classmethod
-    def of(cls, forest: Forest) -> _TokenLine:
+    def of(cls, forest: Forest) -> "_TokenLine":
         of, begin = forest.segments, np.cumsum([0, *forest.lengths])
         tree = np.repeat(begin[:-1], np.diff(of.base))
         mask = SlidingWindow(forest.window) if forest.window else CAUSAL

@@ -327,13 +327,7 @@ class _Offer:
         return not self.fault()
 
     def refusal(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_dim: int,
-        *,
-        windows: bool = False,
-        softcap: float = 0.0,
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False, softcap: float = 0.0
     ) -> str:
         """The reason why it does not serve such tensors; "" if it does."""
         if softcap and not self.caps:
@@ -616,13 +610,7 @@ def _preferred(device: torch.device) -> tuple[str, ...]:
 
 
 def choose_kernel(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    windows: bool = False,
-    softcap: float = 0.0,
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False, softcap: float = 0.0
 ) -> Kernel:
     """Make the kernel called `name`, and log once which it is. "auto": the first of
     `_preferred(device)` that serves these tensors (and sliding `windows`, and a `softcap` other than

@@ -7,8 +7,6 @@ Shape legend: as `runtime.kernels.base`; C rank of the latent, R width of the ro
 heads share, L = C + R.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +52,7 @@ class LatentKernel:
         self.plain = shape.head_dim - self.rope
         self.weight_grad: Tensor | None = None  # of this rank's launches so far, in fp32
 
-    def with_weight(self, weight: Tensor) -> LatentKernel:
+    def with_weight(self, weight: Tensor) -> "LatentKernel":
         return LatentKernel(self.kernel, self.shape, weight)
 
     def launches(self, entries: _LatentEntries) -> int:

@@ -2,8 +2,6 @@
 `recurrence.AffineRecurrence`: a piece a call, from its first state to its last one; the choice.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -284,7 +284,6 @@ class Buffers(dict[int, T]):
         return Buffers({b: x for b, x in self.items() if b}, self.later)
 
     def all(self) -> dict[int, T]:
-        """Each made."""
         for buffer in [*self.later]:
             self[buffer]
         return dict(self)

@@ -51,8 +51,6 @@ Alike: TypeAlias = tuple[torch.dtype, torch.dtype, int]
 
 
 class Moved(NamedTuple):
-    """Rows that are moved."""
-
     packed: steps.Packed
     # What one launch may move together; None where rows are merged, not moved.
     kind: Alike | None = None

@@ -71,8 +71,6 @@ class Sums(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One forward launch."""
-
     op: int
     zone: str
     q: Operand

@@ -154,10 +154,8 @@ MODEL = Model(8, 8, 64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size
 GB = 1e9
 
 
-def microbatch(
-    tokens: int = 1000, kept: int = 1_000_000, replayed: int = 100_000, ranks: int = 2
-) -> backward.MicrobatchBytes:
-    return backward.MicrobatchBytes(*(np.full(ranks, each) for each in (tokens, kept, replayed, 0)))
+def microbatch(tokens: int = 1000, kept: int = 1_000_000) -> backward.MicrobatchBytes:
+    return backward.MicrobatchBytes(*(np.full(2, each) for each in (tokens, kept, 100_000, 0)))
 
 
 def of(other: float, kept: list[float], replayed: float = 0.0, layers: int = 4) -> backward.StepBytes:

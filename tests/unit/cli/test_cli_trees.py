@@ -88,7 +88,7 @@ def test_of_full_segments_auto_takes_the_fastest(run: CommandLine, drawn: str) -
     assert step_s["auto"] <= 1.005 * min(step_s.values()), step_s
 
 
-def test_compare_says_what_sharing_and_balance_save(run: CommandLine, shapes: Path) -> None:
+def test_compare_says_what_sharing_and_balance_save(run: CommandLine, shapes: Path, tmp_path: Path) -> None:
     planners = "compare --planner distca --planner te_ring --planner zeppelin"
     given = f"{planners} --trees {shapes} {ON}"
     found = run.json(f"{given} --json")
@@ -99,15 +99,20 @@ def test_compare_says_what_sharing_and_balance_save(run: CommandLine, shapes: Pa
         "tokens": 2560,
         "flattened_tokens": 1200 + 1150 + 1020 + 590 + 400,
         "attention_pairs": PAIRS,
-        "flattened_attention_pairs": sum(n * (n + 1) // 2 for n in (1200, 1150, 1020, 590, 400)),
+        "flattened_attention_pairs": sum(n * (n + 1) // 2 for n in (1200, 1150, 1020, 590, 400)) + 500 * 499 // 2,
     }
-    alone = run.json(f"{planners} --lengths 1200,1150,1020,590,400 {ON} --json")
+    # A prefix that sees itself both ways does so in a rollout by itself, too.
+    paths = tmp_path / "paths.json"
+    paths.write_text(json.dumps([[1200, 1150, 1020, SHAPES[0][1], 400]]))
+    alone = run.json(f"{planners} --trees {paths} {ON} --json")
     step_s = {row["planner"]: row["step_s"] for row in alone["rows"]}
     assert step_s["distca"] != step_s["zeppelin"]
     assert found["flattened"]["step_s"] == min(step_s["distca"], step_s["zeppelin"])
-    assert alone["sharing"] is None
+    assert alone["sharing"]["flattened_attention_pairs"] == alone["sharing"]["attention_pairs"]
     assert "flattened" not in alone
     assert found["bound_s"] < alone["bound_s"]
+    assert "5 trees of 6 segments, which no two rollouts share" in run.printed(f"{planners} --trees {paths} {ON}")
+    assert run.json(f"simulate --planner distca --lengths 900 {ON} --json")["sharing"] is None
     said = run.printed(given)
     assert "3 trees of 7 segments; their 5 rollouts one by one are 1.70x the tokens" in said
     assert "the same rollouts one by one take" in said

@@ -230,9 +230,9 @@ def transfers(ops: Sequence[Op]) -> list[tuple[int, ...]]:
     return [row for op in ops if isinstance(op, Exchange) for row in op.transfers]
 
 
-def two_zones(*moved: tuple[int, int, int], pattern: str = "ring") -> MicrobatchPlan:
+def two_zones(*moved: tuple[int, int, int]) -> MicrobatchPlan:
     # Sequence 0 over ranks 0 and 1, sequence 1 on rank 1, sequence 2 on rank 2; rank 3 has nothing.
-    zones = (by_hand.zone("intra_node", pattern, (0, 1), (0,)), by_hand.local(1, 1), by_hand.local(2, 2))
+    zones = (by_hand.zone("intra_node", "ring", (0, 1), (0,)), by_hand.local(1, 1), by_hand.local(2, 2))
     return by_hand.plan((16, 10, 6), 4, *zones, ranks_per_node=2, moves=moved)
 
 

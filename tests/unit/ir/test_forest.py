@@ -49,6 +49,15 @@ def test_a_batch_has_a_tree_of_the_length_of_each_sequence():
             Batch(lengths, FORESTS[0].trees)
 
 
+def test_rollouts_one_by_one_are_paths_whose_full_segments_stay():
+    tree = (Segment(3, -1), Segment(2, 0, full=True), Segment(1, 1), Segment(2, 2), Segment(4, 0))
+    paths = ((Segment(3, -1), Segment(2, 0, full=True), Segment(3, 1)), document(7))
+    assert Batch((12,), (tree,)).flattened() == Batch((8, 7), paths)
+    assert Batch((7, 9), (document(7), ROLLOUTS)).flattened().trees[0] == document(7)
+    assert Batch((5,), ((Segment(3, -1), Segment(2, 0)),)).flattened() == Batch((5,))
+    assert Batch((5,)).flattened() == Batch((5,))
+
+
 def test_the_mask_of_a_batch_is_a_forest_only_where_one_of_its_trees_branches():
     assert over(CAUSAL, ()) == over(CAUSAL, (document(3), document(4))) == CAUSAL
     assert over(SlidingWindow(3), (document(3),)) == SlidingWindow(3)

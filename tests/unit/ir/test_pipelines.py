@@ -193,9 +193,7 @@ def test_bad_strategies_and_options_are_told_in_one_sentence(
         choose_planner("hydraulis", options).plan_step((lengths,), CONTEXT)
 
 
-def test_the_best_candidate_is_found_and_those_that_cannot_win_are_not_packed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_best_candidate_is_found_and_those_that_cannot_win_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     # The best of drawn candidates is that of packing them all, also where another promised less.
     rng = random.Random(7)
     overtaken = 0

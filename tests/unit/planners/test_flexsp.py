@@ -63,9 +63,7 @@ def test_groups_are_as_the_network_heads_and_nodes_ask() -> None:
     assert max(len(zone.ranks) for zone in plan.zones if isinstance(zone, Zone)) <= 2
 
 
-def test_the_program_is_never_worse_than_the_greedy_answer_or_gives_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_program_is_never_worse_than_the_greedy_answer_or_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     # The program is never worse than the greedy answer.
     pytest.importorskip("scipy")
     cluster = Cluster(16, 8)

@@ -73,6 +73,8 @@ def test_random_steps_pass_no_cap_and_have_each_sample_once_in_as_many_microbatc
         options["planner"] = "whole"
         if seed % 5 == 0:
             options |= {"planner": draw.choice(["te_ring", "zeppelin", "distca"]).item(), "attend": "pool"}
+        else:
+            options["meet"] = draw.choice(["layer", "step"]).item()
         try:
             step = planned(lengths, cap, groups, **options)
         except InfeasibleError:
@@ -132,6 +134,25 @@ def test_what_is_slow_stands_in_one_microbatch_and_what_is_not_fills_it_up() -> 
     # Who was slower in one microbatch is not in the next.
     even = MicrobatchesProblem(np.full(4, 5), np.array([4.0, 3.0, 2.0, 1.0]), np.ones(4, dtype=np.int64), 2, 5)
     assert deal(even)[1] == [(0, 0), (0, 1), (1, 1), (1, 0)]
+
+
+def test_ranks_that_meet_at_the_end_alone_are_evened_over_all_microbatches() -> None:
+    found = dict.fromkeys(("layer", "step"), np.zeros(2))
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        seconds = draw.lognormal(0, 1.5, 96)
+        tokens = (10 * seconds).astype(np.int64).clip(1, 100)
+        problem = MicrobatchesProblem(tokens, seconds, np.ones(96, dtype=np.int64), 8, 100)
+        for meet in found:
+            count, dealt = deal(problem, 3, meet=meet)
+            loads, held = np.zeros((count, 8)), np.zeros((count, 8), dtype=np.int64)
+            np.add.at(loads, tuple(zip(*dealt, strict=True)), seconds)
+            np.add.at(held, tuple(zip(*dealt, strict=True)), tokens)
+            assert held.max() <= 100
+            slowest = np.array([loads.max(axis=1).sum(), loads.sum(axis=0).max()])
+            found[meet] = found[meet] + slowest / loads.sum(axis=0).mean()
+    assert found["layer"][0] < 0.98 * found["step"][0]
+    assert found["step"][1] < 0.98 * found["layer"][1]
 
 
 def test_seconds_not_tokens_are_balanced_and_passes_without_a_backward_have_a_plan_of_their_own() -> None:
@@ -206,6 +227,8 @@ def test_without_a_cap_memory_says_how_much_a_rank_holds() -> None:
         ([5], None, {"max_tokens": 0}, "max_tokens: expected a whole number of at least 1"),
         ([5], None, {"context": 3}, "does not divide 8 GPUs"),
         ([5], None, {"attend": "all"}, "expected 'pool' or 'context'"),
+        ([5], None, {"meet": "end"}, "expected 'layer' or 'step'"),
+        ([5], None, {"planner": "zeppelin", "meet": "step"}, "lets ranks meet in every layer"),
         ([5], None, {"planner": "zepelin"}, "unknown planner"),
         ([5], None, {"planner": "zeppelin", "attend": "context"}, "cuts samples over all ranks"),
         ([7, 101], None, {"attend": "context"}, "sample 1 has 101 tokens.*at least 101.*attend='pool'"),

@@ -1,7 +1,5 @@
 """`megatron-balance profile` on this machine's CPU: a table that loads, prices and plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

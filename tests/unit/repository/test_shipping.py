@@ -559,8 +559,8 @@ SETUP = ROOT / "scripts" / "setup_env.sh"
 
 
 def test_a_wheel_that_cannot_be_had_is_said_and_leaves_the_others(tmp_path):
-    # The program in place of Python has a package index with one wheel of two.
-    copy = 'while [ "$1" != --dest ]; do shift; done; cp "$WHEELS"/*.whl "$2"'
+    # The program in place of Python has a package index with two wheels and a source of four.
+    copy = 'while [ "$1" != --dest ]; do shift; done; cp "$WHEELS"/*.{whl,gz} "$2"'
     fetch = f'case "$*" in *pip*flash*) exit 1;; *pip*) {copy};; *) exec "$REAL" "$@";; esac'
     program(tmp_path / "python", f"#!/bin/bash\n{fetch}\n")
     for wheel, names in (
@@ -570,13 +570,16 @@ def test_a_wheel_that_cannot_be_had_is_said_and_leaves_the_others(tmp_path):
         with zipfile.ZipFile(tmp_path / f"{wheel}.whl", "w") as archive:
             for name in names:
                 archive.writestr(name, "x = 1")
+    with tarfile.open(tmp_path / "mamba_ssm-2.3.2.post1.tar.gz", "w:gz") as archive:
+        for name in ("a.py", "a.cu"):
+            archive.add(tmp_path / "python", f"mamba_ssm-2.3.2.post1/mamba_ssm/{name}")
     unpack = ["bash", "-c", f"source {SETUP}; PYTHON={tmp_path}/python; unpack_upstream {tmp_path}/up"]
     done = ended(unpack, env={"PATH": os.environ["PATH"], "WHEELS": str(tmp_path), "REAL": sys.executable})
     assert done.returncode == 1
     assert "The wheel of flash-attn-4==4.0.0b11 could not be had; the tests that need it will skip." in done.stderr
     unpacked = {str(path.relative_to(tmp_path / "up")) for path in (tmp_path / "up").rglob("*") if path.is_file()}
-    compiled = "megatron_core-0.18.2/megatron/helpers.so"
-    assert unpacked == {"transformer_engine-2.17.1/transformer_engine/a.py", compiled}
+    python = {"transformer_engine-2.17.1/transformer_engine/a.py", "mamba_ssm-2.3.2.post1/mamba_ssm/a.py"}
+    assert unpacked == {*python, "megatron_core-0.18.2/megatron/helpers.so"}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="the interpreter that is found must be 3.12 or later")

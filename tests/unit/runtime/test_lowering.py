@@ -1,7 +1,5 @@
 """Messages that arrive together are taken together, unless they touch the same rows and heads."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from datetime import timedelta

@@ -1,9 +1,10 @@
-"""Kernels of fla behind the seam of recurrences, by stand-ins with their signatures."""
+"""Kernels of fla behind the seam of recurrences, by stand-ins with the signatures of the libraries."""
 
 import inspect
 import logging
 import sys
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +18,27 @@ from megatron_balance.runtime.kernels import scans
 from megatron_balance.runtime.kernels.recurrence import GatedDelta, Mamba2
 from megatron_balance.runtime.kernels.scans import FlaGatedDelta, FlaMamba2
 from megatron_balance.runtime.recurrent import bind_recurrent, recurrent_layer
-from tests.support.upstream import FLA, parsed, signature
+from tests.support.upstream import FLA, MAMBA, NOT_LITERAL, parsed, signature
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 STAND_INS = Path(__file__).parents[2] / "support" / "stand_in_kernels"
-KERNELS = [
-    (FlaGatedDelta(), scans.GATED_DELTA),
-    (FlaGatedDelta(), scans.KDA),
-    (FlaMamba2(), scans.MAMBA2),
-]
+KERNELS = [(FlaGatedDelta(), scans.GATED_DELTA), (FlaGatedDelta(), scans.KDA), (FlaMamba2(), scans.MAMBA2)]
 IDS = ["gated delta", "kda", "mamba-2"]
+# Of mamba_ssm, what Megatron calls.
+SCANS = ["mamba_split_conv1d_scan_combined", "mamba_chunk_scan_combined"]
+NORM = ["RMSNorm.__init__", "RMSNorm.forward"]
 
 
 @pytest.fixture
 def libraries(monkeypatch):
     # Modules of these names, which go with the test.
-    names = [name for name in sys.modules if name.split(".")[0] == "fla"]
+    names = [name for name in sys.modules if name.split(".")[0] in ("fla", "mamba_ssm")]
     kept = {name: sys.modules.pop(name) for name in names}
     monkeypatch.syspath_prepend(STAND_INS)
-    import_module("fla")
+    import_module("mamba_ssm")
 
     yield monkeypatch
-    for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("fla", "mamba_ssm")]:
         del sys.modules[name]
     sys.modules.update(kept)
 
@@ -100,12 +100,24 @@ def test_on_cpus_and_in_fp64_recurrences_are_in_plain_torch():
 
 
 @pytest.mark.usefixtures("libraries")
-def test_stand_ins_have_the_signatures_of_the_library():
-    for (module, name), path in (
-        (scans.GATED_DELTA, "fla/ops/gated_delta_rule/chunk.py"),
-        (scans.KDA, "fla/ops/kda/chunk.py"),
-        (scans.MAMBA2, "fla/ops/simple_gla/chunk.py"),
-    ):
-        real, ours = signature(parsed(FLA, path), name), inspect.signature(getattr(sys.modules[module], name))
-        given = [[(each.name, each.default, each.kind) for each in of.parameters.values()] for of in (ours, real)]
-        assert given[0] == given[1], name
+@pytest.mark.parametrize(
+    ("wheel", "path", "module", "names"),
+    [
+        (FLA, "fla/ops/gated_delta_rule/chunk.py", scans.GATED_DELTA[0], ["chunk_gated_delta_rule"]),
+        (FLA, "fla/ops/kda/chunk.py", scans.KDA[0], ["chunk_kda"]),
+        (FLA, "fla/ops/simple_gla/chunk.py", scans.MAMBA2[0], ["chunk_simple_gla"]),
+        (FLA, "fla/modules/causal_conv1d/ops.py", "fla.modules.convolution", ["causal_conv1d"]),
+        (FLA, "fla/modules/norm/l2norm.py", "fla.modules.l2norm", ["l2norm"]),
+        (MAMBA, "mamba_ssm/ops/triton/ssd_combined.py", "mamba_ssm.ops.triton.ssd_combined", SCANS),
+        (MAMBA, "mamba_ssm/ops/triton/layernorm_gated.py", "mamba_ssm.ops.triton.layernorm_gated", NORM),
+    ],
+)
+def test_stand_ins_have_the_signatures_of_the_libraries(wheel: str, path: str, module: str, names: list[str]) -> None:
+    source = parsed(wheel, path)
+    for name in names:
+        real, ours = signature(source, name), inspect.signature(attrgetter(name)(sys.modules[module]))
+        default = {each.name: each.default for each in real.parameters.values() if each.default != NOT_LITERAL}
+        assert [(each.name, each.kind) for each in ours.parameters.values()] == [
+            (each.name, each.kind) for each in real.parameters.values()
+        ]
+        assert default == {each.name: each.default for each in ours.parameters.values() if each.name in default}

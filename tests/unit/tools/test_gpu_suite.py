@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 import torch
 
 from megatron_balance.runtime.kernels import choose_kernel
-from megatron_balance.runtime.kernels.base import PlainKernel
+from megatron_balance.runtime.kernels.base import PlainKernel, hidden
 from tests.support.processes import ended
 from tools.gpu import attention, bare, kernels, machine, parts, report, run, sharing
 from tools.gpu.rows import Context, Figure, Row, Target
@@ -166,6 +166,35 @@ def test_cudnns_attention_is_asked_for_the_lengths_of_a_batch_or_says_why_not(mo
     faster, apart = attention._cudnn(kernel, lengths, cpu)
     assert faster.value == 1.0
     assert 0 < (apart.value or 0) < 0.02
+
+
+def test_each_library_is_timed_on_four_kinds_of_launches(monkeypatch):
+    cpu, lengths = torch.device("cpu"), [200, 330, 70, 410]
+    launches = attention.batches(lengths)
+    for entries in launches.values():
+        sizes = zip(entries.q, entries.k, strict=True)
+        pairs = sum((b - a) * (d - c) for (a, b), (c, d) in sizes)
+        masked = (hidden(entries, at, cpu) for at in range(len(entries.q)))
+        assert attention.pairs_of(entries) == pairs - sum(int(mask.sum()) for mask in masked if mask is not None)
+    fragments, short, halves = (attention.pairs_of(launches[what]) for what in list(launches)[1:])
+    assert attention.pairs_of(launches["one length"]) == pytest.approx(fragments, rel=0.01)
+    assert short == 7 * 128 * 129 // 2
+    assert halves == pytest.approx(fragments / 2, rel=0.01)
+    ran = []
+    monkeypatch.setattr(attention, "gpu_s", lambda call: ran.append(call()) or 1e-6 * len(ran))
+    monkeypatch.setattr(attention, "HEADS", 4)
+    monkeypatch.setattr(attention, "KV_HEADS", 2)
+    rates = {("cpu_flash", phase): attention.RATES["flash_attn", phase] for phase in attention.PHASES}
+    monkeypatch.setattr(attention, "ON_A_GPU", ("flash_attn", "cpu_flash"))
+    monkeypatch.setattr(attention, "RATES", attention.RATES | rates)
+    absent, _, *rows = attention._throughput("cpu_flash", launches, cpu)
+    assert (absent.kind, absent.note) == ("not measured", "does not serve cpu tensors")
+    forward = 4 * 4 * 128 * attention.pairs_of(launches["one length"]) / 1e6
+    assert [row.value for row in rows[:2]] == pytest.approx([forward, 2.5 * forward / 2])
+    assert [row.value for row in rows[2:]] == pytest.approx(
+        [fragments / attention.pairs_of(launches["one length"]) * x for x in (1 / 3, 2 / 4)]
+    )
+    assert "half chunks" in rows[0].note
 
 
 def test_rollouts_as_trees_are_held_against_trls_tree_attention(monkeypatch):

@@ -51,7 +51,7 @@ def test_ours_pass_no_cap_and_are_no_more_microbatches_than_verls(data: int) -> 
 def test_the_comparison_prints_a_row_of_each_way(capsys: pytest.CaptureFixture[str]) -> None:
     assert rl_partitioners.main(["--gpus", "8", "--model", "qwen3-30b-a3b", "--shape", "grpo", "--steps", "1"]) == 0
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 11
+    assert len(rows) == 12
     broken = {label.strip("| "): int(count) for label, count, *_ in rows}
     assert broken["verl 0.8.0, 0.9.0"] > 0
     assert all(count == 0 for label, count in broken.items() if label.startswith("ours"))

@@ -1,7 +1,10 @@
 """Log-probabilities, entropies and losses in chunks of rows are those of all logits at once."""
 
+import inspect
 import logging
-from typing import Any
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.torch import SequenceBalancer, hf
+from megatron_balance.torch import SequenceBalancer, hf, losses
 from megatron_balance.torch.losses import token_losses
 from tests.support.peak_bytes import PeakBytes
+from tests.support.upstream import LIGER, parsed, signature
 
 log = logging.getLogger(__name__)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -91,6 +95,56 @@ def test_peak_bytes_do_not_have_the_logits(vocabulary: int) -> None:
     logits, gradient = 4 * rows * vocabulary, 4 * vocabulary * width
     assert peaks[0] < gradient + 4 * logits * chunk / rows + 4 * rows * width * 2
     assert peaks[1] > 2 * logits
+
+
+def liger(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Any = None, ce_weight: Any = None, ignore_index: int = -100,
+    lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean", softcap: Any = None,
+    return_z_loss: bool = False, accum_dtype: Any = None, use_token_scaling: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, chunk_mem_const: int = 1,
+) -> Tensor:  # fmt: skip
+    # Stands for Liger's function, which needs a GPU.
+    assert ce_weight is softcap is None
+    others = lse_square_scale, label_smoothing, return_z_loss, use_token_scaling
+    assert not any((*others, return_token_accuracy, return_predicted_tokens))
+    assert (chunk_mem_const, accum_dtype) == (1, torch.float32)
+    logits = F.linear(input, weight, bias).float()
+    return F.cross_entropy(logits, target, reduction=reduction, ignore_index=ignore_index)
+
+
+def test_ligers_loss_is_ours_under_the_signature_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    hidden, head, bias, labels = drawn(33, 40, 16, torch.float32, bias=True)
+    with pytest.raises(ConfigError, match="expected tensors on a GPU, got cpu; take losses=True"):
+        losses.liger_loss(hidden, head, labels)
+    monkeypatch.setattr(losses, "LIGER_DEVICES", ("cpu",))
+    monkeypatch.setitem(sys.modules, losses.LIGER[0], None)
+    with pytest.raises(ConfigError, match="install liger-kernel, or take losses=True"):
+        losses.liger_loss(hidden, head, labels)
+    monkeypatch.setitem(sys.modules, losses.LIGER[0], SimpleNamespace(**{losses.LIGER[1]: liger}))
+    found = losses.liger_loss(hidden[None], head, labels, bias=bias)
+    of_both = [
+        (each, *torch.autograd.grad(each, (hidden, head, bias)))
+        for each in (found.loss, token_losses(hidden, head, labels, bias=bias).loss)
+    ]
+    assert all(apart(got, wanted) < 1e-6 for got, wanted in zip(*of_both, strict=True))
+    for name in ("log_probs", "entropies"):
+        with pytest.raises(ConfigError, match="gives the loss alone"):
+            getattr(found, name)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**SIZES), attn_implementation=hf.register()
+    )
+    batch = SequenceBalancer.for_model(model.config)(DOCUMENTS)
+    by_liger, ours = (model(**hf.inputs(batch, losses=each)).logits.loss for each in ("liger", True))
+    assert apart(by_liger, ours) < 1e-6
+    with pytest.raises(ConfigError, match=r'expected True, False or "liger", got \'lion\''):
+        hf.inputs(batch, losses=cast("Any", "lion"))
+    real = signature(parsed(LIGER, losses.LIGER[0].replace(".", "/") + ".py"), losses.LIGER[1])
+    given = [
+        [(each.name, each.default, each.kind) for each in of.parameters.values()]
+        for of in (inspect.signature(liger), real)
+    ]
+    assert given[0] == given[1]
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -1,7 +1,11 @@
 """Rollouts as trees: rows, labels, weights, what each row sees; TRL packs the same ones."""
 
+import runpy
 from collections.abc import Sequence
-from itertools import permutations
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise, permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,6 @@ from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.forest import Tree
 from megatron_balance.workloads.rollouts import IGNORED, Rollouts, as_trees, joined
 from tests.support import forests
-from tests.support.tree_packing import pack
 
 
 def drawn(seed: int) -> list[list[int]]:
@@ -70,26 +73,55 @@ def test_trees_are_taken_apart_and_joined_in_any_order() -> None:
             assert made.labels[rows_of(made)[at]].tolist() == again.labels[other].tolist()
 
 
+@cache
+def tree_row() -> Any:
+    """TRL's class, from its file: its package loads trainers."""
+    if (trl := find_spec("trl")) is None or trl.origin is None:
+        pytest.skip("needs TRL, of the extra 'hf'")
+    return runpy.run_path(str(Path(trl.origin).parent / "experimental" / "async_grpo" / "packing.py"))["TreeRow"]
+
+
+def packed(rollouts: Sequence[Sequence[int]], trained: Sequence[np.ndarray]) -> tuple[dict[str, Any], list[list[int]]]:
+    """Return what TRL packs, and of each of its segments the rows of its path."""
+    row = tree_row()()
+    for ids, mask in zip(map(np.array, rollouts), trained, strict=True):
+        sample = {"input_ids": ids, "completion_mask": mask, "old_log_probs": np.zeros(len(ids))}
+        row.add({**sample, "advantage": 1.0, "group_id": 0})
+    made = {name: each.tolist() for name, each in row.pack().items()}
+    ends = pairwise(made["tree_cu_seqlens_k"])
+    return made, [made["tree_kv_index"][start:stop] for start, stop in ends]
+
+
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_trl_packs_the_same_rows_labels_loss_terms_and_mask(first: int) -> None:
     for seed in range(first, first + 50):
         rollouts = drawn(seed)
         rng = np.random.default_rng(seed)
         trained = [rng.integers(0, 2, len(rollout)) for rollout in rollouts]
-        made, theirs = as_trees(rollouts), pack(rollouts, [each.tolist() for each in trained])
-        assert len(theirs.tokens) == len(made.tokens)
+        made, (theirs, paths) = as_trees(rollouts), packed(rollouts, trained)
+        assert len(theirs["input_ids"]) == len(made.tokens)
+        above = {
+            tuple(path[:-length]) for path, length in zip(paths, np.diff(theirs["tree_cu_seqlens_q"]), strict=True)
+        }
+        leaves = {tuple(theirs["input_ids"][at] for at in path): path for path in paths if tuple(path) not in above}
         ours = np.full(len(made.tokens), -1)  # by their place, our row
-        for rows, places in zip(rows_of(made), theirs.places, strict=True):
+        for rollout, rows in zip(rollouts, rows_of(made), strict=True):
+            places = leaves[tuple(rollout)]
             assert set(ours[places]) <= {-1, *rows}
             ours[places] = rows
         assert sorted(ours) == list(range(len(made.tokens))), "the same tokens are shared"
-        assert made.tokens[ours].tolist() == theirs.tokens
-        assert made.position_ids[ours].tolist() == theirs.positions
+        assert made.tokens[ours].tolist() == theirs["input_ids"]
+        assert made.position_ids[ours].tolist() == theirs["position_ids"]
         # How many loss terms a row has: their list of them, and our weights of what is trained.
-        terms = np.bincount([ours[place] for _, place in theirs.terms], minlength=len(ours))
+        terms = np.bincount(ours[theirs["token_index"]], minlength=len(ours))
         assert made.weights(trained).tolist() == terms.tolist()
-        assert np.where(terms > 0, made.labels, IGNORED)[ours].tolist() == theirs.labels
-        assert (visible(made.trees)[np.ix_(ours, ours)] == theirs.visible()).all()
+        assert np.where(terms > 0, made.labels, IGNORED)[ours].tolist() == theirs["shift_labels"]
+        # A varlen call, causal from the lower right corner.
+        shown = np.zeros((len(ours), len(ours)), dtype=bool)
+        for path, (start, stop) in zip(paths, pairwise(theirs["tree_cu_seqlens_q"]), strict=True):
+            for query in range(start, stop):
+                shown[query, path[: len(path) - (stop - 1 - query)]] = True
+        assert (visible(made.trees)[np.ix_(ours, ours)] == shown).all()
 
 
 @pytest.mark.parametrize("seed", range(20))

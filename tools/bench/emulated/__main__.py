@@ -5,8 +5,6 @@ First the attention kernel is measured and the operating point fixed (docs/opera
 all steps are trained. Losses and gradient norms of a batch must be equal to 1e-5.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

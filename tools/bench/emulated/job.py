@@ -4,8 +4,6 @@ point, trains on each topology.
 Started by `python -m tools.bench.emulated`, which shows how far it is.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

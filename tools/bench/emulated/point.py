@@ -69,7 +69,6 @@ class Shape:
 
 
 SHAPE = Shape()
-ROUND_PAIRS = SHAPE.round_pairs
 SHAPES = {
     "2x4": Shape(heads=8, head_dim=16, ffn_size=1152),
     "2x8": Shape(ranks_per_node=8, heads=16, head_dim=16, ffn_size=960),

@@ -2,8 +2,6 @@
 to another variant over the same batches.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

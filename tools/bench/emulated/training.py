@@ -5,8 +5,6 @@ What is wrapped lives in this process only, which ends with its job: Megatron's 
 reduction of gradients, the session's choice of a planner, `bind`, and attention.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import sys

@@ -5,8 +5,6 @@ simulates what such folders have with the costs in them, and prints measured and
 writes them to FILE.md and FILE.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ table, comes from launches one after the other on all ranks at once, each on ope
 the caches meanwhile, as those of a call that came over a NIC are.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -2,8 +2,6 @@
 backward, by the executor.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -13,8 +13,6 @@ that runs there (CONFIG_IRQ_TIME_ACCOUNTING is not set): beside transfers a laun
 as many times longer as a launch alone does.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar

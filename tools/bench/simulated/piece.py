@@ -6,8 +6,6 @@ and `cases.json` with the plans and what they took. So the simulator can be held
 measurement again when it has changed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence

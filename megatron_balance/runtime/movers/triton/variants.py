@@ -3,8 +3,6 @@
 # Compiling one takes from a part of a second to several; in a step that would stop this rank, and
 # with it every rank that waits for it.
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

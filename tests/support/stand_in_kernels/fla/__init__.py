@@ -1,9 +1,6 @@
 # type: ignore  # modules made at run time
 """flash-linear-attention by name: what Megatron and we call, which needs a GPU, token by token."""
 
-# Signatures: fla-core 0.6.0, `fla/modules/causal_conv1d/ops.py`, `fla/modules/norm/l2norm.py`,
-# `fla/ops/gated_delta_rule/chunk.py`, `fla/ops/kda/chunk.py` and `fla/ops/simple_gla/chunk.py`.
-
 import sys
 import types
 

@@ -1,8 +1,6 @@
 # type: ignore  # modules made at run time
 """mamba_ssm by name: what Megatron calls, which needs a GPU, token by token."""
 
-# Signatures: mamba-ssm 2.3.2, `mamba_ssm/ops/triton/ssd_combined.py` and `layernorm_gated.py`.
-
 import sys
 import types
 
