@@ -202,7 +202,9 @@ class Clocks:
         )
         self.bytes_moved += taken.load
         self.nic_bytes += taken.load[2 * machine.num_ranks :].reshape(2, -1)
-        stop = np.maximum(posted[ranks], self.free[traffic_class, TOGETHER, ranks]).max() + self.call_s + taken.seconds
+        # Collectives of both traffic classes have one stream (`compile.order.collective_stream`).
+        begin = max(posted[ranks].max(), self.free[:, TOGETHER, ranks].max())
+        stop = begin + self.call_s + taken.seconds
         self.free[traffic_class, TOGETHER, ranks] = stop
         return np.full(len(ranks), stop)
 

@@ -200,6 +200,8 @@ class RoundsPhase:
         payload, backward = self.clocks.machine.payload, self.clocks.backward
         num_bytes = _bytes_of(traffic.inputs if backward else traffic.outputs, payload, turned=backward)
         self._together(table, num_bytes, MOVED, ring=backward and traffic.gathers, stored=True, added=backward)
+        if backward:  # what another zone copies passes no gradients (`compile.order`)
+            self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
 
     def _nested(self, table: ZoneTable, traffic: HeadsThenHops) -> None:
         # Collectives inside groups, rings between them, collectives inside groups.
@@ -213,8 +215,13 @@ class RoundsPhase:
             if inside:  # the rings pass on what the collectives brought
                 self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
             RingClock(self.clocks, table, traffic.hops, size).run()
+            if inside and self.clocks.backward:  # gradients are added up before they go on
+                self.clocks.settle(table.ranks)
         for part, group in inside:
             self._behind(part, group)
+        if len(inside) > 1 and not self.clocks.backward:
+            # Inputs of the next zone pass the exchange just before them, not those of all groups.
+            self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
 
     def _waves(self, table: ZoneTable, traffic: WaveTraffic) -> None:
         # Collectives inside groups, own work and waves between groups, collectives inside groups.

@@ -216,6 +216,8 @@ class _EstimatedPhase(RoundsPhase):
             if zone.inputs is not None:  # the rings pass on what the exchanges brought
                 clocks.ready[zone.at] = clocks.done[zone.at]
             RingClock(clocks, zone.ring, zone.hops, len(zone.ranks) // zone.num_groups).run()
+            if backward and zone.input_grads is not None:
+                clocks.settle(zone.ranks)
         else:
             clocks.done[zone.at] = np.maximum(clocks.done[zone.at], clocks.opened[zone.at]) + zone.first[backward]
         self._bulk(zone, zone.input_grads if backward else zone.outputs, MOVED)
@@ -238,7 +240,7 @@ class _EstimatedPhase(RoundsPhase):
         if traffic_class == COPIED:
             done = np.maximum(done, clocks.opened[ranks])
             clocks.ready[ranks] = posted = np.maximum(clocks.ready[ranks] + packed, clocks.opened[ranks])
-        begin = zone.by_group(np.maximum(posted, clocks.free[traffic_class, TOGETHER, ranks]))
+        begin = zone.by_group(np.maximum(posted, clocks.free[:, TOGETHER, ranks].max(axis=0)))
         arrived = zone.by_rank(begin + clocks.call_s + bulk.seconds)
         clocks.free[traffic_class, TOGETHER, ranks] = arrived
         placed = placed * (ADD if bulk.adds else 1.0)
@@ -248,6 +250,8 @@ class _EstimatedPhase(RoundsPhase):
             clocks.done[ranks] = done
             clocks.late[ranks] = np.maximum(clocks.late[ranks], arrived)
             clocks.late_s[ranks] += placed
+            if clocks.backward or zone.num_groups > 1:  # as `RoundsPhase`
+                clocks.ready[ranks] = done
 
     def _packs_s(self, num_bytes: Floats | float) -> Floats | float:
         # Seconds of packing, of all groups or of each [groups].

@@ -321,7 +321,20 @@ class Search:
 
     def placed(self, *, replays: bool) -> InWaves | None:
         """The cheapest placement and its plan; None: none keeps to the capacity."""
-        found = self._choose(replays=replays)
+        cluster, wanted = self.context.cluster, self.context.options.group_size
+        sizes = _group_sizes(cluster) if wanted is None else [wanted]
+        costs = self._costs(sizes[0], replays=replays)
+        if cluster.num_nodes > 1:
+            return self._placed(costs, sizes)
+        # Inside a node a dear size may lie between cheap ones; sizes are few, and told by whole plans.
+        tried = (self._placed(costs, [size]) for size in sizes)
+        found = [each for each in tried if each is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        return found[best_first([plan_estimate(each.plan, self.machine) for each in found])[0]]
+
+    def _placed(self, costs: GroupCosts, sizes: Sequence[int]) -> InWaves | None:
+        found = self._choose(costs, sizes)
         if found is None:
             return None
         of, price, costs = found
@@ -332,12 +345,11 @@ class Search:
                 return InWaves(plan, found)
         return None
 
-    def _choose(self, *, replays: bool) -> _Chosen | None:
-        """The cheapest placement within the capacity, over groups of the cheapest size."""
-        lengths, cluster, wanted = self.lengths, self.context.cluster, self.context.options.group_size
-        sizes = _group_sizes(cluster) if wanted is None else [wanted]
+    def _choose(self, costs: GroupCosts, sizes: Sequence[int]) -> _Chosen | None:
+        """The cheapest placement within the capacity, over groups of the cheapest of these sizes."""
+        lengths, cluster = self.lengths, self.context.cluster
         at = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
-        costs = self._costs(sizes[at], replays=replays)
+        costs = costs.of_size(sizes[at])
         found = self._cheapest(costs)
         step = _direction(found.price) if found else 0
         while found and step and 0 <= at + step < len(sizes):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
 from math import inf, sqrt
 from typing import NamedTuple
 
@@ -233,9 +233,12 @@ def rings_s(placement: Placement, lengths: Sequence[int], costs: GroupCosts) -> 
 
 
 class _Lead(NamedTuple):
-    """Own work while the heads of all else are exchanged: tokens, and seconds [placements, groups]."""
+    """Own work while the heads of all else are exchanged: tokens, those of them in the row that it
+    cuts, whose rest sees them, too, and seconds [placements, groups].
+    """
 
     tokens: Floats
+    cut: Floats
     work: Floats
 
 
@@ -269,11 +272,14 @@ def with_lead(
     if costs.model.mask != CAUSAL:
         return price
     placed = Shares.begin(costs.works_s(lengths), lengths, costs.num_groups, of)
-    enough = costs.lead_tokens(sum(lengths) / costs.num_groups)
-    leads = [lead for lead in (int(part * enough) // ALIGN * ALIGN for part in _LEADS) if lead]
+    enough, rows = costs.lead_tokens(sum(lengths) / costs.num_groups), _first_rows(lengths, of, costs.num_groups)
+    # Also one that cuts no row of the group with most work.
+    whole = [at for at in accumulate(rows[placed.load.index(max(placed.load))]) if at >= _LEADS[0] * enough]
+    tried = [*(part * enough for part in _LEADS), *(-(-at // ALIGN) * ALIGN for at in whole[:1])]
+    leads = [lead for lead in (int(each) // ALIGN * ALIGN for each in tried) if lead]
     if not leads:
         return price
-    lead = _lead(_first_rows(lengths, of, costs.num_groups), leads, costs)
+    lead = _lead(rows, leads, costs)
     seconds = _layer_s(Trimmed.without([placed] * len(leads)), costs, waves, lead)
     at, wave = divmod(int(seconds.argmin()), len(waves))
     if seconds[at, wave] >= price.seconds:
@@ -293,7 +299,7 @@ def _first_rows(lengths: Sequence[int], of: Sequence[dict[int, float]], num_grou
 
 def _lead(rows_of: Sequence[Sequence[float]], leads: Sequence[int], costs: GroupCosts) -> _Lead:
     """Work of each group under leads of so many tokens (`patterns.waves.lead_cuts`)."""
-    held, work = np.zeros((2, len(leads), len(rows_of)))
+    held, cut, work = np.zeros((3, len(leads), len(rows_of)))
     for (at, tokens), (group, rows) in product(enumerate(leads), enumerate(rows_of)):
         left = float(tokens)
         for row in rows:
@@ -301,9 +307,10 @@ def _lead(rows_of: Sequence[Sequence[float]], leads: Sequence[int], costs: Group
             left -= taken
             work[at, group] += costs.causal_s(taken)
             if not left:
+                cut[at, group] = taken * (taken < row)
                 break
         held[at, group] = tokens - left
-    return _Lead(held, work)
+    return _Lead(held, cut, work)
 
 
 def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
@@ -352,7 +359,8 @@ def _layer_s(
     merge_s, call_s = placed.held[:, :, None] * costs.merge_s(1.0), costs.keys_s(0, 1) + costs.cost.call_s
     # Keys of the own pieces of queries, of the lead's and of a wave's.
     piece_s, led = costs.piece_s / costs.heads, 0.0 if lead is None else lead.tokens[:, :, None]
-    blocks_s = piece_s * (placed.held[:, :, None] - led), piece_s * led, piece_s * flow.keys / numbers
+    again = 0.0 if lead is None else lead.cut[:, :, None]
+    blocks_s = piece_s * (placed.held[:, :, None] - led + again), piece_s * led, piece_s * flow.keys / numbers
     # A thread block walks its keys one by one: the longest row bounds a short launch.
     in_a_row = np.where(numbers > 1, flow.part / numbers, flow.whole)
     wave_s = np.maximum(flow.far_s / numbers + flow.pieces_s, in_a_row * costs.key_s) + launch_s

