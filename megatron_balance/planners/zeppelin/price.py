@@ -291,8 +291,12 @@ def with_lead(
 def _first_rows(lengths: Sequence[int], of: Sequence[dict[int, float]], num_groups: int) -> list[list[float]]:
     rows: list[list[float]] = [[] for _ in range(num_groups)]
     for length, own in zip(lengths, of, strict=True):
-        # The last has the middle chunk, others two apart.
-        last = next(iter(own)) if len(own) == 1 else max(own)
+        if len(own) == 1:
+            ((group, share),) = own.items()
+            rows[group].append(length * share)
+            continue
+        # Has the middle chunk, others two apart.
+        last = max(own)
         for group, share in own.items():
             rows[group].append(length * share / (1 if group == last else 2))
     return [sorted(own, reverse=True) for own in rows]

@@ -11,7 +11,7 @@ cut at all (`whole`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush, heapreplace
@@ -66,17 +66,21 @@ class Shares:
 
     @classmethod
     def begin(
-        cls, work: Sequence[float], lengths: Sequence[int], num_groups: int, of: Sequence[Mapping[int, float]] = ()
+        cls, work: Sequence[float], lengths: Sequence[int], num_groups: int, of: Sequence[dict[int, float]] = ()
     ) -> Shares:
         """Begin with what `of` says of the first sequences; the others have no group yet."""
-        load, held, on = [0.0] * num_groups, [0.0] * num_groups, [set[int]() for _ in range(num_groups)]
-        for seq, own in enumerate(of):
-            for group, share in own.items():
-                load[group] += share * work[seq]
-                held[group] += share * lengths[seq]
-                on[group].add(seq)
-        cut = {seq for seq, own in enumerate(of) if len(own) > 1}
-        begun = [*map(dict, of), *([{}] * (len(work) - len(of)))]
+        on, counts = [set[int]() for _ in range(num_groups)], list(map(len, of))
+        group = np.fromiter(chain.from_iterable(of), np.int64, sum(counts))
+        share = np.fromiter(chain.from_iterable(own.values() for own in of), np.float64, len(group))
+        seqs = np.repeat(np.arange(len(of)), counts)
+        load, held = (
+            np.bincount(group, share * np.array(each, dtype=np.float64)[seqs], num_groups).astype(np.float64).tolist()
+            for each in (work, lengths)
+        )
+        for at, seq in zip(group.tolist(), seqs.tolist(), strict=True):
+            on[at].add(seq)
+        cut = {seq for seq, count in enumerate(counts) if count > 1}
+        begun = [*of, *([{}] * (len(work) - len(of)))]
         return cls(work, lengths, begun, load, held, on, cut, sum(work) / num_groups, sum(lengths) / num_groups)
 
     @property
