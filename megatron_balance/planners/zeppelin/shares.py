@@ -459,7 +459,7 @@ def _best_trade(placed: Shares, offers: _Offers, groups: tuple[int, int], need: 
     return chosen if best > 0 else None
 
 
-class _Rows(NamedTuple):
+class _TradeRows(NamedTuple):
     """Sequences of a group, with some rows to spare. `density` of what is not there is no number;
     `of`: the row of each sequence.
     """
@@ -478,7 +478,7 @@ class _Offers:
         self.placed, self.work = placed, np.array(placed.work, dtype=np.float64)
         # Tokens of a second's work.
         self.density = np.array(placed.lengths, dtype=np.float64) / self.work
-        self.rows: dict[int, _Rows] = {}  # of groups that were asked for
+        self.rows: dict[int, _TradeRows] = {}  # of groups that were asked for
 
     def of(self, group: int, mean: float, *, more: bool) -> Iterable[tuple[float, int, float]]:
         """(density, sequence, work). `mean`: the other group's density; `more`: of tokens is given."""
@@ -494,11 +494,11 @@ class _Offers:
         first = order[:_TRADED]
         return zip(rows.density[first].tolist(), rows.seq[first].tolist(), rows.work[first].tolist(), strict=True)
 
-    def _begin(self, group: int) -> _Rows:
+    def _begin(self, group: int) -> _TradeRows:
         of, own = self.placed.of, list(self.placed.on[group])
         spare = [0] * _TRADED
         seq = np.array(own + spare, dtype=np.int64)
-        rows = _Rows(seq, self.density[seq], self.work[seq], dict(zip(own, range(len(own)), strict=True)), [])
+        rows = _TradeRows(seq, self.density[seq], self.work[seq], dict(zip(own, range(len(own)), strict=True)), [])
         rows.free.extend(range(len(own), len(seq)))
         rows.density[len(own) :] = nan
         for cut in self.placed.cut & rows.of.keys():
