@@ -472,7 +472,7 @@ class _TradeRows(NamedTuple):
 
 
 class _Offers:
-    """What groups may trade: of many sequences a few, since all pairs are quadratic."""
+    """Sequences that groups may trade: of many a few, since all pairs are quadratic."""
 
     def __init__(self, placed: Shares) -> None:
         self.placed, self.work = placed, np.array(placed.work, dtype=np.float64)
