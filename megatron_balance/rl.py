@@ -373,7 +373,7 @@ class _RlStep:
         from megatron_balance.planning.choice import choose_planner
 
         ranks, lengths, trees = self.stage.num_ranks, self.batch.lengths, self.batch.trees
-        totals = [sum(lengths[seq] for seq in members) for members in self.members]
+        totals = [sum(map(lengths.__getitem__, members)) for members in self.members]
         for label, total in zip(self.labels, totals, strict=True):
             if total > ranks * most:
                 raise InfeasibleError(

@@ -47,7 +47,7 @@ def document(length: int) -> Tree:
 
 
 def num_tokens(tree: Tree) -> int:
-    return sum(segment.length for segment in tree)
+    return sum([length for length, _, _ in tree])
 
 
 # The last few that were found to be trees: a batch, its masks and its plans have the same ones.
@@ -65,22 +65,27 @@ def checked(trees: Iterable[Iterable[Sequence[object]]]) -> tuple[Tree, ...]:
     return found
 
 
+def _no_tree(seq: int, at: int, why: str) -> ConfigError:
+    return ConfigError(f"tree of sequence {seq}, segment {at}: {why}")
+
+
 def _checked(seq: int, tree: Iterable[Sequence[object]]) -> Tree:
     segments: list[Segment] = []
     path: list[int] = [-1]  # the root's parent, the root, ... down to the last segment
     for at, given in enumerate(tree):
-        where = f"tree of sequence {seq}, segment {at}"
         if len(given) != 3 or [*map(type, given)] != [int, int, bool]:
-            raise ConfigError(f"{where}: expected (length, parent, full), two ints and a bool, got {given!r:.80}")
-        segment = Segment(*given)  # pyright: ignore[reportArgumentType]  looked at above
-        if segment.length < 1:
-            raise ConfigError(f"{where}: {segment.length} tokens; a segment has at least 1. Leave empty ones out")
-        if at and segment.parent == -1:
-            raise ConfigError(f"{where}: a second root; make it a tree (a sequence) of its own")
-        if segment.parent not in path:
+            raise _no_tree(seq, at, f"expected (length, parent, full), two ints and a bool, got {given!r:.80}")
+        # Types were looked at above.
+        segment = given if isinstance(given, Segment) else Segment(*given)  # pyright: ignore[reportArgumentType]
+        length, parent, _ = segment
+        if length < 1:
+            raise _no_tree(seq, at, f"{length} tokens; a segment has at least 1. Leave empty ones out")
+        if at and parent == -1:
+            raise _no_tree(seq, at, "a second root; make it a tree (a sequence) of its own")
+        if parent not in path:
             above = "-1, since it is the root" if not at else f"one of {path[1:]}, the path to the segment before it"
-            raise ConfigError(f"{where}: parent {segment.parent}; depth first it is {above}")
-        del path[path.index(segment.parent) + 1 :]
+            raise _no_tree(seq, at, f"parent {parent}; depth first it is {above}")
+        del path[path.index(parent) + 1 :]
         path.append(at)
         segments.append(segment)
     if not segments:

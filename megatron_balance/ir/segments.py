@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -81,35 +82,43 @@ class Segments(NamedTuple):
 @lru_cache(maxsize=64)
 def segments_of(forest: Forest) -> Segments:
     """The columns of a forest."""
-    segments: list[tuple[int, ...]] = []
-    base, stretches, runs = [0], list[int](), list[list[_Run]]()
+    stop, depth, end = list[int](), list[int](), list[int]()
+    base, stretches, runs = [0], list[tuple[int, int]](), list[list[_Run]]()
     for seq, tree in enumerate(forest.trees):
         stops, depths = list[int](), list[int]()  # depth: tokens of the path, its own included
         higher, own = list[list[_Run]](), list[_Run]()  # runs of the chains above, and in its own
-        tokens: list[list[int]] = []
         for at, (length, parent, full) in enumerate(tree):
-            start, depth = (stops[-1], depths[parent]) if at else (0, 0)
+            start, above = (stops[-1], depths[parent]) if at else (0, 0)
             stops.append(start + length)
-            depths.append(depth + length)
+            depths.append(above + length)
             first_child = at > 0 and parent == at - 1
             higher.append([] if not at else higher[parent] if first_child else [*higher[parent], own[parent]])
-            own.append((own[parent][0] if first_child else start, stops[-1], start - depth))
-            tokens.append([start, stops[-1], stops[-1], stops[parent] - 1 if at else -1, full, start - depth])
+            own.append((own[parent][0] if first_child else start, stops[-1], start - above))
             if first_child and not full and not tree[parent].full:
                 runs[-1][-1] = own[-1]
             else:
-                stretches.append(key(seq, start))
+                stretches.append((seq, start))
                 runs.append([*higher[-1], own[-1]])
-        for row, segment in zip(tokens[:0:-1], tree[:0:-1], strict=True):
-            tokens[segment.parent][2] = max(tokens[segment.parent][2], row[2])
-        segments += [(key(seq, row[0]), *row) for row in tokens]
-        base.append(len(segments))
-    begin, start, stop, end, above, full, shift = np.array(segments, dtype=np.int64).reshape(-1, 7).T
+        stop += stops
+        depth += depths
+        for at in range(len(tree) - 1, 0, -1):
+            parent = tree[at][1]
+            stops[parent] = max(stops[parent], stops[at])
+        end += stops
+        base.append(len(stop))
+    # By segment [n, 3]; the sequence of each.
+    given = np.fromiter(chain.from_iterable(chain.from_iterable(forest.trees)), np.int64, 3 * len(stop)).reshape(-1, 3)
+    number = np.repeat(np.arange(len(forest.trees)), np.diff(base))
+    (length, parent, full), stop, depth = given.T, np.array(stop, dtype=np.int64), np.array(depth, dtype=np.int64)
+    start, base = stop - length, np.array(base)
+    above = np.where(parent < 0, -1, stop[parent + base[number]] - 1)
     run_of = np.cumsum([0, *map(len, runs)])
-    rows = np.array([run for of_stretch in runs for run in of_stretch], dtype=np.int64).reshape(-1, 3)
+    flat = chain.from_iterable(chain.from_iterable(runs))
+    rows = np.fromiter(flat, np.int64, 3 * int(run_of[-1])).reshape(-1, 3)
     places = key(np.repeat(np.arange(len(runs)), np.diff(run_of)), rows[:, 0] - rows[:, 2])
-    tables = np.array(base), np.array(stretches, dtype=np.int64), run_of, rows, places
-    return Segments(begin, start, stop, end, above, full.astype(bool), shift, *tables)
+    tables = base, key(*np.array(stretches, dtype=np.int64).reshape(-1, 2).T), run_of, rows, places
+    of_tokens = start, stop, np.array(end, dtype=np.int64), above
+    return Segments(key(number, start), *of_tokens, full.astype(bool), start - (depth - length), *tables)
 
 
 class PathEnds(NamedTuple):

@@ -7,6 +7,7 @@ Zeppelin's ring between nodes (section 3.2) with all ranks of a node in place of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -278,13 +279,21 @@ class HeadRing(base.CommPattern[Zone]):
     def tokens(self, zones: Sequence[Zone], context: base.Context) -> Ints:
         listed: list[Zone] = []
         others: list[Zone] = []
+        alone: defaultdict[int, list[Zone]] = defaultdict(list)  # of one group, by its size
         for zone in zones:
-            few = self.size(zone) == 1 and len(zone.ranks) * len(zone.seqs) <= _LISTED
-            (listed if few else others).append(zone)
+            size = self.size(zone)
+            if size == 1 and len(zone.ranks) * len(zone.seqs) <= _LISTED:
+                listed.append(zone)
+            else:
+                (alone[size] if len(zone.ranks) == size else others).append(zone)
         held = super().tokens(listed, context)
+        for size, own in alone.items():
+            totals = np.array([context.lengths[list(zone.seqs)].sum() for zone in own])
+            ranks = np.array([zone.ranks for zone in own])
+            np.add.at(held, ranks, _runs(totals, size))
         for zone in others:
-            size, own = self.size(zone), context.lengths[list(zone.seqs)]
-            of_group = zigzag.tokens(own, len(zone.ranks) // size)
+            size, lengths = self.size(zone), context.lengths[list(zone.seqs)]
+            of_group = zigzag.tokens(lengths, len(zone.ranks) // size)
             held[list(zone.ranks)] += _runs(of_group, size).ravel()
         return held
 

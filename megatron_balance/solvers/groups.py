@@ -127,8 +127,8 @@ def check_each(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | No
     if tokens_per_rank is None or not lengths:
         return
     pool_tokens = num_ranks * tokens_per_rank
-    seq = max(range(len(lengths)), key=lambda s: (lengths[s], -s))
-    if lengths[seq] > pool_tokens:
+    if (longest := max(lengths)) > pool_tokens:
+        seq = lengths.index(longest)
         raise InfeasibleError(
             f"sequence {seq} has {lengths[seq]} tokens and needs {-(-lengths[seq] // tokens_per_rank)} ranks of "
             f"{tokens_per_rank} tokens; {num_ranks} are available ({num_ranks} ranks x {tokens_per_rank} tokens hold "

@@ -8,7 +8,7 @@ microbatches. Where they wait at its end alone, it takes the slowest place over 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from typing import Literal
 
 import numpy as np
@@ -58,12 +58,12 @@ def _deal(problem: MicrobatchesProblem, count: int, meet: Meet) -> Dealt | None:
     loads = np.zeros((count, problem.num_places))
     dealt: Dealt = [(-1, -1)] * len(problem.tokens)
     order = np.argsort(-problem.seconds, kind="stable")
-    wide = [int(item) for item in order if problem.widths[item] > 1]
+    wide: list[int] = order[problem.widths[order] > 1].tolist()
     for item in sorted(wide, key=lambda item: -problem.widths[item]):
         if (at := _wide(problem, item, held, loads)) is None:
             return None
         dealt[item] = at
-    narrow = [int(item) for item in order if problem.widths[item] == 1]
+    narrow: list[int] = order[problem.widths[order] == 1].tolist()
     if meet == "step" and (evened := _by_places(problem, narrow, held, loads)) is not None:
         for item, at in zip(narrow, evened, strict=True):
             dealt[item] = at
@@ -80,8 +80,9 @@ def _deal(problem: MicrobatchesProblem, count: int, meet: Meet) -> Dealt | None:
         [dealt[item] for item in wide],
         [int(problem.widths[item]) for item in wide],
     )
-    for item, at in zip(narrow, moved[bins].tolist(), strict=True):
-        dealt[item] = divmod(at, problem.num_places)
+    places = zip(*(each.tolist() for each in np.divmod(moved[bins], problem.num_places)), strict=True)
+    for item, at in zip(narrow, places, strict=True):
+        dealt[item] = at
     return dealt
 
 
@@ -171,10 +172,10 @@ def _by_seconds(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, 
             heappush(full, (-room[at], load, at))
         if not ready:
             return None
-        load, at = heappop(ready)
+        load, at = ready[0]
         room[at] -= size
         bins.append(at)
-        heappush(ready, (load + seconds[item], at))
+        heapreplace(ready, (load + seconds[item], at))
     return bins
 
 

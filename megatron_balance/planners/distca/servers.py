@@ -39,8 +39,12 @@ class Servers:
     ) -> None:
         self.edges, self.shards, self.most_held, self.most_received = edges, shards, most_held, most_received
         self.paths = paths
-        # By server, where the keys of each segment on a path end that are there.
+        # By server, where the keys of each segment on a path end that are there. By run, the lowest
+        # segment that others see, too.
         self._upto: list[dict[int, int]] = [{} for _ in range(num_ranks)]
+        self._shared: list[int] = []
+        if paths is not None:
+            self._shared = [own if len(paths.below[own]) > 1 else paths.parent[own] for own in paths.segment]
         self.counted = (most_held, most_received) != (inf, inf)
         rank = edges.owned[:, Placed.RANK]
         self.owned: list[list[int]] = edges.owned.tolist()
@@ -55,8 +59,12 @@ class Servers:
             reach = self.reach[server]
             if reach.get(seq, 0) < stop:
                 reach[seq] = stop
-            if paths is not None:
-                self._reach_others(server, seq, stop)
+        furthest: dict[tuple[int, int], int] = {}  # of many runs one tells
+        for server, run, _, stop in self.owned if paths is not None else ():
+            at = server, self._shared[run]
+            furthest[at] = max(stop, furthest.get(at, 0))
+        for (server, segment), stop in furthest.items():
+            self._reach_others(server, segment, stop)
         # By server, the sequences of which it may hold keys beyond `reach`.
         self.beyond: list[set[int]] = [set() for _ in range(num_ranks)]
         self.keys, self.queries = [0] * num_ranks, [0] * num_ranks
@@ -66,18 +74,16 @@ class Servers:
         whole = list(zip(range(len(rank)), shards.begins.tolist(), shards.ends.tolist(), strict=True))
         self.pieces: list[list[Piece]] = [whole[begin:end] for begin, end in pairwise(bounds)]
 
-    def _reach_others(self, server: int, run: int, stop: int) -> None:
-        """Runs of the same tree have the keys, too, that they share with this one, up to `stop`."""
+    def _reach_others(self, server: int, segment: int, stop: int) -> None:
+        """Runs below a segment and those above it have the keys, too, that they share up to `stop`."""
         assert self.paths is not None
-        reach, upto = self.reach[server], self._upto[server]
-        for segment in self.paths.above(run):
-            keys = min(stop, self.paths.depth[segment])
-            if upto.get(segment, 0) >= keys:
-                break
+        reach, upto, (_, parent, depth, _, below) = self.reach[server], self._upto[server], self.paths
+        while segment >= 0 and upto.get(segment, 0) < (keys := min(stop, depth[segment])):
             upto[segment] = keys
-            for other in self.paths.below[segment]:
+            for other in below[segment]:
                 if reach.get(other, 0) < keys:
                     reach[other] = keys
+            segment = parent[segment]
 
     def heaviest_block(self) -> float:
         blocks = np.diff(self.shards.mass)
@@ -183,7 +189,7 @@ class Servers:
                 self.keys[target] += self.missing(target, seq, key_stop)
             self.reach[target][seq] = key_stop
         if self.paths is not None:
-            self._reach_others(target, seq, key_stop)
+            self._reach_others(target, self._shared[seq], key_stop)
         if self.counted:
             self.queries[source] -= self._foreign(source, moved)
             self.queries[target] += self._foreign(target, moved)

@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from math import inf, sqrt
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,9 @@ _MERGED = 6.0
 _GRADIENT = 2.0
 # Launches beside a group call: packing, in the backward also unpacking or adding.
 _MOVES_OF_EXCHANGE = (1, 2)
+
+# A number of one, or of many.
+_Any = TypeVar("_Any", float, Floats)
 
 
 @dataclass(slots=True)
@@ -144,10 +147,10 @@ class GroupCosts:
     def layers_s(self, lengths: Sequence[int]) -> list[float]:
         """Seconds of a group for each whole sequence, both passes, linear modules included."""
         linear_s = 3 * self.linear_s / self.size
-        works = zip(self.works_s(lengths), lengths, strict=True)
-        return [self.both_s(work, length) + length * linear_s for work, length in works]
+        works, tokens = np.array(self.works_s(lengths)), np.array(lengths, dtype=np.float64)
+        return (self.both_s(works, tokens) + tokens * linear_s).tolist()
 
-    def both_s(self, work: float, num_keys: float) -> float:
+    def both_s(self, work: _Any, num_keys: _Any) -> _Any:
         """Seconds of attention of both passes; `num_keys` of its pieces of queries."""
         return work * (1 + self.backward) + num_keys * self.piece_s / self.heads
 
@@ -202,14 +205,18 @@ class PlacementPrice:
 
 def rings_s(placement: Placement, lengths: Sequence[int], costs: GroupCosts) -> float:
     """Seconds of a layer in rings of groups. `placement`: the groups of each sequence, in a row."""
-    rings: dict[tuple[int, ...], list[float]] = {}
-    for groups, work, length in zip(placement, costs.works_s(lengths), lengths, strict=True):
-        ring = rings.setdefault(groups, [0.0, 0.0])
-        ring[0] += work / len(groups)
-        ring[1] += length / len(groups)
+    names: dict[tuple[int, ...], int] = {}
+    # By identity first: hashing all groups for each sequence takes longer.
+    ids = list(map(id, placement))
+    alike = {
+        key: names.setdefault(groups, len(names)) for key, groups in dict(zip(ids, placement, strict=True)).items()
+    }
+    ring = list(map(alike.__getitem__, ids))
+    sizes = np.fromiter(map(len, names), np.float64, len(names))[ring]
+    each = [np.bincount(ring, values / sizes).tolist() for values in (costs.works_s(lengths), lengths)]
     seconds, held = np.zeros((2, costs.num_groups))
     launch_s = costs.cost.launch_s(1)
-    for groups, (work, tokens) in rings.items():
+    for groups, work, tokens in zip(names, *each, strict=True):
         first, last, rounds = groups[0], groups[-1], len(groups) - 1
         held[first : last + 1] += tokens
         if not rounds:
@@ -290,6 +297,10 @@ def with_lead(
 def _first_rows(lengths: Sequence[int], of: Sequence[dict[int, float]], num_groups: int) -> list[list[float]]:
     rows: list[list[float]] = [[] for _ in range(num_groups)]
     for length, own in zip(lengths, of, strict=True):
+        if len(own) == 1:
+            ((group, share),) = own.items()
+            rows[group].append(length * share)
+            continue
         # Has the middle chunk, others two apart.
         last = max(own)
         for group, share in own.items():

@@ -11,12 +11,13 @@ cut at all (`whole`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush, heapreplace
 from itertools import chain
-from math import ceil
+from math import ceil, nan
+from typing import NamedTuple
 
 import numpy as np
 
@@ -65,17 +66,21 @@ class Shares:
 
     @classmethod
     def begin(
-        cls, work: Sequence[float], lengths: Sequence[int], num_groups: int, of: Sequence[Mapping[int, float]] = ()
+        cls, work: Sequence[float], lengths: Sequence[int], num_groups: int, of: Sequence[dict[int, float]] = ()
     ) -> Shares:
         """Begin with what `of` says of the first sequences; the others have no group yet."""
-        load, held, on = [0.0] * num_groups, [0.0] * num_groups, [set[int]() for _ in range(num_groups)]
-        for seq, own in enumerate(of):
-            for group, share in own.items():
-                load[group] += share * work[seq]
-                held[group] += share * lengths[seq]
-                on[group].add(seq)
-        cut = {seq for seq, own in enumerate(of) if len(own) > 1}
-        begun = [*map(dict, of), *([{}] * (len(work) - len(of)))]
+        on, counts = [set[int]() for _ in range(num_groups)], list(map(len, of))
+        group = np.fromiter(chain.from_iterable(of), np.int64, sum(counts))
+        share = np.fromiter(chain.from_iterable(own.values() for own in of), np.float64, len(group))
+        seqs = np.repeat(np.arange(len(of)), counts)
+        load, held = (
+            np.bincount(group, share * np.array(each, dtype=np.float64)[seqs], num_groups).astype(np.float64).tolist()
+            for each in (work, lengths)
+        )
+        for at, seq in zip(group.tolist(), seqs.tolist(), strict=True):
+            on[at].add(seq)
+        cut = {seq for seq, count in enumerate(counts) if count > 1}
+        begun = [*of, *([{}] * (len(work) - len(of)))]
         return cls(work, lengths, begun, load, held, on, cut, sum(work) / num_groups, sum(lengths) / num_groups)
 
     @property
@@ -236,14 +241,15 @@ def aligned(
     placement: list[tuple[int, ...]] = [()] * len(seconds)
     runs, alone = _runs(num_groups), [(group,) for group in range(num_groups)]
     for seq in longest_first(seconds):
-        # Put there before the group was given more.
-        while heap[0][0] != load[heap[0][1]]:
-            heappop(heap)
         least_s, idlest = heap[0]
-        if least_s + seconds[seq] <= target_s and held[idlest] + lengths[seq] <= capacity:
-            load[idlest] += seconds[seq]
-            held[idlest] += lengths[seq]
-            heapreplace(heap, (load[idlest], idlest))
+        # Put there before the group was given more.
+        while least_s != load[idlest]:
+            heappop(heap)
+            least_s, idlest = heap[0]
+        now_s, tokens = least_s + seconds[seq], held[idlest] + lengths[seq]
+        if now_s <= target_s and tokens <= capacity:
+            load[idlest], held[idlest] = now_s, tokens
+            heapreplace(heap, (now_s, idlest))
             placement[seq] = alone[idlest]
             continue
         best = range(num_groups)
@@ -341,6 +347,8 @@ def num_parts(work: Sequence[float], num_groups: int, above: float) -> list[int]
 
 def _fill(placed: Shares, order: Sequence[int], parts: Sequence[int]) -> None:
     fair, mean, load, held = placed.mean_work, placed.mean_tokens, placed.load, placed.held
+    work, lengths, of, on = placed.work, placed.lengths, placed.of, placed.on
+    alone = [{group: 1.0} for group in range(placed.num_groups)]
 
     def fullness(group: int) -> tuple[float, int]:
         return load[group] / fair + 1e-3 * held[group] / mean, group
@@ -348,9 +356,13 @@ def _fill(placed: Shares, order: Sequence[int], parts: Sequence[int]) -> None:
     heap = [fullness(group) for group in range(placed.num_groups)]
     for seq in order:
         if parts[seq] == 1:
+            # As `put` and `fullness`: of most sequences.
             group = heap[0][1]
-            placed.put(seq, group)
-            heapreplace(heap, fullness(group))
+            load[group] = own = load[group] + work[seq]
+            held[group] = tokens = held[group] + lengths[seq]
+            on[group].add(seq)
+            of[seq] = alone[group]
+            heapreplace(heap, (own / fair + 1e-3 * tokens / mean, group))
             continue
         groups = [heappop(heap)[1] for _ in range(parts[seq])]
         _cut(placed, seq, groups)
@@ -396,31 +408,28 @@ def _level_tokens(placed: Shares) -> Iterator[float]:
     """As `_level_work`: trade equal work of other density between the groups with most and fewest
     tokens.
     """
-    mean, held = placed.mean_tokens, placed.held
-    work = np.array(placed.work, dtype=np.float64)
-    density = np.array(placed.lengths, dtype=np.float64) / work
+    mean, held, offers = placed.mean_tokens, placed.held, _Offers(placed)
     most = held.index(max(held))
     yield held[most] - mean
     for _ in range(_STEPS * placed.num_groups):
         least = held.index(min(held))
         if held[most] <= mean * (1 + _TOLERANCE):
             return
-        trade = _best_trade(placed, (density, work), (most, least), min(held[most] - mean, mean - held[least]))
+        trade = _best_trade(placed, offers, (most, least), min(held[most] - mean, mean - held[least]))
         if trade is None:
             return
         sparse, dense, amount = trade
         placed.hand(sparse, most, least, amount)
         placed.hand(dense, least, most, amount)
+        for seq in (sparse, dense):
+            offers.update(seq, most)
+            offers.update(seq, least)
         most = held.index(max(held))
         yield held[most] - mean
 
 
-def _best_trade(
-    placed: Shares, of_each: tuple[Floats, Floats], groups: tuple[int, int], need: float
-) -> tuple[int, int, float] | None:
-    """(sequence of the first group, of the second, work) with most tokens moved for those cut;
-    `of_each`: tokens of a second's work, and work, of every sequence.
-    """
+def _best_trade(placed: Shares, offers: _Offers, groups: tuple[int, int], need: float) -> tuple[int, int, float] | None:
+    """(sequence of the first group, of the second, work) with most tokens moved for those cut."""
     most, least = groups
     lengths, of, mean = placed.lengths, placed.of, placed.mean_tokens
     if not placed.on[least]:
@@ -429,41 +438,90 @@ def _best_trade(
     mean_there, mean_here = (placed.held[at] / placed.load[at] for at in (least, most))
     there = [
         (own, seq, part, 0 if most in of[seq] else lengths[seq])
-        for own, seq, part in _offers(placed, of_each, least, -1.0, mean_here)
+        for own, seq, part in offers.of(least, mean_here, more=False)
     ]
     there.sort()
     best, chosen = 0.0, (0, 0, 0.0)
-    for own, sparse, part in _offers(placed, of_each, most, 1.0, mean_there):
+    for own, sparse, part in offers.of(most, mean_there, more=True):
         base = mean if least in of[sparse] else mean + lengths[sparse]
+        bound = best * base * (1 - 1e-12)
         for other, dense, all_of_it, also_cut in there:
             # By a second of work; none if both are the same sequence. Later ones gain less; the bound
             # leaves rounding aside, so that ties are still told by number.
             gained = own - other
-            if gained <= 0 or min(need, part * gained) < best * base * (1 - 1e-12):
+            if gained <= 0 or need < bound or part * gained < bound:
                 break
             amount = min(need / gained, part, all_of_it)
             score = amount * gained / (base + also_cut)
             if score > best or (score == best and (-sparse, -dense) > (-chosen[0], -chosen[1])):
                 best, chosen = score, (sparse, dense, amount)
+                bound = best * base * (1 - 1e-12)
     return chosen if best > 0 else None
 
 
-def _offers(
-    placed: Shares, of_each: tuple[Floats, Floats], group: int, sign: float, mean: float
-) -> list[tuple[float, int, float]]:
-    """(density, sequence, work) of what a group may trade: of many, a few, since all pairs are
-    quadratic. `mean`: density of the other group, `sign` -1 where more tokens for work are wanted.
+class _TradeRows(NamedTuple):
+    """Sequences of a group, with some rows to spare. `density` of what is not there is no number;
+    `of`: the row of each sequence.
     """
-    own, of = placed.on[group], placed.of
-    if len(own) <= _TRADED:
-        work, lengths = placed.work, placed.lengths
-        return [(lengths[seq] / work[seq], seq, of[seq][group] * work[seq]) for seq in own]
-    seqs = np.array(sorted(own))
-    density, part = of_each[0][seqs], of_each[1][seqs]
-    cut = sorted(placed.cut & own)
-    part[np.searchsorted(seqs, cut)] *= [of[seq][group] for seq in cut]
-    first = np.argsort(sign * (mean - density) * part, kind="stable")[:_TRADED]
-    return list(zip(*(each[first].tolist() for each in (density, seqs, part)), strict=True))
+
+    seq: Ints
+    density: Floats
+    work: Floats
+    of: dict[int, int]
+    free: list[int]
+
+
+class _Offers:
+    """Sequences that groups may trade: of many a few, since all pairs are quadratic."""
+
+    def __init__(self, placed: Shares) -> None:
+        self.placed, self.work = placed, np.array(placed.work, dtype=np.float64)
+        # Tokens of a second's work.
+        self.density = np.array(placed.lengths, dtype=np.float64) / self.work
+        self.rows: dict[int, _TradeRows] = {}  # of groups that were asked for
+
+    def of(self, group: int, mean: float, *, more: bool) -> Iterable[tuple[float, int, float]]:
+        """(density, sequence, work). `mean`: the other group's density; `more`: of tokens is given."""
+        own = self.placed.on[group]
+        if len(own) <= _TRADED:
+            of, work, lengths = self.placed.of, self.placed.work, self.placed.lengths
+            return [(lengths[seq] / work[seq], seq, of[seq][group] * work[seq]) for seq in own]
+        rows = self.rows.get(group) or self._begin(group)
+        gains = (mean - rows.density if more else rows.density - mean) * rows.work
+        order = gains.argsort()
+        if gains[order[_TRADED]] == gains[order[_TRADED - 1]]:
+            order = np.lexsort((rows.seq, gains))  # of equal ones the lower
+        first = order[:_TRADED]
+        return zip(rows.density[first].tolist(), rows.seq[first].tolist(), rows.work[first].tolist(), strict=True)
+
+    def _begin(self, group: int) -> _TradeRows:
+        of, own = self.placed.of, list(self.placed.on[group])
+        spare = [0] * _TRADED
+        seq = np.array(own + spare, dtype=np.int64)
+        rows = _TradeRows(seq, self.density[seq], self.work[seq], dict(zip(own, range(len(own)), strict=True)), [])
+        rows.free.extend(range(len(own), len(seq)))
+        rows.density[len(own) :] = nan
+        for cut in self.placed.cut & rows.of.keys():
+            rows.work[rows.of[cut]] *= of[cut][group]
+        self.rows[group] = rows
+        return rows
+
+    def update(self, seq: int, group: int) -> None:
+        """After a group has more or less of a sequence."""
+        if (rows := self.rows.get(group)) is None:
+            return
+        share, row = self.placed.of[seq].get(group), rows.of.get(seq)
+        if share is None:
+            if row is not None:
+                rows.density[row] = nan
+                rows.free.append(rows.of.pop(seq))
+        elif row is None and not rows.free:
+            del self.rows[group]
+        else:
+            if row is None:
+                row = rows.of[seq] = rows.free.pop()
+                rows.seq[row], rows.density[row] = seq, self.density[seq]
+            rows.work[row] = self.placed.work[seq] * (share if seq in self.placed.cut else 1.0)
 
 
 def zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:
@@ -492,10 +550,10 @@ def shared_zone(
     node_size, (num_waves, lead) = cluster.node_size, waves
     runs: list[tuple[int, int, int, int]] = []
     for seq, (length, own) in enumerate(zip(lengths, of, strict=True)):
-        groups = sorted(own)
-        if len(groups) == 1:
-            runs.append((groups[0], seq, 0, length))
+        if len(own) == 1:
+            runs.append((next(iter(own)), seq, 0, length))
             continue
+        groups = sorted(own)
         edges = zigzag_edges(length, [own[group] for group in groups], ALIGN)
         last = len(edges) - 2
         for at, group in enumerate(groups):
@@ -504,12 +562,12 @@ def shared_zone(
                 if edges[chunk] < edges[chunk + 1]:
                     runs.append((group, seq, edges[chunk], edges[chunk + 1]))
     crosses = size > node_size or any(
-        min(groups) * size // node_size != max(groups) * size // node_size for groups in of
+        min(own) * size // node_size != max(own) * size // node_size for own in of if len(own) > 1
     )
-    together = size > 1 or any(len(groups) > 1 for groups in of)
+    together = size > 1 or any(len(own) > 1 for own in of)
     name = INTER_NODE if crosses else INTRA_NODE if together else LOCAL
     # [runs, (group, seq, start, stop)].
-    rows = np.array(runs, dtype=np.int64).reshape(-1, Placed.WIDTH)
+    rows = np.fromiter(chain.from_iterable(runs), np.int64, Placed.WIDTH * len(runs)).reshape(-1, Placed.WIDTH)
     if not lead:
         return SharedZone(name, as_rows(on_ranks(rows, cluster.num_ranks, size)), size, num_waves)
     # Where each row's group cuts its sequence: a part ahead, which is the lead's, and one behind.

@@ -65,6 +65,7 @@ def test_keys_that_siblings_share_come_once(monkeypatch: pytest.MonkeyPatch) -> 
         return sum(plan_statistics(planned(trees, 16), MODEL)["kv_tokens_received_per_rank"])
 
     shared = received()
+    monkeypatch.setattr(Servers, "_reach_others", lambda *_: None)
     monkeypatch.setattr(of_trees.Paths, "num_common", lambda *_: 0)
     monkeypatch.setattr(of_trees.Paths, "above", lambda *_: ())
     monkeypatch.setattr(of_trees.Paths, "relatives", lambda *_: (range(0), 0))

@@ -431,6 +431,29 @@ def test_shares_of_every_placement_add_up_and_the_last_is_even() -> None:
     assert zigzag_edges(1, [0.5, 0.5], 128) == [0, 0, 1, 1]
 
 
+def test_what_groups_of_many_sequences_offer_is_kept_up_as_they_trade_and_equal_ones_are_told_by_number() -> None:
+    lengths = [1000 + 250 * (seq % 7) for seq in range(120)]
+    work = [length * (length + 4096) / 1e9 for length in lengths]
+    placed = Shares.begin(work, lengths, 3, [{seq % 2: 1.0} for seq in range(120)])
+    offers, means = sharing._Offers(placed), (0.9 * lengths[0] / work[0], lengths[3] / work[3])
+
+    def offered(of: sharing._Offers) -> list[list[tuple[float, int, float]]]:
+        return [sorted(of.of(group, mean, more=more)) for group in (0, 1) for mean in means for more in (True, False)]
+
+    for number, seq in enumerate((0, 2, 4, *range(6, 90, 2), 0, 4, 8)):
+        placed.hand(seq, 0, 1, work[seq] * (0.4, 1.0)[number % 2])
+        for group in (0, 1):
+            offers.update(seq, group)
+        assert offered(offers) == offered(sharing._Offers(placed))
+        for of in offered(offers):
+            assert len(of) == 12
+    first = [
+        seq
+        for _, seq, _ in sharing._Offers(Shares.begin([1.0] * 30, [5] * 30, 1, [{0: 1.0}] * 30)).of(0, 1.0, more=True)
+    ]
+    assert sorted(first) == list(range(12))
+
+
 def test_the_estimate_is_near_the_simulator() -> None:
     own = cluster()
     context = StepContext(own, ONE_LAYER, AnalyticCost(own, ONE_LAYER), options=ZeppelinOptions())
