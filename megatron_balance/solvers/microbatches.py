@@ -154,26 +154,33 @@ def _wide(problem: MicrobatchesProblem, item: int, held: Ints, loads: Floats) ->
     return microbatch, block * width
 
 
+# Less room than the item before needed: the room, negative, so that most comes first; seconds; which.
+_Full = tuple[int, float, int]
+
+
+def _begins_with_room(size: int, room: Sequence[int], ready: list[tuple[float, int]], full: list[_Full]) -> bool:
+    """Whether some has room; then the first of the heap `ready` is the least loaded that has."""
+    while full and -full[0][0] >= size:
+        _, load, at = heappop(full)
+        heappush(ready, (load, at))
+    while ready and room[ready[0][1]] < size:
+        load, at = heappop(ready)
+        heappush(full, (-room[at], load, at))
+    return bool(ready)
+
+
 def _by_seconds(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, loads: Floats) -> list[int] | None:
     """The bin of each item, the slowest first in the least loaded one with room; None: none has."""
     room = (problem.most - held).reshape(-1).tolist()
-    ready = [(load, at) for at, load in enumerate(loads.reshape(-1).tolist())]
-    ready.sort()
-    full: list[tuple[int, float, int]] = []  # bins without room for the item before, the most room first
+    ready = sorted((load, at) for at, load in enumerate(loads.reshape(-1).tolist()))
+    full: list[_Full] = []
     bins: list[int] = []
     tokens, seconds = problem.tokens.tolist(), problem.seconds.tolist()
     for item in items:
-        size = tokens[item]
-        while full and -full[0][0] >= size:
-            _, load, at = heappop(full)
-            heappush(ready, (load, at))
-        while ready and room[ready[0][1]] < size:
-            load, at = heappop(ready)
-            heappush(full, (-room[at], load, at))
-        if not ready:
+        if not _begins_with_room(tokens[item], room, ready, full):
             return None
         load, at = ready[0]
-        room[at] -= size
+        room[at] -= tokens[item]
         bins.append(at)
         heapreplace(ready, (load + seconds[item], at))
     return bins
@@ -183,29 +190,23 @@ def _by_places(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, l
     """Microbatch and place of each item, the slowest first on the place least loaded in all
     microbatches, in its least loaded one with room; None: no place has room.
     """
-    room, load = (problem.most - held).T.tolist(), loads.T.tolist()
-    ready: list[tuple[float, int]] = [(sum(own), place) for place, own in enumerate(load)]
-    ready.sort()
-    full: list[tuple[int, float, int]] = []  # as of `_by_seconds`
+    rooms, load = (problem.most - held).T.tolist(), loads.T.tolist()
+    room = list(map(max, rooms))
+    ready: list[tuple[float, int]] = sorted((sum(own), place) for place, own in enumerate(load))
+    full: list[_Full] = []
     found: Dealt = []
     tokens, seconds = problem.tokens.tolist(), problem.seconds.tolist()
     for item in items:
-        size = tokens[item]
-        while full and -full[0][0] >= size:
-            _, total, place = heappop(full)
-            heappush(ready, (total, place))
-        while ready and max(room[ready[0][1]]) < size:
-            total, place = heappop(ready)
-            heappush(full, (-max(room[place]), total, place))
-        if not ready:
+        if not _begins_with_room(tokens[item], room, ready, full):
             return None
-        total, place = heappop(ready)
-        rooms, of = room[place], load[place]
-        at = min((at for at, left in enumerate(rooms) if left >= size), key=of.__getitem__)
-        rooms[at] -= size
+        total, place = ready[0]
+        own, of = rooms[place], load[place]
+        at = min((at for at, left in enumerate(own) if left >= tokens[item]), key=of.__getitem__)
+        own[at] -= tokens[item]
         of[at] += seconds[item]
+        room[place] = max(own)
         found.append((at, place))
-        heappush(ready, (total + seconds[item], place))
+        heapreplace(ready, (total + seconds[item], place))
     return found
 
 

@@ -219,7 +219,7 @@ def batches(lengths: list[int]) -> dict[str, Entries]:
     }
 
 
-def pairs_of(entries: Entries) -> int:
+def num_pairs(entries: Entries) -> int:
     """Pairs of a query and a key that an entry computes: causal at the bottom right, or full."""
     sizes = (((b - a), (d - c)) for (a, b), (c, d) in zip(entries.q, entries.k, strict=True))
     return sum(n * m - causal * n * (n - 1) // 2 for (n, m), causal in zip(sizes, entries.causal, strict=True))
@@ -254,7 +254,7 @@ def _rates(kernel: Kernel, entries: Entries, device: torch.device) -> dict[str, 
     forward_s = gpu_s(lambda: kernel.forward(prepared, *x, DIM**-0.5))
     backward_s = gpu_s(lambda: kernel.backward(prepared, final, *x, DIM**-0.5))
     # Two products of 2 FLOPs a pair forward, five backward.
-    forward_tflops = 4 * HEADS * DIM * pairs_of(entries) / 1e12
+    forward_tflops = 4 * HEADS * DIM * num_pairs(entries) / 1e12
     return {"forward": forward_tflops / forward_s, "backward": 2.5 * forward_tflops / backward_s}
 
 

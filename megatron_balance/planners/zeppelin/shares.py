@@ -50,8 +50,8 @@ _MOST_ABOVE = 0.3
 @dataclass(slots=True)
 class Shares:
     """A placement. `of[seq]`: the share of each group, summing to 1; `load`, `held`, `on`: work,
-    tokens and sequences of each group; `cut`: sequences on several. Copies share what a sequence is
-    on.
+    tokens and sequences of each group; `cut`: sequences on several. Sequences and copies may share
+    what a sequence is on, which is replaced, never changed.
     """
 
     work: Sequence[float]

@@ -175,9 +175,9 @@ def test_each_library_is_timed_on_four_kinds_of_launches(monkeypatch):
         sizes = zip(entries.q, entries.k, strict=True)
         pairs = sum((b - a) * (d - c) for (a, b), (c, d) in sizes)
         masked = (hidden(entries, at, cpu) for at in range(len(entries.q)))
-        assert attention.pairs_of(entries) == pairs - sum(int(mask.sum()) for mask in masked if mask is not None)
-    fragments, short, halves = (attention.pairs_of(launches[what]) for what in list(launches)[1:])
-    assert attention.pairs_of(launches["one length"]) == pytest.approx(fragments, rel=0.01)
+        assert attention.num_pairs(entries) == pairs - sum(int(mask.sum()) for mask in masked if mask is not None)
+    fragments, short, halves = (attention.num_pairs(launches[what]) for what in list(launches)[1:])
+    assert attention.num_pairs(launches["one length"]) == pytest.approx(fragments, rel=0.01)
     assert short == 7 * 128 * 129 // 2
     assert halves == pytest.approx(fragments / 2, rel=0.01)
     ran = []
@@ -189,10 +189,10 @@ def test_each_library_is_timed_on_four_kinds_of_launches(monkeypatch):
     monkeypatch.setattr(attention, "RATES", attention.RATES | rates)
     absent, _, *rows = attention._throughput("cpu_flash", launches, cpu)
     assert (absent.kind, absent.note) == ("not measured", "does not serve cpu tensors")
-    forward = 4 * 4 * 128 * attention.pairs_of(launches["one length"]) / 1e6
+    forward = 4 * 4 * 128 * attention.num_pairs(launches["one length"]) / 1e6
     assert [row.value for row in rows[:2]] == pytest.approx([forward, 2.5 * forward / 2])
     assert [row.value for row in rows[2:]] == pytest.approx(
-        [fragments / attention.pairs_of(launches["one length"]) * x for x in (1 / 3, 2 / 4)]
+        [fragments / attention.num_pairs(launches["one length"]) * x for x in (1 / 3, 2 / 4)]
     )
     assert "half chunks" in rows[0].note
 
