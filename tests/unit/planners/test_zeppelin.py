@@ -579,13 +579,20 @@ def test_under_a_window_every_rank_has_one_run_of_tokens() -> None:
     assert plans[0] == plans[1]
 
 
-@pytest.mark.parametrize(("name", "ranks", "tokens"), [("llama-3b", 64, 4096), ("nemotron-h-8b", 512, 8192)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "tokens", "kernel"),
+    [
+        ("llama-3b", 64, 4096, "flash_attn_3"),
+        ("nemotron-h-8b", 512, 8192, "flash_attn_3"),
+        ("nemotron-h-8b", 32, 8192, "te_fused"),
+    ],
+)
 def test_waves_are_never_behind_rings_of_groups_where_pieces_cost_more_than_attention(
-    name: str, ranks: int, tokens: int
+    name: str, ranks: int, tokens: int, kernel: str
 ) -> None:
     # By closed forms alone waves came out ahead here, and took 1.04 and 1.05 times as long: backwards
     # pay for pieces of queries, and recurrent layers for pieces of documents.
-    cluster, model = load_cluster("h100").build(num_ranks=ranks).with_kernel("flash_attn_3"), load_model(name)
+    cluster, model = load_cluster("h100").build(num_ranks=ranks).with_kernel(kernel), load_model(name)
     cost, lengths = AnalyticCost(cluster, model), tuple(draw("arxiv", tokens * ranks, 1, 0))
     machine = Machine(cluster, model, cost)
     context = StepContext(cluster, model, cost)

@@ -128,6 +128,13 @@ def test_ligers_loss_is_ours_under_the_signature_of_its_package(monkeypatch: pyt
         for each in (found.loss, token_losses(hidden, head, labels, bias=bias).loss)
     ]
     assert all(apart(got, wanted) < 1e-6 for got, wanted in zip(*of_both, strict=True))
+    with monkeypatch.context() as sharded:  # four ranks average the gradients of a head, not of hidden states
+        operands = losses._operands
+        sharded.setattr(losses, "_operands", lambda *given: (*operands(*given)[:3], 4))
+        averaged = torch.autograd.grad(losses.liger_loss(hidden, head, labels, bias=bias).loss, (hidden, head, bias))
+    assert all(
+        apart(n * got, wanted) < 1e-6 for n, got, wanted in zip((1, 4, 4), averaged, of_both[1][1:], strict=True)
+    )
     for name in ("log_probs", "entropies"):
         with pytest.raises(ConfigError, match="gives the loss alone"):
             getattr(found, name)
@@ -135,8 +142,9 @@ def test_ligers_loss_is_ours_under_the_signature_of_its_package(monkeypatch: pyt
         transformers.LlamaConfig(**SIZES), attn_implementation=hf.register()
     )
     batch = SequenceBalancer.for_model(model.config)(DOCUMENTS)
-    by_liger, ours = (model(**hf.inputs(batch, losses=each)).logits.loss for each in ("liger", True))
-    assert apart(by_liger, ours) < 1e-6
+    by_liger, ours = (model(**hf.inputs(batch, losses=each)).logits for each in ("liger", True))
+    assert isinstance(by_liger, losses.LigerLoss)
+    assert apart(by_liger.loss, ours.loss) < 1e-6
     with pytest.raises(ConfigError, match=r'expected True, False or "liger", got \'lion\''):
         hf.inputs(batch, losses=cast("Any", "lion"))
     real = signature(parsed(LIGER, losses.LIGER[0].replace(".", "/") + ".py"), losses.LIGER[1])
