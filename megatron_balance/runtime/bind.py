@@ -23,7 +23,7 @@ from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels import kernel_of_widths
+from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.kernels.latent import LatentKernel, check_latent
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
@@ -151,9 +151,8 @@ def prepare(plan: MicrobatchPlan, rank: int, options: BindOptions, policies: Seq
     """
     _check(plan, options, policies)
     groups, shape, device = options.groups, options.shape, torch.device(options.device)
-    windows = plan.mask.window_size > 0
-    asks: Any = {"windows": windows, "softcap": shape.softcap}
-    kernel: Any = kernel_of_widths(options.kernel, device, options.dtype, shape.widths, **asks)
+    asks: Any = {"value_dim": shape.value_dim, "windows": plan.mask.window_size > 0, "softcap": shape.softcap}
+    kernel: Any = choose_kernel(options.kernel, device, options.dtype, shape.head_dim, **asks)
     if shape.latent is not None:
         check_latent(plan)
         kernel = LatentKernel(kernel, shape)
