@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_rows, num_pairs, sums
+from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_rows, laid, num_pairs, sums
 from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
@@ -209,16 +209,10 @@ def _of_documents(lengths: Ints, size: int) -> Ints:
 
 def _of_sequence(lengths: Ints, size: int) -> Ints:
     # `lengths` one after the other.
-    ends = np.cumsum(lengths)
-    total = ends[-1:] if len(ends) else np.zeros(1, dtype=np.int64)
+    total = lengths.sum(keepdims=True)
     edges = _mirrored_edges(total, np.zeros_like(total), size)[0]
-    bounds = np.delete(edges, size)  # the two chunks of the last rank touch: one fragment
-    cuts = np.unique(np.concatenate([bounds, ends]))
-    begin, end = cuts[:-1], cuts[1:]
-    place = np.searchsorted(ends, begin, side="right")
-    chunk = np.searchsorted(bounds, begin, side="right") - 1
-    before = (ends - lengths)[place]
-    rows = np.column_stack([np.minimum(chunk, 2 * size - 2 - chunk), place, begin - before, end - before])
+    rows = laid(lengths, np.delete(edges, size))  # the two chunks of the last rank touch: one fragment
+    rows[:, _INDEX] = np.minimum(rows[:, _INDEX], 2 * size - 2 - rows[:, _INDEX])
     return rows[np.argsort(rows[:, _INDEX], kind="stable")]
 
 
