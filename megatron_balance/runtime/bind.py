@@ -121,25 +121,9 @@ class BindOptions:
     phases: Collection[PhaseName] = BOTH_PHASES
 
 
-def bind(  # noqa: PLR0913  the facts of `BindOptions`, each with a default
-    plan: MicrobatchPlan,
-    rank: int,
-    shape: AttentionShape,
-    *,
-    groups: Groups,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    policy: Policy = "keep",
-    kernel: str = "auto",
-    mover: str = "auto",
-    trace: Trace | None = None,
-    nano_batch: int = 0,
-    gradient_wire: GradientWire = "fp32",
-    phases: Collection[PhaseName] = BOTH_PHASES,
-) -> Bound:
-    """Look up all that `rank` needs to run `plan`: arguments of `BindOptions`, errors of `prepare`."""
-    options = BindOptions(shape, groups, device, dtype, kernel, mover, trace, nano_batch, gradient_wire, phases)
-    return prepare(plan, rank, options, (policy,)).ship()[0]
+def bind(plan: MicrobatchPlan, rank: int, shape: AttentionShape, *, policy: Policy = "keep", **options: Any) -> Bound:
+    """Look up all that `rank` needs for `plan`; `options`: of `BindOptions`; errors: of `prepare`."""
+    return prepare(plan, rank, BindOptions(shape, **options), (policy,)).ship()[0]
 
 
 def prepare(plan: MicrobatchPlan, rank: int, options: BindOptions, policies: Sequence[Policy] = ("keep",)) -> Prepared:

@@ -65,13 +65,13 @@ def disguised(value: int) -> int:
 
 
 @triton.jit
-def _plain(value):
+def plain(value):
     """The integer behind a disguised one."""
     return (value - 3) >> 1
 
 
 @triton.jit
-def _chosen(values, number):
+def chosen(values, number):
     """The value of this number in a tuple. A branch for each would be the kernel's body as often."""
     found = values[0]
     for i in tl.static_range(1, len(values)):  # pyright: ignore[reportGeneralTypeIssues]
@@ -80,7 +80,7 @@ def _chosen(values, number):
 
 
 @triton.jit
-def _units(begin, pointer):
+def units(begin, pointer):
     """Elements of `pointer` in `begin` units of 16 bytes."""
     return begin.to(tl.int64) * (128 // pointer.dtype.element_ty.primitive_bitwidth)
 
@@ -122,9 +122,9 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
     mask = live[:, None] & (col < heads * width * VEC)[None, :]
     from_col = source_head * width * VEC + col
     to_col = target_head * width * VEC + col
-    source = _chosen(sources, pair) + _units(source_begin, sources[0])
-    target = _chosen(targets, pair) + _units(target_begin, targets[0])
-    from_stride, to_stride = _plain(_chosen(source_strides, pair)), _plain(_chosen(target_strides, pair))
+    source = chosen(sources, pair) + units(source_begin, sources[0])
+    target = chosen(targets, pair) + units(target_begin, targets[0])
+    from_stride, to_stride = plain(chosen(source_strides, pair)), plain(chosen(target_strides, pair))
     moved = tl.load(source + from_row.to(tl.int64)[:, None] * from_stride * VEC + from_col[None, :], mask=mask)
     place = target + to_row.to(tl.int64)[:, None] * to_stride * VEC + to_col[None, :]
     tl.store(place, moved.to(targets[0].dtype.element_ty), mask=mask)
@@ -164,23 +164,23 @@ def add_rows(  # noqa: PLR0913, PLR0917
     within = (col < heads * width * VEC)[None, :]
     from_col = source_head * width * VEC + col
     to_col = target_head * width * VEC + col
-    source = _chosen(sources, pair)
-    target = _chosen(targets, pair) + _units(target_begin, targets[0])
-    from_stride, to_stride = _plain(_chosen(source_strides, pair)), _plain(_chosen(target_strides, pair))
+    source = chosen(sources, pair)
+    target = chosen(targets, pair) + units(target_begin, targets[0])
+    from_stride, to_stride = plain(chosen(source_strides, pair)), plain(chosen(target_strides, pair))
     place = target + to_row.to(tl.int64)[:, None] * to_stride * VEC + to_col[None, :]
     total = tl.load(place, mask=live[:, None] & within & (fresh == 0), other=0.0)
     for j in range(most):
         some = j < number
         from_row = tl.load(index + first + j, mask=some, other=0)
         begin = tl.load(index + first + behind + j, mask=some, other=0)
-        at = _units(begin, sources[0]) + from_row.to(tl.int64) * from_stride * VEC
+        at = units(begin, sources[0]) + from_row.to(tl.int64) * from_stride * VEC
         added = tl.load(source + at[:, None] + from_col[None, :], mask=some[:, None] & within, other=0.0)
         total += added.to(targets[0].dtype.element_ty)
     tl.store(place, total, mask=live[:, None] & within)
 
 
 @triton.jit
-def _weighed(peak, total, merged, lse, part):
+def weighed(peak, total, merged, lse, part):
     """Sums of partials weighed by exp(LSE - `peak`), `total` [N] and `merged` [N, V], and one more."""
     top = tl.maximum(peak, lse)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -252,7 +252,7 @@ def merge_rows(  # noqa: PLR0913, PLR0917
         * total[:, None]
     )
     for r in range(num_parts):
-        of_part = _chosen(maps, r)
+        of_part = chosen(maps, r)
         # `MapHeader`: its columns in order.
         own = held - tl.load(of_part)
         some = live & (own >= 0) & (own < tl.load(of_part + 1))
@@ -263,17 +263,17 @@ def merge_rows(  # noqa: PLR0913, PLR0917
         here = some & (source >= 0)
         place = source * its_heads + own
         of_lse = tl.where(((by_head >> r) & 1) != 0, own.to(tl.int64) * its_rows + source, place)
-        its = tl.load(_chosen(lses, r) + of_lse, mask=here, other=float("-inf"))
+        its = tl.load(chosen(lses, r) + of_lse, mask=here, other=float("-inf"))
         part = tl.load(
-            _chosen(outs, r) + place[:, None] * width * VEC + col[None, :], mask=here[:, None] & within, other=0.0
+            chosen(outs, r) + place[:, None] * width * VEC + col[None, :], mask=here[:, None] & within, other=0.0
         )
-        peak, total, merged = _weighed(peak, total, merged, its.to(wide), part.to(wide))
+        peak, total, merged = weighed(peak, total, merged, its.to(wide), part.to(wide))
     some = total > 0
     merged = merged / tl.where(some, total, 1.0)[:, None]
     to_row = row.to(tl.int64) * out_row * VEC
     to_lse = row.to(tl.int64) * lse_row
     if placed != 0:
-        to_row = _units(tl.load(out_begins + row, mask=live, other=0), out)
+        to_row = units(tl.load(out_begins + row, mask=live, other=0), out)
         to_lse = tl.load(lse_begins + row, mask=live, other=0).to(tl.int64)
     tl.store(
         lse + to_lse + head * lse_head,
