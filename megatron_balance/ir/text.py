@@ -148,7 +148,7 @@ _Op = TypeVar("_Op")
 
 
 class _TextParser(Generic[_Op]):
-    """What programs of both kinds have in common."""
+    """All that programs of both kinds have in common."""
 
     ops = ""  # their names, for what complains
 
