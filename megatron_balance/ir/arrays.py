@@ -105,6 +105,19 @@ def ranges(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
     return row, start[row] + offset
 
 
+def laid(lengths: Ints, bounds: Ints) -> Ints:
+    """Items of these lengths laid end to end and cut at `bounds`, which rise from 0 to the sum: rows
+    (part, item, start, stop) in order, part i from bounds[i] to bounds[i + 1].
+    """
+    ends = np.cumsum(lengths)
+    cuts = np.unique(np.concatenate([bounds, ends]))
+    begin, end = cuts[:-1], cuts[1:]
+    item = np.searchsorted(ends, begin, side="right")
+    part = np.searchsorted(bounds, begin, side="right") - 1
+    before = (ends - lengths)[item]
+    return np.column_stack([part, item, begin - before, end - before])
+
+
 def overlap_bounds(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
     """First and one past the last row of `held` that shares a token with each row of `wanted`.
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Bools, Ints, as_rows
+from megatron_balance.ir.arrays import Bools, Ints, as_rows, laid
 from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
@@ -180,15 +180,10 @@ class HeadExchange(base.CommPattern[Zone]):
 
     def placed(self, zone: Zone, lengths: Ints) -> tuple[Ints, Ints]:
         """Place in the zone, ascending [n], and rows (seq, start, stop) [n, 3] of all its ranks."""
-        # Runs of the concatenated tokens, cut where a run or a sequence ends.
-        seqs, bounds = np.array(zone.seqs, dtype=np.int64), _run_bounds(zone, lengths)
-        ends = np.cumsum(lengths[seqs])
-        edges = np.unique(np.concatenate([bounds, ends]))
-        begin, end = edges[:-1], edges[1:]
-        at = np.searchsorted(ends, begin, side="right")
-        first = (ends - lengths[seqs])[at]
-        place = np.searchsorted(bounds, begin, side="right") - 1
-        return place, np.stack([seqs[at], begin - first, end - first], 1)
+        seqs = np.array(zone.seqs, dtype=np.int64)
+        rows = laid(lengths[seqs], _run_bounds(zone, lengths))
+        rows[:, 1] = seqs[rows[:, 1]]
+        return rows[:, 0], rows[:, 1:]
 
     def run_tokens(self, zone: Zone, lengths: Ints) -> Ints:
         return np.diff(_run_bounds(zone, lengths))

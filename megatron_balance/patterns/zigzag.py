@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints, sums
+from megatron_balance.ir.arrays import Ints, laid, sums
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 
 # Cells of (rank, sequence) worked on at once, which bounds memory.
@@ -201,14 +201,8 @@ def of_documents(lengths: Ints, size: int) -> Ints:
 
 def of_sequence(lengths: Ints, size: int) -> Ints:
     """Chunks of `lengths` one after the other; as `of_documents`."""
-    ends = np.cumsum(lengths)
-    total = ends[-1:] if len(ends) else np.zeros(1, dtype=np.int64)
+    total = lengths.sum(keepdims=True)
     edges = _mirrored_edges(total, np.zeros_like(total), size)[0]
-    bounds = np.delete(edges, size)  # the two chunks of the last rank touch: one fragment
-    cuts = np.unique(np.concatenate([bounds, ends]))
-    begin, end = cuts[:-1], cuts[1:]
-    place = np.searchsorted(ends, begin, side="right")
-    chunk = np.searchsorted(bounds, begin, side="right") - 1
-    before = (ends - lengths)[place]
-    rows = np.column_stack([np.minimum(chunk, 2 * size - 2 - chunk), place, begin - before, end - before])
+    rows = laid(lengths, np.delete(edges, size))  # the two chunks of the last rank touch: one fragment
+    rows[:, INDEX] = np.minimum(rows[:, INDEX], 2 * size - 2 - rows[:, INDEX])
     return rows[np.argsort(rows[:, INDEX], kind="stable")]

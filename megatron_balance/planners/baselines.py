@@ -22,7 +22,7 @@ groups, as data-parallel replicas are: sequences are packed by first fit into on
 
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
@@ -32,10 +32,10 @@ import numpy as np
 
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Ints, Rectangles, as_rows, num_pairs
+from megatron_balance.ir.arrays import Ints, Rectangles, as_rows, laid, num_pairs
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Placed, Rows, Task
+from megatron_balance.ir.columns import Placed, Task
 from megatron_balance.ir.forest import over
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
@@ -132,12 +132,17 @@ def magi(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
             own[:, Placed.RANK] += at * size
             own[:, Placed.SEQ] = np.array(seqs)[own[:, Placed.SEQ]]
             fragments = np.concatenate([fragments, own])
+    zones = (_where_held("pool", fragments, lengths, mask),) if len(fragments) else ()
+    return replace(groups.plan_of("magi", batch.lengths, (cluster, model), zones), mask=mask)
+
+
+def _where_held(name: str, fragments: Ints, lengths: Ints, mask: Mask) -> TaskTable:
+    """The table in which every rank attends to the `Placed` rows that it holds; `lengths`: of all."""
     tasks = np.zeros((len(fragments), Task.WIDTH), dtype=np.int64)
     tasks[:, Task.RANK], tasks[:, Task.QUERY] = fragments[:, Placed.RANK], fragments[:, Placed.FRAGMENT]
     last = mask.keys(fragments[:, Placed.SEQ], fragments[:, Placed.STOP] - 1)[1]
     tasks[:, Task.K_STOP] = np.minimum(last, lengths[fragments[:, Placed.SEQ]])
-    zones = (TaskTable("pool", as_rows(fragments), as_rows(tasks)),) if len(fragments) else ()
-    return replace(groups.plan_of("magi", batch.lengths, (cluster, model), zones), mask=mask)
+    return TaskTable(name, as_rows(fragments), as_rows(tasks))
 
 
 def _dealt(lengths: Ints, num_ranks: int, mask: Mask, options: MagiOptions) -> Ints:
@@ -155,13 +160,11 @@ def _dealt(lengths: Ints, num_ranks: int, mask: Mask, options: MagiOptions) -> I
     whole = num_pairs(np.arange(len(lengths)), Rectangles(0 * lengths, lengths, 0 * lengths, lengths), mask)
     before = np.append(0, np.cumsum(whole))[seq] + num_pairs(seq, begun, mask)
     rank = np.array(_by_pairs(np.diff(before).tolist(), num_ranks))
-    # Neighbouring chunks of a rank are one; cut where a sequence ends.
+    # Neighbouring chunks of a rank are one.
     turns = np.diff(rank, prepend=-1) != 0
-    starts = np.union1d(edges[:-1][turns], stops - lengths)
-    seq, owner = np.searchsorted(stops, starts, side="right"), rank[starts // chunk]
-    first = (stops - lengths)[seq]
-    rows = np.stack([owner, seq, starts - first, np.append(starts[1:], total) - first], axis=1)
-    return rows[np.argsort(owner, kind="stable")]
+    rows = laid(lengths, np.append(edges[:-1][turns], total))
+    rows[:, Placed.RANK] = rank[turns][rows[:, Placed.RANK]]
+    return rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
 
 
 def _by_pairs(pairs: Sequence[int], num_ranks: int) -> list[int]:
@@ -217,34 +220,15 @@ def packing(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, optio
         if pack is not None:
             whole[pack].append(seq)
     left = [packs[rank] - sum(lengths[seq] for seq in whole[rank]) for rank in range(num_ranks)]
-    cut_seqs = [seq for seq, pack in zip(order, pack_of, strict=True) if pack is None]
-    zones: list[Zone | TaskTable] = (
-        [_cut_zone([(seq, lengths[seq]) for seq in sorted(cut_seqs)], left, model.mask)] if cut_seqs else []
-    )
+    cut = np.array(sorted(seq for seq, pack in zip(order, pack_of, strict=True) if pack is None), dtype=np.int64)
+    zones: list[Zone | TaskTable] = []
+    if len(cut):
+        tokens = np.array(lengths, dtype=np.int64)
+        fragments = laid(tokens[cut], np.cumsum([0, *left]))
+        fragments[:, Placed.SEQ] = cut[fragments[:, Placed.SEQ]]
+        zones.append(_where_held(CUT, fragments, tokens, model.mask))
     zones += [Zone(LOCAL, "ring", (rank,), tuple(sorted(seqs))) for rank, seqs in sorted(whole.items()) if seqs]
     return groups.plan_of("packing", lengths, (cluster, model), tuple(zones))
-
-
-def _cut_zone(seqs: Sequence[tuple[int, int]], capacities: Sequence[int], mask: Mask) -> TaskTable:
-    """Table of sequences (id, length), in order into what ranks have left (`capacities`)."""
-    fragments, length_of = list(_fill(seqs, capacities)), dict(seqs)
-    tasks = [(*each, 0, min(length_of[each[1]], mask.keys(each[1], each[3] - 1)[1])) for each in fragments]
-    return TaskTable(CUT, Rows.of(4, fragments), Rows.of(6, tasks))
-
-
-def _fill(seqs: Sequence[tuple[int, int]], capacities: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Fragments (rank, seq, start, stop)."""
-    rank, left = 0, capacities[0]
-    for seq, length in seqs:
-        start = 0
-        while start < length:
-            while not left:
-                rank += 1
-                left = capacities[rank]
-            stop = min(length, start + left)
-            yield rank, seq, start, stop
-            left -= stop - start
-            start = stop
 
 
 def redundant_pairs(pack: Sequence[int]) -> tuple[int, ...]:

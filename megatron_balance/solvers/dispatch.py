@@ -7,7 +7,6 @@ T(l) = a l^2 + b l + c belongs to a microbatch, not to each of its sequences as 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
 from math import ceil
 
 import numpy as np
@@ -16,7 +15,7 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.solvers import makespan, milp
 from megatron_balance.solvers.makespan import NOT_HELD, MachinesProblem
-from megatron_balance.solvers.packing import PackingProblem, longest_first, pack_better
+from megatron_balance.solvers.packing import PackingProblem, longest_first, members, pack_better, pack_greedily
 
 # Of Alg. 1, as in the paper's experiments.
 TRIALS = 100
@@ -199,10 +198,7 @@ def _check(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> None:
 
 
 def _by_pipeline(pipeline_of: Sequence[int], count: int) -> Assigned:
-    found: list[list[int]] = [[] for _ in range(count)]
-    for seq, pipeline in enumerate(pipeline_of):
-        found[pipeline].append(seq)
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, members(pipeline_of, count)))
 
 
 # Packing of one pipeline's sequences into microbatches (Hydraulis, arXiv 2412.07894, Eq. 1,
@@ -257,28 +253,32 @@ def pack(lengths: Sequence[int], pipeline: PipelineCost, node_limit: int = 0) ->
             "tensor or context parallelism, or cut the sequence"
         )
     order = longest_first(lengths)
-    times = [pipeline.sequence_s(length) for length in lengths]
+    sizes, times = [lengths[seq] for seq in order], [pipeline.sequence_s(lengths[seq]) for seq in order]
     tokens = sum(lengths)
     fewest = max(1, -(-tokens // pipeline.max_tokens))
     most = max(fewest, min(len(lengths), tokens // util_tokens(pipeline)))
-    best_s, near = float("inf"), list[tuple[float, Microbatches]]()
+    near: list[tuple[float, list[int | None]]] = []
     for count in _counts(fewest, most, len(lengths)):
         # Without stages that wait for each other, each microbatch only adds its c.
         if near and (count > most or pipeline.stages == 1):
             break
-        filled = _fill(lengths, times, order, pipeline.max_tokens, count)
+        problem = PackingProblem(sizes, count, pipeline.max_tokens, times)
+        bins = pack_greedily(problem)
         if node_limit:
-            filled = _by_program(lengths, times, order, (pipeline.max_tokens, count), filled, node_limit)
-        if filled is None:
-            continue
-        slowest_s, bins = filled
-        value_s = (slowest_s + pipeline.c) * (pipeline.stages - 1 + len(bins))
-        near.append((value_s, bins))
-        best_s = min(best_s, value_s)
-    if len(near) == 1:
-        return near[0][1]
-    close = [bins for value_s, bins in near if value_s <= best_s * NEAR]
-    return min(close, key=lambda bins: clock_s([[lengths[seq] for seq in own] for own in bins], pipeline))
+            bins = pack_better(problem, bins, node_limit)
+        if None not in bins:
+            near.append(((problem.largest(bins) + pipeline.c) * (pipeline.stages - 1 + len(set(bins))), bins))
+    best_s = min(value_s for value_s, _ in near)
+    close = [_filled(order, bins) for value_s, bins in near if value_s <= best_s * NEAR]
+    if len(close) == 1:
+        return close[0]
+    return min(close, key=lambda filled: clock_s([[lengths[seq] for seq in own] for own in filled], pipeline))
+
+
+def _filled(order: Sequence[int], bins: Sequence[int | None]) -> Microbatches:
+    """The microbatches with sequences; `bins`: of those of `order`."""
+    found = members(bins, len(bins))
+    return tuple(tuple(sorted(order[at] for at in own)) for own in found if own)
 
 
 def _counts(fewest: int, most: int, limit: int) -> list[int]:
@@ -289,51 +289,6 @@ def _counts(fewest: int, most: int, limit: int) -> list[int]:
         ratio = (most / fewest) ** (1 / (MOST_TRIED - 1))
         tried = sorted({min(most, round(fewest * ratio**k)) for k in range(MOST_TRIED)})
     return [*tried, *range(most + 1, limit + 1)]
-
-
-def _fill(
-    lengths: Sequence[int], times: Sequence[float], order: Sequence[int], most: int, count: int
-) -> tuple[float, Microbatches] | None:
-    """`count` microbatches, and seconds of the slowest without c; None: no room."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    room = [most] * count
-    heap = [(0.0, number) for number in range(count)]
-    for seq in order:
-        length = lengths[seq]
-        full: list[tuple[float, int]] = []
-        while heap and room[heap[0][1]] < length:
-            full.append(heappop(heap))
-        if not heap:
-            return None
-        time_s, number = heap[0]
-        bins[number].append(seq)
-        room[number] -= length
-        heapreplace(heap, (time_s + times[seq], number))
-        for each in full:
-            heappush(heap, each)
-    return max(heap)[0], tuple(tuple(sorted(own)) for own in bins if own)
-
-
-def _by_program(
-    lengths: Sequence[int],
-    times: Sequence[float],
-    order: Sequence[int],
-    bins: tuple[int, int],
-    filled: tuple[float, Microbatches] | None,
-    node_limit: int,
-) -> tuple[float, Microbatches] | None:
-    """The better of `filled` and what HiGHS finds; `bins`: most tokens of one, and how many."""
-    work = [times[seq] for seq in order]
-    problem = PackingProblem([lengths[seq] for seq in order], bins[1], bins[0], work)
-    known: dict[int, int] = {} if filled is None else {seq: at for at, own in enumerate(filled[1]) for seq in own}
-    found = pack_better(problem, [known.get(seq) for seq in order], node_limit)
-    if None in found:
-        return None
-    own: list[list[int]] = [[] for _ in range(bins[1])]
-    for seq, at in zip(order, found, strict=True):
-        assert at is not None
-        own[at].append(seq)
-    return problem.largest(found), tuple(tuple(sorted(each)) for each in own if each)
 
 
 def microbatch_s(lengths: Sequence[int], pipeline: PipelineCost) -> float:

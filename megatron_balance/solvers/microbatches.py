@@ -8,14 +8,14 @@ microbatches. Where they wait at its end alone, it takes the slowest place over 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
+from heapq import heapreplace
 from typing import Literal
 
 import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.solvers.packing import best_fit
+from megatron_balance.solvers import packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,35 +154,14 @@ def _wide(problem: MicrobatchesProblem, item: int, held: Ints, loads: Floats) ->
     return microbatch, block * width
 
 
-# Less room than the item before needed: the room, negative, so that most comes first; seconds; which.
-_Full = tuple[int, float, int]
-
-
-def _begins_with_room(size: int, room: Sequence[int], ready: list[tuple[float, int]], full: list[_Full]) -> bool:
-    """Whether some has room; then the first of the heap `ready` is the least loaded that has."""
-    while full and -full[0][0] >= size:
-        _, load, at = heappop(full)
-        heappush(ready, (load, at))
-    while ready and room[ready[0][1]] < size:
-        load, at = heappop(ready)
-        heappush(full, (-room[at], load, at))
-    return bool(ready)
-
-
 def _by_seconds(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, loads: Floats) -> list[int] | None:
     """The bin of each item, the slowest first in the least loaded one with room; None: none has."""
-    room = (problem.most - held).reshape(-1).tolist()
-    ready = sorted((load, at) for at, load in enumerate(loads.reshape(-1).tolist()))
-    full: list[_Full] = []
+    of = (each[items].tolist() for each in (problem.tokens, problem.seconds))
     bins: list[int] = []
-    tokens, seconds = problem.tokens.tolist(), problem.seconds.tolist()
-    for item in items:
-        if not _begins_with_room(tokens[item], room, ready, full):
+    for at in packing.least_loaded(*of, (problem.most - held).reshape(-1).tolist(), loads.reshape(-1).tolist()):
+        if at is None:
             return None
-        load, at = ready[0]
-        room[at] -= tokens[item]
         bins.append(at)
-        heapreplace(ready, (load + seconds[item], at))
     return bins
 
 
@@ -193,11 +172,11 @@ def _by_places(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, l
     rooms, load = (problem.most - held).T.tolist(), loads.T.tolist()
     room = list(map(max, rooms))
     ready: list[tuple[float, int]] = sorted((sum(own), place) for place, own in enumerate(load))
-    full: list[_Full] = []
+    full: list[packing.Full] = []
     found: Dealt = []
     tokens, seconds = problem.tokens.tolist(), problem.seconds.tolist()
     for item in items:
-        if not _begins_with_room(tokens[item], room, ready, full):
+        if not packing.begins_with_room(tokens[item], room, ready, full):
             return None
         total, place = ready[0]
         own, of = rooms[place], load[place]
@@ -213,7 +192,7 @@ def _by_places(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, l
 def _by_tokens(problem: MicrobatchesProblem, items: Sequence[int], held: Ints) -> list[int] | None:
     """The bin of each item, the largest first in the fullest one with room; None: none has."""
     order = sorted(range(len(items)), key=lambda at: -problem.tokens[items[at]])
-    found = best_fit(
+    found = packing.best_fit(
         [int(problem.tokens[items[at]]) for at in order],
         (problem.most - held).reshape(-1).tolist(),
     )

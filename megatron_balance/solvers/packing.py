@@ -3,10 +3,10 @@ integer program (Eq. 1 of WLB-LLM, and of Hydraulis for a number of microbatches
 """
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from itertools import count
-from math import fsum
 
 import numpy as np
 
@@ -52,6 +52,47 @@ def best_fit(sizes: Sequence[int], spaces: Sequence[float]) -> list[int | None]:
         bisect.insort(free, (space - size, index))
         chosen.append(index)
     return chosen
+
+
+# Less room than the item before needed: the room, negative, so that most comes first; load; which.
+Full = tuple[int, float, int]
+
+
+def begins_with_room(size: int, room: Sequence[int], ready: list[tuple[float, int]], full: list[Full]) -> bool:
+    """Whether some has room; then the first of the heap `ready` is the least loaded that has."""
+    while full and -full[0][0] >= size:
+        _, load, at = heappop(full)
+        heappush(ready, (load, at))
+    while ready and room[ready[0][1]] < size:
+        load, at = heappop(ready)
+        heappush(full, (-room[at], load, at))
+    return bool(ready)
+
+
+def least_loaded(
+    sizes: Sequence[int], works: Sequence[float], rooms: Sequence[int], loads: Sequence[float]
+) -> Iterator[int | None]:
+    """The bin of each item in turn: of those that have room the one with least work, of equal ones the
+    lower; None: none has. `rooms`, `loads`: of the bins before.
+    """
+    room, ready, full = list(rooms), sorted((load, at) for at, load in enumerate(loads)), list[Full]()
+    for size, work in zip(sizes, works, strict=True):
+        if (full or room[ready[0][1]] < size) and not begins_with_room(size, room, ready, full):
+            yield None
+            continue
+        load, at = ready[0]
+        room[at] -= size
+        heapreplace(ready, (load + work, at))
+        yield at
+
+
+def members(bins: Sequence[int | None], num_bins: int) -> list[list[int]]:
+    """The items of each bin, ascending; `bins`: of each item, None: in none."""
+    found: list[list[int]] = [[] for _ in range(num_bins)]
+    for item, at in enumerate(bins):
+        if at is not None:
+            found[at].append(item)
+    return found
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -102,23 +143,17 @@ class PackingProblem:
 
     def largest(self, bins: Sequence[int | None]) -> float:
         """The most work of a bin; `bins`: of each item, None: in none."""
-        works = self.works
-        return max(
-            fsum(work for work, at in zip(works, bins, strict=True) if at == own) for own in range(self.num_bins)
-        )
+        loads = [0.0] * self.num_bins
+        for work, at in zip(self.works, bins, strict=True):
+            if at is not None:
+                loads[at] += work
+        return max(loads)
 
 
 def pack_greedily(problem: PackingProblem) -> list[int | None]:
-    """The bin of each item, the least sum of squares that has room; None: none has."""
-    loads, room = [0] * problem.num_bins, [problem.capacity] * problem.num_bins
-    chosen: list[int | None] = []
-    for size in problem.sizes:
-        at = min((load, own) for own, load in enumerate(loads) if room[own] >= size) if max(room) >= size else None
-        chosen.append(None if at is None else at[1])
-        if at is not None:
-            loads[at[1]] += size * size
-            room[at[1]] -= size
-    return chosen
+    """The bin of each item, the least work that has room; None: none has."""
+    none = [0.0] * problem.num_bins
+    return list(least_loaded(problem.sizes, problem.works, [problem.capacity] * problem.num_bins, none))
 
 
 def pack_better(problem: PackingProblem, bins: Sequence[int | None], node_limit: int) -> list[int | None]:

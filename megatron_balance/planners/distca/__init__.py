@@ -34,7 +34,7 @@ import numpy as np
 from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.cost.kernel import law_of
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Ints, as_array, as_rows, run_bounds
+from megatron_balance.ir.arrays import Ints, as_array, as_rows, laid
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Rows
@@ -43,8 +43,8 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca.greedy import Drain, Rule, empty_light_servers
 from megatron_balance.planners.distca.servers import Edges, HeadTail, Plain, Seconds, Servers, TaskSizes, enforce_caps
-from megatron_balance.planners.distca.trees import Paths, schedule_trees
-from megatron_balance.solvers.groups import check_pool
+from megatron_balance.planners.distca.trees import Paths, joined, schedule_trees
+from megatron_balance.solvers.groups import check_pool, plan_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,7 @@ def plan_owned(
 
 def _table(lengths: tuple[int, ...], owned: Rows, tasks: Ints, cluster: Cluster, model: Model) -> MicrobatchPlan:
     zones = (TaskTable("attention", owned, as_rows(tasks)),) if owned else ()
-    heads = model.num_heads, model.num_kv_heads
-    return MicrobatchPlan("distca", lengths, cluster.num_ranks, cluster.node_size, *heads, zones)
+    return plan_of("distca", lengths, (cluster, model), zones)
 
 
 def num_holders(cluster: Cluster, options: DistcaOptions) -> int:
@@ -135,17 +134,9 @@ def _holders(cluster: Cluster, options: DistcaOptions) -> list[int]:
 def linear_owned(lengths: Sequence[int], ranks: Sequence[int]) -> Ints:
     """Rows (rank, seq, start, stop) [n, 4] by rank, as many tokens on each (section 6.1)."""
     tokens = np.array(lengths, dtype=np.int64)
-    ends = np.cumsum(tokens)
-    total = int(tokens.sum())
-    bounds = total * np.arange(len(ranks) + 1) // len(ranks)
-    cuts = np.sort(np.concatenate([bounds, ends]))
-    # Cuts at ranks' bounds and sequences' ends; equal ones leave empty runs, which go.
-    begin, end = cuts[:-1], cuts[1:]
-    begin, end = begin[begin < end], end[begin < end]
-    seq = np.searchsorted(ends, begin, side="right")
-    rank = np.searchsorted(bounds, begin, side="right") - 1
-    before = ends[seq] - tokens[seq]
-    return np.column_stack([np.array(ranks, dtype=np.int64)[rank], seq, begin - before, end - before])
+    rows = laid(tokens, int(tokens.sum()) * np.arange(len(ranks) + 1) // len(ranks))
+    rows[:, Placed.RANK] = np.array(ranks, dtype=np.int64)[rows[:, Placed.RANK]]
+    return rows
 
 
 def _tolerance(cluster: Cluster, options: DistcaOptions) -> float:
@@ -246,8 +237,4 @@ def _spans(servers: Servers) -> tuple[Ints, Ints, Ints, Ints]:
 
 def _tasks(servers: Servers) -> Ints:
     rank, seq, start, stop = _spans(servers)
-    order = np.lexsort((start, seq, rank))
-    rank, seq, start, stop = rank[order], seq[order], start[order], stop[order]
-    runs = run_bounds((rank[1:] != rank[:-1]) | (seq[1:] != seq[:-1]) | (start[1:] != stop[:-1]), len(rank))
-    first, stop = runs[:-1], stop[runs[1:] - 1]
-    return np.stack((rank[first], seq[first], start[first], stop, np.zeros_like(stop), stop), axis=1)
+    return joined(np.stack((rank, seq, start, stop, np.zeros_like(stop), stop), axis=1))

@@ -86,7 +86,7 @@ def schedule_trees(owned: Ints, forest: Forest, schedule: Callable[[Ints, Sequen
     tasks[:, [Task.Q_START, Task.Q_STOP]] -= runs.shift[run, None]
     tasks[:, Task.SEQ] = runs.seq[run]
     tasks[:, Task.K_STOP] = forest.keys(tasks[:, Task.SEQ], tasks[:, Task.Q_STOP] - 1)[1]
-    return _joined(tasks)
+    return joined(tasks)
 
 
 def _runs(forest: Forest) -> _SegmentRuns:
@@ -114,7 +114,7 @@ def _paths(forest: Forest, runs: _SegmentRuns) -> Paths:
     return Paths(runs.segment.tolist(), parent, depth, own, list(map(range, first, stop)))
 
 
-def _joined(tasks: Ints) -> Ints:
+def joined(tasks: Ints) -> Ints:
     """Tasks by rank, sequence and query, those that follow one another as one."""
     tasks = tasks[np.lexsort((tasks[:, Task.Q_START], tasks[:, Task.SEQ], tasks[:, Task.RANK]))]
     parted = (tasks[1:, : Task.SEQ + 1] != tasks[:-1, : Task.SEQ + 1]).any(axis=1)

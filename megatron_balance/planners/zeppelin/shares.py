@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.ir.arrays import as_rows, sums, union
+from megatron_balance.ir.arrays import as_rows, laid, sums, union
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.plan import SharedZone
@@ -80,8 +80,8 @@ class Shares:
         for at, seq in zip(group.tolist(), seqs.tolist(), strict=True):
             on[at].add(seq)
         cut = {seq for seq, count in enumerate(counts) if count > 1}
-        begun = [*of, *([{}] * (len(work) - len(of)))]
-        return cls(work, lengths, begun, load, held, on, cut, sum(work) / num_groups, sum(lengths) / num_groups)
+        of = [*of, *([{}] * (len(work) - len(of)))]
+        return cls(work, lengths, of, load, held, on, cut, sum(work) / num_groups, sum(lengths) / num_groups)
 
     @property
     def num_groups(self) -> int:
@@ -157,9 +157,10 @@ class Trimmed:
     @classmethod
     def without(cls, placements: Sequence[Shares], least: float = 0.0) -> Trimmed:
         """Leave out shares below `least` or half the largest of their sequence."""
-        whole = placements[0]
-        work, lengths = np.array(whole.work, dtype=np.float64), np.array(whole.lengths, dtype=np.float64)
-        size, cuts = whole.num_groups, [sorted(placed.cut) for placed in placements]
+        # Of the same sequences and groups.
+        one = placements[0]
+        work, lengths = np.array(one.work, dtype=np.float64), np.array(one.lengths, dtype=np.float64)
+        size, cuts = one.num_groups, [sorted(placed.cut) for placed in placements]
         # A piece is one cut sequence of one placement; rows are its shares.
         pieces = [placed.of[seq] for placed, cut in zip(placements, cuts, strict=True) for seq in cut]
         counts = np.fromiter(map(len, pieces), np.int64, len(pieces))
@@ -587,17 +588,9 @@ def on_ranks(rows: Ints, num_ranks: int, size: int) -> Ints:
     """`Placed` rows of the ranks: each group's rows (group, seq, start, stop) in near-equal runs."""
     rows = rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
     length = rows[:, Placed.STOP] - rows[:, Placed.START]
-    # Rows of all groups laid end to end on one axis of tokens.
-    begin = np.cumsum(length) - length
     tokens = sums(rows[:, Placed.RANK], length, num_ranks // size)
-    # Where a rank's tokens begin on that axis [groups, ranks of a group]; and where rows are cut.
+    # Where a rank's tokens begin, all groups' laid end to end [groups, ranks of a group].
     edges = ((np.cumsum(tokens) - tokens)[:, None] + tokens[:, None] * np.arange(size) // size).ravel()
-    cuts = np.unique(np.concatenate([begin, edges[edges < length.sum()]]))
-    # The row that each cut lies in, and how far behind its begin.
-    row = np.searchsorted(begin, cuts, side="right") - 1
-    first = cuts - begin[row]
-    rows = rows[row]
-    rows[:, Placed.RANK] = np.searchsorted(edges, cuts, side="right") - 1
-    rows[:, Placed.STOP] = rows[:, Placed.START] + first + np.diff(cuts, append=length.sum())
-    rows[:, Placed.START] += first
-    return rows
+    rank, row, start, stop = laid(length, np.append(edges, length.sum())).T
+    seq, begin = rows[row, Placed.SEQ], rows[row, Placed.START]
+    return np.column_stack([rank, seq, begin + start, begin + stop])

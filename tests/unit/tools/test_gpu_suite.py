@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from megatron_balance.runtime.kernels import choose_kernel
+from megatron_balance.runtime.kernels import VarlenKernel, choose_kernel
 from megatron_balance.runtime.kernels.base import PlainKernel, hidden
 from tests.support.processes import ended
 from tools.gpu import attention, bare, kernels, machine, parts, report, run, sharing
@@ -197,6 +198,21 @@ def test_each_library_is_timed_on_four_kinds_of_launches(monkeypatch):
     assert "half chunks" in rows[0].note
 
 
+def test_a_block_without_work_is_timed_by_a_wider_grid_of_the_same_documents(monkeypatch):
+    for name, value in {"HEADS": 4, "KV_HEADS": 2, "DOCUMENTS": 3}.items():
+        monkeypatch.setattr(attention, name, value)
+    seen = []
+    calls = SimpleNamespace(
+        forward=lambda _, q, *more: (q, more[0]), backward=lambda at, *_: seen.append(at) or at.max_k
+    )
+    # Blocks of a grid on 10 SMs, two times as dear as priced, beside what a launch takes.
+    monkeypatch.setattr(attention, "gpu_s", lambda call: 1e-3 + call() / 128 * 3 * 4 * 1e-6 / 10)
+    kernel = VarlenKernel("flash_attn_3", calls)  # pyright: ignore[reportArgumentType]
+    assert attention.empty_s(kernel, 10, torch.device("cpu")) == pytest.approx(1e-6)
+    assert [(at.cu_k.tolist(), at.max_k) for at in seen] == [([0, 128, 256, 384], most) for most in (128, 16384)]
+    assert set(attention.EMPTY) == {"flash_attn", "flash_attn_3", "torch_varlen"}
+
+
 def test_rollouts_as_trees_are_held_against_trls_tree_attention(monkeypatch):
     packing = pytest.importorskip("trl.experimental.async_grpo.packing")
     cpu = torch.device("cpu")
@@ -242,6 +258,16 @@ def test_parts_fit_the_limits_together(monkeypatch):
     known = [run._load(name) for name in both]  # pyright: ignore[reportPrivateUsage]
     names = [figure.name for part in known for figure in part.FIGURES]
     assert len(names) == len(set(names))
+
+
+def test_the_list_of_what_only_a_gpu_tells_has_every_step_with_its_limit():
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    table = page.partition("| only a GPU tells |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    listed = [step for row in rows for step in re.findall(r"`(\w+)`", row[1])]
+    assert listed == [step for call in bare.CALLS.values() for step in call.steps]
+    limits = [int(number) for row in rows for number in row[2].partition(",")[0].split(" and ")]
+    assert limits == [run._load(step).BUDGET_S for step in listed]  # pyright: ignore[reportPrivateUsage]
 
 
 def test_files_are_written_on_a_gpu_only(tmp_path):
