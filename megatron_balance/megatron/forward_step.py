@@ -42,9 +42,6 @@ class PlannedMicrobatch:
     # True where a row belongs to no sequence.
     padding_mask: torch.Tensor
     params: BalancedSeqParams
-    # [T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks.
-    samples: torch.Tensor | None = None
-    num_samples: int = 0
 
     def with_plans(self, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> "PlannedMicrobatch":
         """The microbatch with other plans and slots for its backward, both by nano-batch."""
@@ -67,20 +64,16 @@ def planned_microbatch(
     later. `counts`: sums of its masks by depth, where further tokens are predicted. `num_samples`:
     of the pool, where rows say theirs in their last column; else 0.
     """
+
     # With "thd" Megatron would derive positions from cu_seqlens and its static context-parallel group.
-    params = [
-        BalancedSeqParams(
-            qkv_format="sbhd",
-            layers=bound,
-            position_ids=nano_batch.positions,
-            samples=nano_batch.rows[:, -1] if num_samples else None,
-            num_samples=num_samples,
-        )
-        for nano_batch, bound in zip(local.nano_batches or (local,), bounds, strict=True)
-    ]
+    def of(part: LocalMicrobatch, positions: torch.Tensor, **more: Any) -> BalancedSeqParams:
+        samples = part.rows[:, -1] if num_samples else None
+        return BalancedSeqParams("sbhd", position_ids=positions, samples=samples, num_samples=num_samples, **more)
+
+    parts = local.nano_batches or (local,)
+    params = [of(part, part.positions, layers=bound) for part, bound in zip(parts, bounds, strict=True)]
     if local.nano_batches:
-        positions = torch.cat([nano_batch.positions for nano_batch in local.nano_batches])
-        params = [BalancedSeqParams(qkv_format="sbhd", position_ids=positions, nano_batches=tuple(params))]
+        params = [of(local, torch.cat([part.positions for part in parts]), nano_batches=tuple(params))]
     rows = local.rows[None]
     tokens, labels = rows[..., TOKEN].contiguous(), rows[..., LABEL].contiguous()
     loss_mask, positions = from_bits(rows[..., LOSS_MASK]), local.positions[None]
@@ -93,8 +86,6 @@ def planned_microbatch(
         position_ids=positions,
         padding_mask=local.padding[None],
         params=params[0],
-        samples=local.rows[:, -1] if num_samples else None,
-        num_samples=num_samples,
     )
 
 
@@ -173,11 +164,12 @@ def checked_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
 def _loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: torch.Tensor) -> Loss:
     """`checked_loss`, whose report has sum and tokens [replicas, 2] by the replica that read them."""
     loss, num_tokens, _ = checked_loss(batch.loss_mask, losses)
-    assert batch.samples is not None, "rows say their samples where evaluation asks for them"
+    samples = batch.params.samples
+    assert samples is not None, "rows say their samples where evaluation asks for them"
     mask = batch.loss_mask.view(-1).float()
     # [T, (loss, 1)] summed by sample, then by the replica that read it.
     each = torch.stack([losses.detach().view(-1).float() * mask, mask], dim=1)
-    by_sample = each.new_zeros(batch.num_samples, 2).index_add_(0, batch.samples, each)
+    by_sample = each.new_zeros(batch.params.num_samples, 2).index_add_(0, samples, each)
     return loss, num_tokens, {LOSS: by_sample.view(-1, micro_batch_size, 2).sum(1)}
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -206,19 +207,14 @@ class _Operators(TorchDispatchMode):
 @contextmanager
 def stand_ins(counts: Counter[str]) -> Iterator[None]:
     """Triton's kernels and the choice of kernel and mover, replaced by what counts."""
-    names = ("copy_rows", "add_rows", "merge_rows")
-    held: dict[tuple[Any, str], Any] = {(triton_mover, name): getattr(triton_mover, name) for name in names}
-    held |= {(binding, name): getattr(binding, name) for name in ("choose_kernel", "choose_mover")}
-    for name in names:
-        setattr(triton_mover, name, _Kernel(counts))
     calls: Any = _Calls(counts)
-    binding.choose_kernel = lambda *_, **__: VarlenKernel(KERNEL, calls)
-    binding.choose_mover = lambda _, device: triton_mover.TritonMover(device)
-    try:
+    kernels = dict.fromkeys(("copy_rows", "add_rows", "merge_rows"), _Kernel(counts))
+    chosen = {
+        "choose_kernel": lambda *_, **__: VarlenKernel(KERNEL, calls),
+        "choose_mover": lambda _, device: triton_mover.TritonMover(device),
+    }
+    with patch.multiple(triton_mover, **kernels), patch.multiple(binding, **chosen):
         yield
-    finally:
-        for (module, name), value in held.items():
-            setattr(module, name, value)
 
 
 def groups_of(plan: MicrobatchPlan, rank: int, counts: Counter[str]) -> Groups:
@@ -258,11 +254,8 @@ def copies(counts: Counter[str]) -> Iterator[None]:
             counts["copies"] += 1
         return held(self, *args, **kwargs)
 
-    Tensor.to = counted  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with patch.object(Tensor, "to", counted):
         yield
-    finally:
-        Tensor.to = held
 
 
 def count(plan: MicrobatchPlan, rank: int, policy: Policy = "keep") -> Counted:
@@ -281,7 +274,6 @@ def count(plan: MicrobatchPlan, rank: int, policy: Policy = "keep") -> Counted:
 @contextmanager
 def idle_operators() -> Iterator[None]:
     """Operators that touch data do not: what is left is the host's time."""
-    held = {name: getattr(Tensor, name) for name in ("zero_", "fill_", "copy_", "index_select", "to")}
 
     def select(self: Tensor, _dim: int, index: Tensor) -> Tensor:
         return torch.empty((len(index), *self.shape[1:]), dtype=self.dtype)
@@ -289,14 +281,9 @@ def idle_operators() -> Iterator[None]:
     def to(self: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.shape, dtype=dtype)
 
-    other = {"index_select": select, "to": to}
-    for name in held:
-        setattr(Tensor, name, other.get(name, lambda self, *_: self))
-    try:
+    unchanged = dict.fromkeys(("zero_", "fill_", "copy_"), lambda self, *_: self)
+    with patch.multiple(Tensor, **unchanged, index_select=select, to=to):
         yield
-    finally:
-        for name, value in held.items():
-            setattr(Tensor, name, value)
 
 
 def python_s(plan: MicrobatchPlan, rank: int, policy: Policy, repeats: int) -> float:

@@ -316,23 +316,19 @@ _SCALED_OPTIONS = ("tolerance",)
 Where = Literal["planner", "step", "machine"]
 
 
-class _Case(NamedTuple):
-    bench: Bench
-    choice: PlannerChoice
-
-
 class _TriedOptions(NamedTuple):
     """A variant in words, and as options of the command line; empty: no option makes it."""
 
-    where: Where
-    name: str
-    options: str
-    case: _Case
+    bench: Bench
+    choice: PlannerChoice
+    where: Where = "planner"
+    name: str = ""
+    options: str = ""
 
 
 def tried(bench: Bench, choice: PlannerChoice) -> Figures:
     """Steps of all variants, fastest first, and those that are impossible or change nothing."""
-    case, steps = _Case(bench, choice), bench.plan(choice).steps
+    case, steps = _TriedOptions(bench, choice), bench.plan(choice).steps
     figures = _simulate(steps, bench.machine, bench.setup)
     step_s = figures["mean_step_s"]
     rows: list[Figures] = []
@@ -362,8 +358,8 @@ def tried(bench: Bench, choice: PlannerChoice) -> Figures:
 
 def _row(each: _TriedOptions, base: Bench, base_steps: Sequence[StepPlan], base_s: float) -> Figures | None:
     """The figures of a variant; None: it is the same plan on the same machine."""
-    bench, begin = each.case.bench, time.perf_counter()
-    steps = bench.plan(each.case.choice).steps
+    bench, begin = each.bench, time.perf_counter()
+    steps = bench.plan(each.choice).steps
     planning_s = time.perf_counter() - begin
     same_machine = bench.machine is base.machine and bench.setup == base.setup
     if same_machine and [step.fingerprint() for step in steps] == [step.fingerprint() for step in base_steps]:
@@ -391,16 +387,12 @@ def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
     return [row for row in rows if row["saves"] >= WORTH or not tried["fits"]]
 
 
-def _candidates(case: _Case) -> Iterator[_TriedOptions]:
+def _candidates(case: _TriedOptions) -> Iterator[_TriedOptions]:
     for of in (_other_planners, _other_layers, _other_options, _other_capacities, _other_steps, _other_machines):
         yield from of(case)
 
 
-def _planner(case: _Case, name: str, options: str, choice: PlannerChoice) -> _TriedOptions:
-    return _TriedOptions("planner", name, options, case._replace(choice=choice))
-
-
-def _other_planners(case: _Case) -> Iterator[_TriedOptions]:
+def _other_planners(case: _TriedOptions) -> Iterator[_TriedOptions]:
     """Variants with another planner: its own layers, with those settings that the user gave."""
     now, own = case.choice.layers, PLANNERS[case.choice.name].layers
     told = {
@@ -412,33 +404,35 @@ def _other_planners(case: _Case) -> Iterator[_TriedOptions]:
         if name != case.choice.name:
             layers = replace(planner.layers, **told)
             choice = choose_planner(name, {"tokens_per_rank": case.choice.options.tokens_per_rank}, layers=layers)
-            yield _planner(case, f"the planner {name}", f"--planner {name}{_whole(case, name)}", choice)
+            option = f"--planner {name}{_whole(case, name)}"
+            yield case._replace(name=f"the planner {name}", options=option, choice=choice)
 
 
-def _whole(case: _Case, name: str) -> str:
+def _whole(case: _TriedOptions, name: str) -> str:
     """Options for `simulate` to run the planner's microbatches and stages whole, as a report does."""
     nano_batches = " --ping-pong false" if PLANNERS[name].ping_pong else ""
     stages = " --stages stages" if case.bench.setup.pipeline > 1 and PLANNERS[name].joint else ""
     return nano_batches + stages
 
 
-def _other_layers(case: _Case) -> Iterator[_TriedOptions]:
+def _other_layers(case: _TriedOptions) -> Iterator[_TriedOptions]:
     choice = case.choice
     for when in ("always", "pays", "never"):
         if when != choice.layers.routing and case.bench.given.cluster.num_nodes > 1:
             name = f"routing transfers between nodes over all NICs: {when}"
             layers = replace(choice.layers, routing=when)
-            yield _planner(case, name, f"--routing {when}", replace(choice, layers=layers))
+            yield case._replace(name=name, options=f"--routing {when}", choice=replace(choice, layers=layers))
     if choice.layers.remap:
         off = replace(choice.layers, remap=False, remap_when="always")
-        yield _planner(case, "no remap: tokens stay where they attend", "--no-remap", replace(choice, layers=off))
+        name = "no remap: tokens stay where they attend"
+        yield case._replace(name=name, options="--no-remap", choice=replace(choice, layers=off))
     if not choice.layers.remap or choice.layers.remap_when == "pays":
         on = replace(choice.layers, remap=True, remap_when="always")
         name = "a remap: equal tokens on all ranks outside attention"
-        yield _planner(case, name, "--remap", replace(choice, layers=on))
+        yield case._replace(name=name, options="--remap", choice=replace(choice, layers=on))
 
 
-def _other_options(case: _Case) -> Iterator[_TriedOptions]:
+def _other_options(case: _TriedOptions) -> Iterator[_TriedOptions]:
     """Each option of the planner that has alternatives, one at a time."""
     choice = case.choice
     hints = get_type_hints(PLANNERS[choice.name].options)
@@ -456,7 +450,7 @@ def _other_options(case: _Case) -> Iterator[_TriedOptions]:
             except (BalanceError, ValueError):
                 continue  # a value that the planner does not take
             name, option = f"{choice.name} with {field.name} {text}", f"-o {choice.name}.{field.name}={text}"
-            yield _planner(case, name, option, other)
+            yield case._replace(name=name, options=option, choice=other)
 
 
 def _alternatives(name: str, hint: Any, now: Any) -> list[Any]:
@@ -472,31 +466,31 @@ def _alternatives(name: str, hint: Any, now: Any) -> list[Any]:
     return []
 
 
-def _other_capacities(case: _Case) -> Iterator[_TriedOptions]:
+def _other_capacities(case: _TriedOptions) -> Iterator[_TriedOptions]:
     """A rank that may hold less gives the planner less choice; one that may hold more, more."""
     now: int = case.choice.options.tokens_per_rank
     ranks = case.choice.num_holders(case.bench.given.cluster)
     fullest = max(batch.num_tokens for batch in case.bench.given.batches)
     tried = {capacity for by in SCALES for capacity in (int(-(-fullest * by // ranks)), int(now * by))}
     for capacity in sorted(tried - {now}):
-        options = replace(case.choice.options, tokens_per_rank=capacity)
+        choice = replace(case.choice, options=replace(case.choice.options, tokens_per_rank=capacity))
         name = f"{capacity:,} tokens on a rank at most, {capacity * ranks / fullest:.2f} times the mean"
-        yield _planner(case, name, f"--tokens-per-rank {capacity}", replace(case.choice, options=options))
+        yield case._replace(name=name, options=f"--tokens-per-rank {capacity}", choice=choice)
 
 
-def _other_steps(case: _Case) -> Iterator[_TriedOptions]:
+def _other_steps(case: _TriedOptions) -> Iterator[_TriedOptions]:
     bench, setup = case.bench, case.bench.setup
 
     def of(name: str, options: str, **changes: Any) -> _TriedOptions:
         other = replace(bench, setup=replace(setup, **changes))
-        return _TriedOptions("step", name, options, case._replace(bench=other))
+        return case._replace(where="step", name=name, options=options, bench=other)
 
     if bench.group > 1 and bench.group % 2 == 0:
         pairs = zip(bench.given.batches[::2], bench.given.batches[1::2], strict=True)
         batches, group = tuple(Batch(a.lengths + b.lengths, a.trees + b.trees) for a, b in pairs), bench.group // 2
         merged = replace(bench, given=replace(bench.given, batches=batches), group=group)
         name = f"{group} microbatches a step of twice the tokens, not {bench.group}"
-        yield _TriedOptions("step", name, f"--microbatches {group}", case._replace(bench=merged))
+        yield case._replace(where="step", name=name, options=f"--microbatches {group}", bench=merged)
     # `auto` is the best of both already.
     if setup.policy == "replay":
         yield of("received keys and values are kept for the backward", "--policy keep", policy="keep")
@@ -515,14 +509,14 @@ def _other_steps(case: _Case) -> Iterator[_TriedOptions]:
         yield of(f"{chunks} model chunks of each pipeline stage", f"--interleave {chunks}", interleave=chunks)
 
 
-def _other_machines(case: _Case) -> Iterator[_TriedOptions]:
+def _other_machines(case: _TriedOptions) -> Iterator[_TriedOptions]:
     bench = case.bench
     machine, cluster = bench.machine, bench.given.cluster
 
     def on(name: str, other: Machine, **changes: float) -> _TriedOptions:
         # `changes`: of the cluster that is planned for.
         given = replace(bench.given, cluster=replace(cluster, **changes))
-        return _TriedOptions("machine", name, "", case._replace(bench=replace(bench, given=given, machine=other)))
+        return case._replace(where="machine", name=name, bench=replace(bench, given=given, machine=other))
 
     def faster(**factors: float) -> Machine:
         return replace(machine, cost=PerturbedCost(machine.cost, Factors(**factors)))
