@@ -59,7 +59,7 @@ class Entry:
 
 def read(paper: str) -> dict[str, Entry]:
     path = FOLDER / f"{paper}.yaml"
-    found: dict[str, Any] = yaml.safe_load(path.read_text()) if path.exists() else {}
+    found: dict[str, Any] = yaml.load(path.read_text(), Loader=yaml.CSafeLoader) if path.exists() else {}
 
     def golden(ours: str, kind: str, tolerance: str, published: str | None) -> Golden:
         # YAML reads 1e-06 as text.

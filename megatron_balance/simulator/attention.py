@@ -1,6 +1,7 @@
 """One attention call of a plan, forward and backward, on the clocks of either engine."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,6 +24,9 @@ from megatron_balance.simulator.phase import SimulatedPhase, issued_s, phase_of,
 EngineName: TypeAlias = Literal["auto", "events", "rounds"]
 ENGINES: tuple[EngineName, ...] = ("auto", "events", "rounds")
 Transport: TypeAlias = Literal["streams", "sockets"]
+
+# A step is simulated on machines of all kinds, to see what limits it.
+_compiled = lru_cache(maxsize=16)(compile_ranks)
 
 # Ranks up to which "auto" takes the event engine (docs/adr/0017).
 SMALL = 16
@@ -141,7 +145,7 @@ def events(
     trace: bool = False,
 ) -> BothPhases:
     """Run one attention call on the event engine. `trace`: note what every stream did."""
-    ranks = compile_ranks(plan, policy)
+    ranks = _compiled(plan, policy)
     return BothPhases(
         *(
             play_events(

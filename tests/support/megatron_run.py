@@ -189,11 +189,14 @@ def prepare_ranks() -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
+    from megatron_balance.megatron import flags
+
     # A rank makes Megatron's parser twice, and each time most of that is parsing classes' sources
     # for the texts of --help.
     texts = functools.cache(ArgumentGroupFactory.__new__(ArgumentGroupFactory)._get_field_docstrings)
     ArgumentGroupFactory._get_field_docstrings = staticmethod(texts)  # pyright: ignore[reportAttributeAccessIssue]
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    flags.record()
     # A rank that saves starts a process for the results; as Megatron starts it, that would import
     # torch once more (`Job.spawns`).
     filesystem_async.get_write_results_queue = functools.partial(filesystem_async.get_write_results_queue, "fork")

@@ -62,7 +62,7 @@ def compiled() -> None:
 HEAD_DIM = 128
 PLANNERS = ("zeppelin", "distca", "ulysses", "random_task_table", "random_zones")
 CASES = [
-    Case(Batch((90, 40, 33, 7)), Cluster(4, 2), Model(*heads, HEAD_DIM, 512, 64), 50, 5, layered, routing)
+    Case(Batch((31, 14, 11, 3)), Cluster(4, 2), Model(*heads, HEAD_DIM, 512, 64), 18, 5, layered, routing)
     for heads, layered, routing in (((4, 2), True, (1, 1)), ((8, 8), False, None))
 ]
 
@@ -104,7 +104,7 @@ def variants() -> None:
             seen.clear()
             for at, planner in enumerate(PLANNERS):
                 for case, policy in zip(CASES, ("keep", "replay"), strict=True):
-                    plans = [plan(planner, each) for each in (case, replace(case, batch=Batch((64, 21))))]
+                    plans = [plan(planner, each) for each in (case, replace(case, batch=Batch((22, 7))))]
                     way = record.Way(policy, num_layers=1 + at % 2, head_dim=HEAD_DIM, dtype=dtype, gradient_wire=wire)
                     record.record(plans, 1 + 2 * (at % 2), way)
             counts = {"built": len(built), "variants": len(built_ahead), "launched": len(seen)}

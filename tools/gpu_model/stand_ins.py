@@ -8,8 +8,10 @@ stream reads and writes, in which order the host issued it, and what waits for w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import repeat
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -262,17 +264,14 @@ class TritonLaunch:
                 first = _rows(index, 0, block[AddBlock.FIRST_LIST], count)
                 number = _rows(index, 0, block[AddBlock.NUMBER_LIST], count)
                 at = [a + i for a, n in zip(first, number, strict=True) for i in range(n)]
-                of, begins = index[at].tolist(), UNIT * index[[i + block[AddBlock.BEHIND] for i in at]]
+                of, begins = index[at].tolist(), (UNIT * index[[i + block[AddBlock.BEHIND] for i in at]]).tolist()
             # Pair and heads are the same columns of both tables.
             pair, heads, source_head = block[CopyBlock.PAIR], block[CopyBlock.HEADS], block[CopyBlock.SOURCE_HEAD]
             if self.name == "copy_rows":
-                reads += _of_rows(sources[pair], of, source_head, heads, UNIT * block[CopyBlock.SOURCE_BEGIN])
-            else:
-                for row, begin in zip(of, begins.tolist(), strict=True):
-                    reads += _of_rows(sources[pair], [row], source_head, heads, begin)
-            writes += _of_rows(
-                targets[pair], to, block[CopyBlock.TARGET_HEAD], heads, UNIT * block[CopyBlock.TARGET_BEGIN]
-            )
+                begins = repeat(UNIT * block[CopyBlock.SOURCE_BEGIN])
+            reads += _of_rows(sources[pair], of, source_head, heads, begins)
+            begins = repeat(UNIT * block[CopyBlock.TARGET_BEGIN])
+            writes += _of_rows(targets[pair], to, block[CopyBlock.TARGET_HEAD], heads, begins)
         self.recorder.launch(self.name, joined(reads), joined(writes))
 
     def merge(
@@ -286,14 +285,15 @@ def _rows(index: Any, first: int, listed: int, count: int) -> list[int]:
     return list(range(first, first + count)) if listed < 0 else index[listed : listed + count].tolist()
 
 
-def _of_rows(x: Tensor, rows: Sequence[int], head: int, num_heads: int, behind: int) -> list[Extent]:
+def _of_rows(x: Tensor, rows: Sequence[int], head: int, num_heads: int, behind: Iterable[int]) -> list[Extent]:
     """Extents of heads of some rows of a tensor like `x` [T, H, ...], whose rows have no gaps inside,
-    `behind` bytes behind it.
+    each so many bytes `behind` it.
     """
     size = x.element_size()
-    per_head = size * (x[0, 0].numel() if x.dim() > 2 else 1)
-    begin, stride = x.data_ptr() + behind + head * per_head, x.stride(0) * size
-    return [(begin + row * stride, begin + row * stride + num_heads * per_head) for row in rows]
+    per_head = size * prod(x.shape[2:])  # x[0, 0] would be an operator, and recorded
+    first, stride = x.data_ptr() + head * per_head, x.stride(0) * size
+    begins = [first + bytes_behind + row * stride for row, bytes_behind in zip(rows, behind, strict=False)]
+    return [(begin, begin + num_heads * per_head) for begin in begins]
 
 
 def joined(of: Sequence[Extent]) -> list[Extent]:

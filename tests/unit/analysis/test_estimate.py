@@ -37,9 +37,9 @@ NEAR: list[tuple[str, dict[str, Any], dict[str, Range]]] = [
     *((name, {}, ALIKE) for name in ("llama_all_gather", "wlb_sharding", "wlb_llm", "packing", "usp", "magi")),
     ("distca", {}, {mask: ALIKE[mask] for mask in ("causal", "window")}),
     ("megatron_dynamic", {}, ALIKE),
-    # Its integer program takes seconds for each plan: for one mask.
+    # Its integer program takes seconds for each plan: for one mask, and half of the cases.
     ("flexsp", {}, {"causal": ALIKE["causal"]}),
-    ("flexsp", {"solver": "greedy"}, {mask: ALIKE[mask] for mask in ("full", "window")}),
+    ("flexsp", {"solver": "greedy"}, ALIKE),
     ("knapformer", {"slack": 2.0}, ALIKE),
     # Rings whose first hops owners make in the remap; here the holder makes them.
     ("zeppelin", {"rule": "paper"}, {**ALIKE, "causal": (0.98, 1.01), "full": (0.98, 1.01)}),
@@ -120,7 +120,7 @@ def test_an_estimate_is_near_what_the_simulator_says(
 ) -> None:
     # And neither is below what the planner cannot come below, nor the estimate below the physical
     # bound that `compare` prints.
-    for number in ASKED[mask]:
+    for number in ASKED[mask][:: 2 if (name, options) == ("flexsp", {}) else 1]:
         causal, on, num_ranks, batch = CASES[number]
         if causal.latent_travels and PLANNERS[name].parts(options):
             continue

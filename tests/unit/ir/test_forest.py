@@ -155,7 +155,7 @@ def test_a_forest_shows_what_its_paths_have(window):
     # Hulls of what a query sees and of who sees a key, tokens on a path, pairs; cells of any
     # rectangle hold what is visible of it, once, and nothing else.
     random = Random(window)
-    for _ in range(60):
+    for _ in range(30):
         forest = some_forest(random, window=window)
         of = forest.segments
         for seq, shown in enumerate(dense(forest)):

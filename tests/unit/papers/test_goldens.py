@@ -66,6 +66,9 @@ def test_rows_are_golden(paper: str, name: str) -> None:
 
 @pytest.mark.parametrize(("paper", "name"), ENTRIES)
 def test_no_number_is_compared_with_itself(paper: str, name: str, change_published) -> None:
+    # Of a batch: that a row is made of what is published needs no mean of many.
+    if PAPERS[paper].tables[title := name.partition("@")[0]].batches > 1:
+        name = f"{title}@1"
     before = once(paper, name)
     modules = [each for key, each in sys.modules.items() if key.startswith(f"megatron_balance.lab.papers.{paper}")]
     change_published(modules, paper)

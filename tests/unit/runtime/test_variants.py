@@ -1,65 +1,69 @@
 """One process of a node compiles first, by threads, however it ends."""
 
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from select import select
 from threading import Barrier
-from typing import IO
 
 import pytest
 
 from megatron_balance.runtime.lower.memory import AttentionShape
 
 PROCESS = """
-import sys
-from pathlib import Path
 from megatron_balance.runtime.movers.triton.variants import first_of_node
 
-print("asks", flush=True)
-with first_of_node(Path(sys.argv[1]) / "cache", float(sys.argv[2])):
-    print("in", flush=True)
-    sys.stdin.readline()
+ours.send("asks")
+with first_of_node(cache, wait_s):
+    ours.send("in")
+    ours.recv()
 """
-
-
-def came(process: subprocess.Popen[bytes], within_s: float, said: bytes = b"in\n") -> bool:
-    out: IO[bytes] | None = process.stdout
-    assert out is not None
-    return bool(select([out], [], [], within_s)[0]) and out.readline() == said
 
 
 @pytest.mark.parametrize("end", ["leaves", "is killed", "stands still"])
 def test_the_others_wait_for_the_first_and_go_on_together_however_it_ends(tmp_path: Path, end: str) -> None:
+    # Forked from one process that has imported Triton, which takes seconds.
+    forks = get_context("forkserver")
+    forks.set_forkserver_preload(["__main__", "megatron_balance.runtime.movers.triton.variants"])
     wait_s = 1.0 if end == "stands still" else 60.0
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[tuple[BaseProcess, Connection]] = []
 
-    def start() -> subprocess.Popen[bytes]:
-        asked = [sys.executable, "-c", PROCESS, str(tmp_path), str(wait_s)]
-        started.append(subprocess.Popen(asked, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        assert came(started[-1], 60.0, b"asks\n")
+    def came(ours: Connection, within_s: float, said: str = "in") -> bool:
+        return ours.poll(within_s) and ours.recv() == said
+
+    def start() -> tuple[BaseProcess, Connection]:
+        ours, theirs = forks.Pipe()
+        process = forks.Process(
+            target=exec, args=(PROCESS, {"ours": theirs, "cache": tmp_path / "cache", "wait_s": wait_s})
+        )
+        process.start()
+        started.append((process, ours))
+        assert came(ours, 60.0, "asks")
         return started[-1]
 
     try:
-        first = start()
-        assert came(first, 30.0)
-        others = [start(), start()]
+        first, ours = start()
+        assert first.pid is not None
+        assert came(ours, 30.0)
+        others = [start()[1], start()[1]]
         if end == "stands still":
-            first.send_signal(signal.SIGSTOP)
+            os.kill(first.pid, signal.SIGSTOP)
         else:
             assert not any(came(other, 0.5) for other in others)
             if end == "leaves":
-                first.communicate(b"\n", timeout=30.0)
+                ours.send("leave")
+                first.join(30.0)
             else:
                 first.kill()
         assert all(came(other, 30.0) for other in others)  # neither has left
     finally:
-        for process in started:
+        for process, _ in started:
             process.kill()
-            process.communicate()
+            process.join()
 
 
 def test_a_folder_that_cannot_be_written_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
