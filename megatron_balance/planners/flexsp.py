@@ -77,7 +77,7 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     pricing = _GroupSeconds(cluster, model, cost)
     pool_tokens = capacity * cluster.num_ranks
     fewest = max(1, -(-batch.num_tokens // pool_tokens))
-    tried = (blast(batch.lengths, count) for count in range(fewest, max(fewest + BLASTS, len(batch.lengths) + 1)))
+    tried = (_blast(batch.lengths, count) for count in range(fewest, max(fewest + BLASTS, len(batch.lengths) + 1)))
 
     def fits(microbatches: Sequence[Sequence[int]]) -> bool:
         return all(sum(batch.lengths[seq] for seq in seqs) <= pool_tokens for seqs in microbatches)
@@ -99,7 +99,7 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     return Frame("flexsp", cluster, model, "head_exchange").batch(batch.lengths, placement, microbatch_of)
 
 
-def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
+def _blast(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Sequences by length, cut into at most `count` runs of about equal tokens."""
     order = longest_first(lengths)
     total = sum(lengths)
@@ -150,10 +150,10 @@ class _GroupSeconds:
                 log.log(level, "flexsp: the greedy answer stands: %s", error)
         return chosen
 
-    def problem(self, lengths: Sequence[int], capacity: int) -> GroupsProblem:
+    def problem(self, lengths: Sequence[int], capacity: int) -> _GroupsProblem:
         allowed = sizes(self.cluster.num_ranks)
         seconds = {n: [self._seconds(n, size) for size in allowed] for n in set(lengths)}
-        return GroupsProblem(lengths, [seconds[n] for n in lengths], allowed, self.cluster.num_ranks, capacity)
+        return _GroupsProblem(lengths, [seconds[n] for n in lengths], allowed, self.cluster.num_ranks, capacity)
 
     def _seconds(self, length: int, size: int) -> float:
         heads = ceil(self.model.num_heads / size) / self.model.num_heads
@@ -195,7 +195,7 @@ class _TooLargeError(NoAnswerError):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupsProblem:
+class _GroupsProblem:
     """`tokens`: of each item; `seconds[item][i]`: in a group of `sizes[i]`, ascending."""
 
     tokens: Sequence[int]
@@ -219,7 +219,7 @@ class GroupsProblem:
         return [i for i, size in enumerate(self.sizes) if tokens <= size * self.capacity and seconds[i] <= most_s]
 
 
-def greedy(problem: GroupsProblem) -> Groups | None:
+def greedy(problem: _GroupsProblem) -> Groups | None:
     """The best groups of a bisection over the makespan; None: it finds none."""
     low = problem.least_makespan()
     best = next((groups for factor in _FACTORS if (groups := _within(problem, low * factor)) is not None), None)
@@ -238,7 +238,7 @@ def greedy(problem: GroupsProblem) -> Groups | None:
     return best
 
 
-def _within(problem: GroupsProblem, most_s: float) -> Groups | None:
+def _within(problem: _GroupsProblem, most_s: float) -> Groups | None:
     free = problem.num_ranks
     # Of each group: the index of its size.
     sizes: list[int] = []
@@ -269,7 +269,7 @@ def _within(problem: GroupsProblem, most_s: float) -> Groups | None:
     return tuple((problem.sizes[i], tuple(sorted(group))) for i, group in zip(sizes, items, strict=True))
 
 
-def improve(problem: GroupsProblem, start: Groups, limits: FlexSpOptions) -> Groups:
+def improve(problem: _GroupsProblem, start: Groups, limits: FlexSpOptions) -> Groups:
     """Groups of a lower makespan than `start`, by a mixed-integer program (FlexSP's). Items of
     about the same tokens form a bucket and count as its largest.
 
@@ -360,7 +360,7 @@ def _best_begins(
 class _IntegerProgram:
     """Minimise the makespan over how many items of each bucket each possible group takes."""
 
-    def __init__(self, problem: GroupsProblem, buckets: Sequence[Sequence[int]], most_s: float) -> None:
+    def __init__(self, problem: _GroupsProblem, buckets: Sequence[Sequence[int]], most_s: float) -> None:
         self.problem, self.buckets, self.most_s = problem, buckets, most_s
         largest = [items[0] for items in buckets]
         self.allowed = [set(problem.allowed(item, most_s)) for item in largest]

@@ -68,7 +68,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     tokens = np.fromiter(lengths, dtype=np.int64, count=len(lengths))
     work = sequence_work(tokens.astype(np.float64), model, gamma)
     if options.topology == AUTO:
-        found = TopologySearch(lengths, work, cluster, model, cost, options.tokens_per_rank).best(options.tries)
+        found = _TopologySearch(lengths, work, cluster, model, cost, options.tokens_per_rank).best(options.tries)
         return _planned(lengths, found.topology, found.group_of, (cluster, model), "uneven")
     topology = _topology_of(options, cluster)
     if options.heads == "equal":
@@ -213,7 +213,7 @@ _ROUNDING = 1 + 1e-9
 _PAYS, _FREE_RUNS = 32, 8
 
 
-class TopologyPrices:
+class _TopologyPrices:
     """Predicted seconds of a layer, forward and backward, of a batch's sequences under any
     topology. Ranks of a group are alike; attention, linear modules and the two all-to-alls come one
     after another.
@@ -274,7 +274,7 @@ class _Found:
     seconds: float
 
 
-class TopologySearch:
+class _TopologySearch:
     """Topologies of one size first; from the best of them groups are split and merged."""
 
     def __init__(
@@ -287,8 +287,8 @@ class TopologySearch:
         tokens_per_rank: int | None,
     ) -> None:
         self.lengths, self.work, self.cluster, self.tokens_per_rank = lengths, work, cluster, tokens_per_rank
-        self.sizes = allowed_sizes(cluster, model.num_heads)
-        self._prices = TopologyPrices(lengths, cluster, model, cost)
+        self.sizes = _allowed_sizes(cluster, model.num_heads)
+        self._prices = _TopologyPrices(lengths, cluster, model, cost)
         self._tried: set[tuple[int, ...]] = set()
 
     def best(self, tries: int) -> _Found:
@@ -344,7 +344,7 @@ def _rank(found: _Found) -> tuple[float, int]:
     return found.seconds, -len(found.topology.sizes)
 
 
-def allowed_sizes(cluster: Cluster, num_heads: int) -> list[int]:
+def _allowed_sizes(cluster: Cluster, num_heads: int) -> list[int]:
     """Sizes of groups, ascending, that divide the heads and lie in a node or are whole nodes."""
     node = cluster.node_size
     return [

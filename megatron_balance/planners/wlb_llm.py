@@ -133,7 +133,7 @@ def _pack(
         now = [*_longest_first([*remained, *queued]), *_longest_first(new)]
     work = _workload(context.cost, context.cluster, context.model.mask)
     if options.packing == "workload":
-        packed = by_workload(now, len(lengths), most, work)
+        packed = _by_workload(now, len(lengths), most, work)
     elif options.packing == "original":
         packed = _as_dealt(lengths, now, most)
     else:
@@ -282,7 +282,7 @@ def _workload(cost: CostModel, cluster: Cluster, mask: Mask = CAUSAL) -> Work:
     return work
 
 
-def by_workload(
+def _by_workload(
     documents: Sequence[Document], num_microbatches: int, most_tokens: float, work: Work
 ) -> _PackedDocuments:
     """Each document in turn into the microbatch with the least work, or else with the fewest tokens

@@ -69,7 +69,7 @@ class SampledStrategy:
 
 
 @dataclass(frozen=True, slots=True)
-class Classes:
+class _Classes:
     """`work_s`, `fill_s` [schemes, intervals]: seconds of a stage for all sequences of an interval,
     and of filling a pipeline whose longest is there, infinite where MaxLen is less; `gpus`
     [schemes].
@@ -81,7 +81,7 @@ class Classes:
     gpus: Floats
 
 
-def classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: SchemeCosts, num_ranks: int) -> Classes:
+def _classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: SchemeCosts, num_ranks: int) -> _Classes:
     """The costs of a step of `num_tokens` tokens under every scheme but those that another one
     beats in all.
 
@@ -119,7 +119,7 @@ def classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: Sch
     kept = _undominated(
         np.concatenate([gpus[:, None], gpus[:, None] * np.where(top <= most_tokens, work_s, np.inf), fill_s], axis=1)
     )
-    return Classes(tuple(schemes[k] for k in kept), work_s[kept], fill_s[kept], gpus[kept])
+    return _Classes(tuple(schemes[k] for k in kept), work_s[kept], fill_s[kept], gpus[kept])
 
 
 def _undominated(prices: Floats) -> list[int]:
@@ -136,7 +136,7 @@ def _full_s(b: Floats, c: Floats, most_tokens: Floats) -> Floats:
     return b * tokens + c
 
 
-def continuous(classes: Classes, num_ranks: int, fixed: int | None = None) -> tuple[float, Floats]:
+def continuous(classes: _Classes, num_ranks: int, fixed: int | None = None) -> tuple[float, Floats]:
     """Seconds of a step, and numbers of pipelines [schemes] that need not be whole. `fixed`: a
     scheme with one whole pipeline at least; it takes the longest sequences first.
 
@@ -159,7 +159,7 @@ def continuous(classes: Classes, num_ranks: int, fixed: int | None = None) -> tu
     return high, _needed(classes, high, fixed)[1]
 
 
-def _needed(classes: Classes, seconds: float, fixed: int | None) -> tuple[float, Floats]:
+def _needed(classes: _Classes, seconds: float, fixed: int | None) -> tuple[float, Floats]:
     """GPUs and pipelines [schemes] for a step of so many seconds, lengths where they take fewest."""
     left = seconds - classes.fill_s
     pipelines = np.where(left > 0, classes.work_s / np.where(left > 0, left, 1.0), np.inf)
@@ -203,7 +203,7 @@ def roundings(count: Floats, gpus: Floats, num_ranks: int) -> set[Counts]:
     return set(map(tuple, whole[whole.any(axis=1)].tolist()))
 
 
-def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_ROUNDS) -> Floats:
+def estimates(classes: _Classes, counts: Sequence[Counts], rounds: int = PRICE_ROUNDS) -> Floats:
     """Seconds of a step [strategies], sequences cut at will; infinite: the longest fits nowhere."""
     # [S, K].
     number = np.array(counts, dtype=np.float64)
@@ -255,7 +255,7 @@ def propose(lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks: in
         longest = int(short[-1]) if len(short) else 0
         if not longest or longest in found:
             continue
-        classes = classes_of(short, num_tokens, costs, num_ranks)
+        classes = _classes_of(short, num_tokens, costs, num_ranks)
         near: set[Counts] = set()
         for fixed in (None, *_anchors(classes, num_ranks)):
             try:
@@ -270,7 +270,7 @@ def propose(lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks: in
     return found
 
 
-def _best(classes: Classes, counts: set[Counts], keep: int) -> list[Counts]:
+def _best(classes: _Classes, counts: set[Counts], keep: int) -> list[Counts]:
     whole = sorted(counts)
     if whole:
         holds = (np.array(whole)[:, np.isfinite(classes.fill_s[:, -1])] > 0).any(axis=1)
@@ -299,7 +299,7 @@ def _exchanges(counts: Counts, gpus: Floats, num_ranks: int) -> set[Counts]:
     return found
 
 
-def _anchors(classes: Classes, num_ranks: int) -> list[int]:
+def _anchors(classes: _Classes, num_ranks: int) -> list[int]:
     """Schemes that hold the longest sequence: for each number of GPUs the one first done with it."""
     holds = np.isfinite(classes.fill_s[:, -1])
     able = [k for k in range(len(classes.schemes)) if holds[k] and classes.gpus[k] <= num_ranks]

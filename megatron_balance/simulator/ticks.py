@@ -46,7 +46,7 @@ class _TickTimes:
     `phases_s` [ranks]: seconds of the layers' modules, of attention beside them (waiting inside a
     layer included) and of the loss; `done_s` [ranks]: when each rank is through the last tick;
     `bytes_moved` by resource (`Machine.resources`). Gradient synchronisation and optimizer are not
-    in it (`simulate_joint`).
+    in it (`_simulate_joint`).
     """
 
     end_s: Floats
@@ -201,7 +201,7 @@ def _in_step(seconds: Floats, groups: Sequence[Ints]) -> Floats:
     return seconds
 
 
-def simulate_joint(
+def _simulate_joint(
     ticks: Sequence[Sequence[TickPlan]],
     microbatches: Sequence[Microbatch],
     stage: Machine,
@@ -283,7 +283,7 @@ def simulate_planned(plan: StepPlan, stage: Machine, pool: Machine, setup: Setup
         return _simulate_strategy(plan, plan.strategy, stage, setup)
     microbatches: list[Microbatch] = [each[0] if len(each) == 1 else each for each in plan.microbatches]
     if plan.ticks:
-        return simulate_joint(plan.ticks, microbatches, stage, pool, setup)
+        return _simulate_joint(plan.ticks, microbatches, stage, pool, setup)
     return simulate_step(microbatches, stage, setup)
 
 

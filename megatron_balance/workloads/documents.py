@@ -97,7 +97,7 @@ def pack(piece_lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]
     return np.array(bounds, dtype=np.int64)
 
 
-def pack_best_fit(piece_lengths: NDArray[np.int64], seq_length: int) -> _Epoch:
+def _pack_best_fit(piece_lengths: NDArray[np.int64], seq_length: int) -> _Epoch:
     """Samples filled by best fit over a window; `order`: positions in `piece_lengths`."""
     # Each piece goes into the open sample with the least room that holds it, or opens one. Of more
     # than `WINDOW` open samples the fullest is closed; samples are numbered as they close.
@@ -262,7 +262,7 @@ class DocumentStream:
             lengths = _lengths(self._pieces)[order]
             if self.filling == "next_fit":
                 return _Epoch(order, pack(lengths, self.seq_length))
-            packed = pack_best_fit(lengths, self.seq_length)
+            packed = _pack_best_fit(lengths, self.seq_length)
             return _Epoch(order[packed.order], packed.bounds)
 
         if self._cache is None:

@@ -211,7 +211,7 @@ class _Chosen(NamedTuple):
     costs: GroupCosts
 
 
-class InWaves(NamedTuple):
+class _InWaves(NamedTuple):
     plan: MicrobatchPlan
     chosen: _Chosen
 
@@ -319,7 +319,7 @@ class Search:
             found = self.with_room(found)
         return self._or_rings(*found)
 
-    def placed(self, *, replays: bool) -> InWaves | None:
+    def placed(self, *, replays: bool) -> _InWaves | None:
         """The cheapest placement and its plan; None: none keeps to the capacity."""
         cluster, wanted = self.context.cluster, self.context.options.group_size
         sizes = _group_sizes(cluster) if wanted is None else [wanted]
@@ -333,7 +333,7 @@ class Search:
             return found[0] if found else None
         return found[best_first([plan_estimate(each.plan, self.machine) for each in found])[0]]
 
-    def _placed(self, costs: GroupCosts, sizes: Sequence[int]) -> InWaves | None:
+    def _placed(self, costs: GroupCosts, sizes: Sequence[int]) -> _InWaves | None:
         found = self._choose(costs, sizes)
         if found is None:
             return None
@@ -342,7 +342,7 @@ class Search:
         for lead in dict.fromkeys((price.lead, 0)):
             zone = shares.shared_zone(of, self.lengths, self.context.cluster, costs.size, (price.num_waves, lead))
             if self._fits(plan := self.plan((zone,))):
-                return InWaves(plan, found)
+                return _InWaves(plan, found)
         return None
 
     def _choose(self, costs: GroupCosts, sizes: Sequence[int]) -> _Chosen | None:
@@ -443,7 +443,7 @@ class Search:
         microbatch = MicrobatchBytes(tokens, inputs, *np.zeros((2, 1), dtype=np.int64))
         return _mostly_replays(_decide(microbatch, machine))
 
-    def with_room(self, found: InWaves) -> InWaves:
+    def with_room(self, found: _InWaves) -> _InWaves:
         """`found`; or where most of its layers replay, the best of it, itself in more waves, and
         what is found for such layers.
         """
@@ -479,12 +479,12 @@ def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups:
     return [above for above in starts if first[ways[above]] == above]
 
 
-def _surely_keeps(found: InWaves, machine: Machine) -> bool:
+def _surely_keeps(found: _InWaves, machine: Machine) -> bool:
     """Whether most layers keep even if a rank receives all keys of its group's sequences."""
     return not _mostly_replays(_decide(most_bytes(found, machine), machine))
 
 
-def most_bytes(found: InWaves, machine: Machine) -> MicrobatchBytes:
+def most_bytes(found: _InWaves, machine: Machine) -> MicrobatchBytes:
     """The most that a rank may own and receive, as of one rank."""
     plan, (of, _, costs) = found
     size = costs.size

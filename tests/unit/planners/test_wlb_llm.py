@@ -50,10 +50,10 @@ def test_packing_by_work_and_by_equation_1() -> None:
     # Work of n tokens: n + n^2 / 10. The 10 (20) goes first; three of 5 (7.5 each) follow into the
     # other microbatch. That has more then, so a 4 joins the 10; a 6 would be more than 15 tokens
     # with either.
-    packed = wlb_llm.by_workload(documents(10, 5, 5, 5, 4), 2, 15, lambda n: n + n * n / 10)
+    packed = wlb_llm._by_workload(documents(10, 5, 5, 5, 4), 2, 15, lambda n: n + n * n / 10)
     assert [[each.length for each in microbatch] for microbatch in packed.microbatches] == [[10, 4], [5, 5, 5]]
     assert packed.left == ()
-    tight = wlb_llm.by_workload(documents(10, 5, 5, 5, 6), 2, 15, lambda n: n + n * n / 10)
+    tight = wlb_llm._by_workload(documents(10, 5, 5, 5, 6), 2, 15, lambda n: n + n * n / 10)
     assert tight.left == (wlb_llm.Document(4, 6),)
     # Eq 1 is solved better than greedy where greedy errs.
     problem = PackingProblem((9, 9, 8, 8, 5, 2), 2, 22)
