@@ -39,10 +39,6 @@ class _Links(NamedTuple):
         return _Links(self.inside[::-1], self.across[::-1], self.peers_inside[::-1], self.peers_across[::-1])
 
 
-def _by(index: Ints, amount: Floats, size: int) -> Floats:
-    return np.bincount(index, amount, size)
-
-
 class _StatesCost(NamedTuple):
     """A recurrent layer, beside what `layer_s` has for its tokens: seconds of each rank forward and
     backward, of which it computes `compute_s`; bytes over each resource of the machine.
@@ -84,12 +80,6 @@ def states_of(plans: Sequence[MicrobatchPlan], machine: Machine) -> _StatesCost 
     return _StatesCost(
         *((np.sum(a, axis=0), np.sum(b, axis=0)) for a, b in (zip(*of, strict=True) for of in zip(*costs, strict=True)))
     )
-
-
-def _round_links(plan: MicrobatchPlan, machine: Machine) -> tuple[list[_Links], list[_Links]]:
-    """Bytes and peers of each rank in every round of a recurrent layer, forward and backward."""
-    assert machine.model.recurrent is not None
-    return _Priced(plan, machine, machine.model.recurrent).rounds()
 
 
 class _Priced:
@@ -204,7 +194,7 @@ class _Priced:
     def _seconds(self, links: _Links) -> Floats:
         machine, intra, inter = self.machine, self.machine.intra, self.machine.inter
         nics = machine.nics.nic(np.arange(self.ranks))
-        of_nic = np.array([_by(nics, links.across[end], machine.num_nics)[nics] for end in (0, 1)])
+        of_nic = np.array([np.bincount(nics, links.across[end], machine.num_nics)[nics] for end in (0, 1)])
         inside = links.peers_inside * intra.alpha_s + links.inside / intra.bytes_per_s
         across = links.peers_across * inter.alpha_s + of_nic * (links.peers_across > 0) / inter.bytes_per_s
         busy = (links.peers_inside + links.peers_across > 0).any(axis=0)
@@ -251,7 +241,7 @@ class _Priced:
 
 def _resources(links: _Links, machine: Machine) -> Floats:
     nics = machine.nics.nic(np.arange(machine.num_ranks))
-    sent, received = (_by(nics, links.across[end], machine.num_nics) for end in (0, 1))
+    sent, received = (np.bincount(nics, links.across[end], machine.num_nics) for end in (0, 1))
     return np.concatenate([links.inside[0], links.inside[1], sent, received])
 
 

@@ -357,8 +357,3 @@ def padding_elements(
     # Of each width a tensor of queries' rows (q; out) and one of keys' (k; v); backward two (their
     # gradients).
     return (2 if backward else 1) * moved * rows
-
-
-def backward_factor() -> float:
-    """Time of the backward kernel over the forward one's, of a library without a law of its own."""
-    return _TILED.backward_factor

@@ -23,7 +23,7 @@ from megatron_balance.ir.forest import Tree
 from megatron_balance.ir.mask import FOREST, KINDS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import Carry, Layers, Lengths, StepPlan
+from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 
 NO_LAYERS = Layers()
@@ -272,6 +272,14 @@ def planner_within(context: StepContext, name: str, given: Mapping[str, Any]) ->
     # Layers that somebody asked for go inside; otherwise that planner comes with its own.
     asked = Layers(align=context.layers.align)
     return context.planner(name, options, None if context.layers == asked else context.layers)
+
+
+def placed_by(planner: PlanStep, lengths: Lengths, context: StepContext) -> StepPlan:
+    """The step of microbatches as they are, each placed by another planner."""
+    inside = replace(context, own_microbatches=False, may_carry=False)
+    step, carried = planner(lengths, inside, EMPTY)
+    assert carried.is_empty, "nothing may be carried inside a microbatch"
+    return step
 
 
 def renumbered(step: StepPlan, numbers: Sequence[int]) -> StepPlan:

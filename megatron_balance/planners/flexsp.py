@@ -28,7 +28,6 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from megatron_balance.cost.base import CostModel
-from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -38,6 +37,7 @@ from megatron_balance.solvers import milp
 from megatron_balance.solvers.groups import Frame, arrange, by_sequence, capacity_of, check_each, check_pool, sizes
 from megatron_balance.solvers.milp import NoAnswerError, NoSolverError
 from megatron_balance.solvers.packing import longest_first
+from megatron_balance.strict_yaml import Count, Slack
 
 log = logging.getLogger(__name__)
 # Numbers of microbatches that `plan_batch` tries, from the least that fits on.
@@ -46,24 +46,24 @@ BLASTS = 3
 
 @dataclass(frozen=True, slots=True)
 class FlexSpOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens, per microbatch; `slack` decides if not given."""
-    slack: float = 1.5
+    slack: Slack = 1.5
     """Without `tokens_per_rank`: capacity over the batch's mean tokens per rank, at least 1."""
     solver: Literal["highs", "greedy"] = "highs"
     """`highs` improves the greedy answer by the integer program; `greedy` does without SciPy."""
-    node_limit: int = 50
+    node_limit: Count = 50
     """Nodes of the program's search."""
-    num_buckets: int = 16
+    num_buckets: Count = 16
     """Lengths that the program tells apart."""
-    most_variables: int = 3000
+    most_variables: Count = 3000
     """A program of more variables is not tried; the greedy answer stands."""
-    most_cells: int = 2_000_000
+    most_cells: Count = 2_000_000
     """Nor is one of more variables times constraints: one node of its search may take ten seconds."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> MicrobatchPlan:
-    capacity = _capacity(batch, cluster, options)
+    capacity = capacity_of(options, batch.num_tokens, cluster.num_ranks)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     groups = _GroupSeconds(cluster, model, cost).groups(batch.lengths, capacity, options)
     placement, _ = by_sequence(((0, *each) for each in _on_ranks(groups, cluster)), len(batch.lengths))
@@ -72,7 +72,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
 
 def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> StepPlan:
     """The microbatches of the blaster: the fastest of the least numbers that fit."""
-    capacity = _capacity(batch, cluster, options)
+    capacity = capacity_of(options, batch.num_tokens, cluster.num_ranks)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     pricing = _GroupSeconds(cluster, model, cost)
     pool_tokens = capacity * cluster.num_ranks
@@ -110,14 +110,6 @@ def _blast(lengths: Sequence[int], count: int) -> list[list[int]]:
         microbatches[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(seq)
         before += lengths[seq]
     return [seqs for seqs in microbatches if seqs]
-
-
-def _capacity(batch: Batch, cluster: Cluster, options: FlexSpOptions) -> int:
-    capacity = capacity_of("flexsp", options, batch.num_tokens, cluster.num_ranks)
-    for name in ("node_limit", "num_buckets", "most_variables", "most_cells"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"flexsp: {name} {getattr(options, name)}: must be at least 1")
-    return capacity
 
 
 def _on_ranks(groups: Groups, cluster: Cluster) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

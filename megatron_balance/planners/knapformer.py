@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_balance.cost.base import CostModel, Floats, Ints
 from megatron_balance.cost.fits import gamma_of, sequence_work
-from megatron_balance.cost.kernel import backward_factor
+from megatron_balance.cost.kernel import law_of
 from megatron_balance.cost.parallel import GRADIENT_BYTES
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
@@ -32,18 +32,18 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL, check_pool, plan_of
+from megatron_balance.strict_yaml import Count, NotNegative, Slack
 
 AUTO, NODE = "auto", "node"
-HEADS = ("equal", "uneven", "ring")
 # In issue order.
 ZONES = (INTER_NODE, INTRA_NODE, LOCAL)
 
 
 @dataclass(frozen=True, slots=True)
 class KnapFormerOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
-    slack: float = 2.0
+    slack: Slack = 2.0
     """In a training job without `tokens_per_rank`: room of a rank over the mean tokens per rank, at
     least 1."""
     topology: str = AUTO
@@ -52,15 +52,14 @@ class KnapFormerOptions:
     heads: Literal["equal", "uneven", "ring"] = "equal"
     """Groups whose ranks the heads do not divide among equally: an error, heads as equal as can be,
     or keys and values go round them. `auto` takes none of these."""
-    gamma: float | None = None
+    gamma: NotNegative | None = None
     """Correction of attention's FLOPs in a sequence's work; None: the cost model's. The paper has
     0.49 and 0.385 for FLUX on H100."""
-    tries: int = 200
+    tries: Count = 200
     """`auto`: topologies that are tried at most."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: KnapFormerOptions) -> MicrobatchPlan:
-    _check(options)
     lengths = batch.lengths
     check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
     gamma = gamma_of(cost, model) if options.gamma is None else options.gamma
@@ -125,17 +124,6 @@ def _planned(
     return plan_of("knapformer", lengths, on, zones)
 
 
-def _check(options: KnapFormerOptions) -> None:
-    if options.heads not in HEADS:
-        raise ConfigError(f"knapformer: heads {options.heads!r} is not known; choose one of {', '.join(HEADS)}")
-    if options.gamma is not None and options.gamma < 0:
-        raise ConfigError(f"knapformer: gamma {options.gamma}: must be at least 0")
-    if options.slack < 1:
-        raise ConfigError(f"knapformer: slack {options.slack}: room below the mean holds no batch; use at least 1")
-    if options.tries < 1:
-        raise ConfigError(f"knapformer: tries {options.tries}: must be at least 1")
-
-
 # Into which groups the ranks are divided: as KnapFormer writes it (section 3.2), the price of it,
 # and the search for the cheapest (its future work, section 5).
 
@@ -196,7 +184,7 @@ def _check_heads(sizes: Sequence[int], num_heads: int) -> None:
 
 
 # Forward and backward over the forward alone.
-LINEAR, ATTENTION, EXPERTS = 3.0, 1 + backward_factor(), 2.0
+LINEAR, ATTENTION, EXPERTS = 3.0, 1 + law_of(None).backward_factor, 2.0
 # Seconds of packing and unpacking over those of moving inside a node: read and written twice, at
 # a memory rate that is some seven times the link's.
 PACKING = 0.4

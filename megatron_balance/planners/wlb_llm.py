@@ -42,9 +42,10 @@ from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
-from megatron_balance.planners.base import StepContext, Trial, check_within, planner_within, renumbered
+from megatron_balance.planners.base import StepContext, Trial, check_within, placed_by, planner_within, renumbered
 from megatron_balance.solvers import packing
 from megatron_balance.solvers.groups import check_pool, plan_of
+from megatron_balance.strict_yaml import Count, Slack
 
 NAME = "wlb_llm"
 REMAINED = "remained"
@@ -52,10 +53,10 @@ REMAINED = "remained"
 
 @dataclass(frozen=True, slots=True)
 class WlbLlmOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens; S_max is this times the number of ranks. Unlimited if not given.
     """
-    slack: float = 1.5
+    slack: Slack = 1.5
     """In training without `tokens_per_rank`: S_max over the tokens of full samples, at least 1."""
     packing: Literal["workload", "original", "fixed", "ilp"] = "workload"
     """How documents come to microbatches; all but `workload` are the paper's baselines."""
@@ -65,12 +66,12 @@ class WlbLlmOptions:
     """The planner that places a microbatch on the ranks."""
     within_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of that planner, such as `sharding: mixed` of `wlb_sharding`."""
-    window: int = 1
+    window: Count = 1
     """Global batches over which `fixed` and `ilp` pack: the microbatches that are handed over at
     once are those of so many."""
-    context_tokens: int | None = None
+    context_tokens: Count | None = None
     """S of `fixed` and `ilp`, the length of a microbatch; the fullest one as dealt if not given."""
-    node_limit: int = 20
+    node_limit: Count = 20
     """Nodes of the search of `ilp`."""
     order: Literal["packed", "rise_and_fall"] = "packed"
     """In which order the microbatches of a step run: as they were packed, or the least work first and
@@ -153,14 +154,12 @@ def _check(options: WlbLlmOptions, num_microbatches: int) -> None:
             f"thresholds {list(thresholds)} go with packing: workload, got packing: {options.packing}; leave one out"
         )
     check_within(NAME, options)
-    if options.slack < 1:
-        raise ConfigError(f"slack: expected at least 1, the tokens of full samples, got {options.slack}")
     if options.window > 1 and options.order != "packed":
         raise ConfigError(
             f"order: {options.order} orders the microbatches of one step; window: {options.window} has those of "
             "several in one order by work, leave one out"
         )
-    if options.window < 1 or (num_microbatches and num_microbatches % options.window):
+    if num_microbatches % options.window:
         raise ConfigError(
             f"window: expected a divisor of the {num_microbatches} microbatches that are planned at once, got "
             f"{options.window}"
@@ -233,10 +232,7 @@ def _all_of(documents: Sequence[Document], lengths: Lengths, most: float, num_ra
 def _within(microbatches: Sequence[Sequence[Document]], context: StepContext, options: WlbLlmOptions) -> StepPlan:
     planner = planner_within(context, options.within, options.within_options)
     lengths = tuple(tuple(each.length for each in microbatch) for microbatch in microbatches)
-    inside = replace(context, own_microbatches=False, may_carry=False)
-    inner, carried = planner(lengths, inside, EMPTY)
-    assert carried.is_empty, "nothing may be carried inside a microbatch"
-    return renumbered(inner, [each.number for each in chain.from_iterable(microbatches)])
+    return renumbered(placed_by(planner, lengths, context), [each.number for each in chain.from_iterable(microbatches)])
 
 
 # From a document's length to its workload.
@@ -259,11 +255,8 @@ class _PackedDocuments:
 
     @classmethod
     def of_bins(cls, documents: Sequence[Document], bins: Sequence[int | None], count: int) -> _PackedDocuments:
-        microbatches: list[list[Document]] = [[] for _ in range(count)]
-        left: list[Document] = []
-        for document, at in zip(documents, bins, strict=True):
-            (left if at is None else microbatches[at]).append(document)
-        return cls(tuple(map(tuple, microbatches)), tuple(left))
+        held = (tuple(documents[number] for number in own) for own in packing.members(bins, count))
+        return cls(tuple(held), tuple(each for each, at in zip(documents, bins, strict=True) if at is None))
 
 
 def _workload(cost: CostModel, cluster: Cluster, mask: Mask = CAUSAL) -> Work:
@@ -442,12 +435,10 @@ def _unbeaten(tried: Sequence[Trial], chosen: Trial) -> list[Trial]:
 # time counts forward and backward. A sequence on one rank does not travel, where the paper gathers
 # all; so the choice weighs what is gathered, too.
 
-SHARDINGS = ("document", "sequence", "adaptive", "mixed")
-
 
 @dataclass(frozen=True, slots=True)
 class WlbShardingOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
     sharding: Literal["document", "sequence", "adaptive", "mixed"] = "adaptive"
     """The unit that is cut: each sequence, all packed to one, the better by predicted time, or a
@@ -456,10 +447,6 @@ class WlbShardingOptions:
 
 def shard(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: WlbShardingOptions) -> MicrobatchPlan:
     """One zone over all ranks, or two where some sequences are cut alone and others packed."""
-    if options.sharding not in SHARDINGS:
-        raise ConfigError(
-            f"wlb_sharding: sharding {options.sharding!r} is not known; choose one of {', '.join(SHARDINGS)}"
-        )
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     tried = candidates(batch.lengths, cluster.num_ranks, options.sharding)
     zones = tried[0]

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.step_memory import MARGIN, StepMemory, max_len
+from megatron_balance.analysis.step_memory import StepMemory, max_len
 from megatron_balance.config import SchemeTable
-from megatron_balance.cost.base import MachineCost
+from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.cost.parallel import joined_nodes, wide_ranks
 from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError
@@ -35,7 +35,6 @@ from megatron_balance.planners.pipelines import check_scheme, cost_of_scheme, de
 from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.solvers.dispatch import EFFICIENCY, PipelineCost, dispatch
 
-Floats = NDArray[np.float64]
 Lengths = Sequence[int]
 Counts = tuple[int, ...]
 # Intervals of lengths, besides the ends at every scheme's MaxLen.
@@ -466,7 +465,6 @@ class PredictedCosts:
     cost: MachineCost
     cluster: Cluster
     model: Model
-    margin: float = MARGIN
     tokens_per_rank: int | None = None
     _known: dict[tuple[Scheme, int], PipelineCost] = field(
         default_factory=dict[tuple[Scheme, int], PipelineCost], init=False, repr=False, compare=False
@@ -500,7 +498,7 @@ class PredictedCosts:
 
     def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:
         if (scheme, num_ranks) not in self._most:
-            most = max_len(scheme, self.model, self.cluster.memory_bytes, num_ranks, self.margin)
+            most = max_len(scheme, self.model, self.cluster.memory_bytes, num_ranks)
             if self.tokens_per_rank is not None:
                 most = min(most, self.tokens_per_rank * scheme.tensor * scheme.context)
             self._most[scheme, num_ranks] = most

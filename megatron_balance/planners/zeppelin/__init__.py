@@ -29,7 +29,7 @@ fewer empty nodes are left than ceil(|s| / s_avg), the least loaded ones follow;
 that does not fit there goes over all nodes (of Algorithm 2: all ranks of the node), and if that
 does not fit, all do.
 
-Capacity: a plan may pass it by what `with_rounding` allows.
+Capacity: a plan may pass it by what `groups.with_rounding` allows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,18 +64,10 @@ from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.zeppelin import shares, trees
 from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, PlacementPrice, cheapest, rings_s, with_lead
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
-from megatron_balance.solvers.groups import (
-    INTER_NODE,
-    INTRA_NODE,
-    LOCAL,
-    Placement,
-    capacity_of,
-    check_pool,
-    plan_of,
-    with_rounding,
-    zones,
-)
+from megatron_balance.solvers import groups
+from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL, Placement
 from megatron_balance.solvers.packing import longest_first
+from megatron_balance.strict_yaml import Count, Slack
 
 # Targets of rings of groups, over the mean seconds of a group; rings over all groups are tried, too.
 _TARGETS = (1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
@@ -125,17 +117,17 @@ _MOST_OF_TREES = 2
 
 @dataclass(frozen=True, slots=True)
 class ZeppelinOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens, the paper's L; `slack` decides if not given."""
     rule: Literal["waves", "groups", "paper"] = "waves"
     """`waves`: uneven shares over groups that exchange heads, in one schedule; `groups`: rings of
     such groups; `paper`: Algorithms 1 and 2 as printed."""
-    group_size: int | None = None
+    group_size: Count | None = None
     """Ranks of a group; None: rule `waves` takes the cheapest size, `groups` as many of a node as
     divide the heads."""
-    num_waves: int | None = None
+    num_waves: Count | None = None
     """Rule `waves`: parts in which the keys of other groups come; not given: the cheapest number."""
-    slack: float = 1.5
+    slack: Slack = 1.5
     """Without `tokens_per_rank`: capacity over the batch's mean tokens per rank, at least 1."""
 
 
@@ -152,9 +144,9 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, option
 def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
     """As `plan`, in a step of that memory."""
     lengths, cluster, model, options = batch.lengths, context.cluster, context.model, context.options
-    capacity = capacity_of("zeppelin", options, batch.num_tokens, cluster.num_ranks)
+    capacity = groups.capacity_of(options, batch.num_tokens, cluster.num_ranks)
     _check(options, cluster)
-    check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
+    groups.check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
     if options.rule == "waves" and model.latent_travels:
         # A latent is of all heads.
         options = replace(options, group_size=options.group_size or 1)
@@ -162,23 +154,20 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
         # The window hides nothing.
         model = replace(model, attention="causal")
     mask = over(model.mask, batch.trees)
-    search = Search(lengths, replace(context, model=model, options=options), with_rounding(capacity, len(lengths)))
+    context = replace(context, model=model, options=options)
+    search = Search(lengths, context, groups.with_rounding(capacity, len(lengths)))
     if not lengths:
         return search.plan(())
     if isinstance(mask, Forest) and options.rule == "waves":
         return search.of_trees(mask)
     if options.rule == "paper":
-        return search.plan(zones(paper_placement(lengths, cluster, capacity), cluster))
+        return search.plan(groups.zones(paper_placement(lengths, cluster, capacity), cluster))
     if isinstance(model.mask, SlidingWindow):
         return search.plan((shares.one_run_each(lengths, cluster),))
     return search.in_rings() if options.rule == "groups" else search.in_waves()
 
 
 def _check(options: ZeppelinOptions, cluster: Cluster) -> None:
-    for name in ("group_size", "num_waves"):
-        wanted = getattr(options, name)
-        if wanted is not None and wanted < 1:
-            raise ConfigError(f"zeppelin: {name} {wanted}: must be at least 1")
     sizes = _ring_sizes(cluster) if options.rule == "groups" else _group_sizes(cluster)
     if options.group_size not in (None, *sizes):
         raise ConfigError(
@@ -230,7 +219,7 @@ class Search:
     )
 
     def plan(self, zones: tuple[AnyPlanZone, ...]) -> MicrobatchPlan:
-        return plan_of("zeppelin", self.lengths, (self.context.cluster, self.context.model), zones)
+        return groups.plan_of("zeppelin", self.lengths, (self.context.cluster, self.context.model), zones)
 
     @property
     def machine(self) -> Machine:
@@ -286,7 +275,7 @@ class Search:
         names = {LOCAL: INTRA_NODE if size > 1 else LOCAL}
         rings: list[Zone] = []
         # Zones over groups as wide ranks; each stands for `size` ranks in a row.
-        for zone in zones(placement, wide_ranks(self.context.cluster, size)):
+        for zone in groups.zones(placement, wide_ranks(self.context.cluster, size)):
             ranks = tuple(rank for group in zone.ranks for rank in range(group * size, (group + 1) * size))
             rings.append(Zone(names.get(zone.name, zone.name), "head_ring", ranks, zone.seqs, size))
         return self.plan(tuple(rings))

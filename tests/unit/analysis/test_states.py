@@ -12,7 +12,7 @@ from megatron_balance.analysis.backward import microbatch_bytes
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.recurrent import Pieces, SummarySizes, bytes_moved, kept_bytes
-from megatron_balance.analysis.states import _round_links, by_heads_s, states_cost
+from megatron_balance.analysis.states import _Priced, by_heads_s, states_cost
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.recurrent import compile_recurrent
 from megatron_balance.config import load_cluster, load_model
@@ -76,7 +76,9 @@ def test_bytes_and_peers_are_those_of_the_program(own: RecurrentLayers, batch: B
         plan = planned(name, machine, batch)
         program = compile_recurrent(plan, own.state_heads, own.conv_width - 1)
         sizes = SummarySizes(own.map_size, own.key_dim * own.value_dim, own.channels)
-        for ops, rounds in zip((program.forward, program.backward), _round_links(plan, machine), strict=True):
+        for ops, rounds in zip(
+            (program.forward, program.backward), _Priced(plan, machine, machine.model.recurrent).rounds(), strict=True
+        ):
             wanted = bytes_moved(ops, sizes)
             numbers = np.unique(wanted[:, 0])
             assert len(numbers) == len(rounds), name

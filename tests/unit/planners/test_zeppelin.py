@@ -392,7 +392,7 @@ def test_group_size_and_number_of_waves_can_be_named_where_nics_are_shared_evenl
     assert (zone.group_size, zone.waves) == (4, 3)
     with pytest.raises(ConfigError, match="group_size 3 does not tile 64 ranks"):
         plan_in_waves(MIXED, group_size=3)
-    with pytest.raises(ConfigError, match="num_waves 0: must be at least 1"):
+    with pytest.raises(ConfigError, match="num_waves: expected at least 1, got 0"):
         plan_in_waves(MIXED, num_waves=0)
     # Sizes of groups share NICs evenly and go beyond a node.
     for own, sizes in (Cluster(32, 8), "1, 2, 4, 8, 16, 32"), (Cluster(24, 6, ranks_per_nic=2), "1, 2, 6, 12, 24"):
