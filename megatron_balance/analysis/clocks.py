@@ -9,8 +9,8 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.tables import ADDED, STORED, Tables, ZoneTable, all_to_all, ring_collective
 from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.analysis.wire import is_collective
-from megatron_balance.cost.base import ADD, Floats, Ints
-from megatron_balance.ir.arrays import Bools
+from megatron_balance.cost.base import ADD
+from megatron_balance.ir.arrays import Bools, Floats, Ints
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind, Policy
 

@@ -14,11 +14,11 @@ from megatron_balance.analysis.recurrent import STATE_BYTES, Pieces
 from megatron_balance.analysis.rounds import in_step
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.recurrent import composers, halos, trees_of
-from megatron_balance.cost.base import Floats, MachineCost
+from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.modules import scan_module, summary_module
 from megatron_balance.cost.parallel import all_to_all_s, group_of
 from megatron_balance.errors import InfeasibleError
-from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.arrays import Bools, Floats, Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Transfer
 from megatron_balance.ir.forest import Forest

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.ir.arrays import key, sees
+from megatron_balance.ir.arrays import Floats, Ints, key, sees
 from megatron_balance.ir.columns import Pair, Region
 from megatron_balance.ir.mask import CAUSAL, Band, Mask
 

@@ -17,12 +17,12 @@ from math import inf
 import numpy as np
 
 from megatron_balance.cost.analytic import OPTIMIZER_BYTES, AnalyticCost
-from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost
+from megatron_balance.cost.base import Contention, Host, Link, MachineCost
 from megatron_balance.cost.fits import fit_link, least_squares
 from megatron_balance.cost.modules import head_module, layer_flops
 from megatron_balance.cost.table import CostTable, Curve, Grid
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Rectangles
+from megatron_balance.ir.arrays import Floats, Ints, Rectangles
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL, FULL, Band, Mask

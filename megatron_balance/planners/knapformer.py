@@ -22,11 +22,12 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel, Floats, Ints
+from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.fits import gamma_of, sequence_work
 from megatron_balance.cost.kernel import law_of
 from megatron_balance.cost.parallel import GRADIENT_BYTES
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model

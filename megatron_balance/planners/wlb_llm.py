@@ -30,9 +30,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.parallel import GRADIENT_BYTES
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message

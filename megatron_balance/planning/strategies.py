@@ -17,15 +17,15 @@ from statistics import fmean
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.step_memory import StepMemory, max_len
 from megatron_balance.config import SchemeTable
-from megatron_balance.cost.base import Floats, MachineCost
+from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.parallel import joined_nodes, wide_ranks
 from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.arrays import Bools, Floats, Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
@@ -80,7 +80,7 @@ class _Classes:
     gpus: Floats
 
 
-def _classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: SchemeCosts, num_ranks: int) -> _Classes:
+def _classes_of(lengths: Lengths | Ints, num_tokens: int, costs: SchemeCosts, num_ranks: int) -> _Classes:
     """The costs of a step of `num_tokens` tokens under every scheme but those that another one
     beats in all.
 
@@ -124,9 +124,9 @@ def _classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: Sc
 def _undominated(prices: Floats) -> list[int]:
     """Rows of `prices` [schemes, what] that no other row is nowhere above and somewhere below."""
     # [schemes, schemes]: does row dominate column in every price, and in one strictly.
-    no_dearer: NDArray[np.bool_] = np.asarray(prices[:, None] <= prices[None]).all(axis=2)
-    cheaper: NDArray[np.bool_] = np.asarray(prices[:, None] < prices[None]).any(axis=2)
-    beaten: NDArray[np.bool_] = np.logical_and(no_dearer, cheaper).any(axis=0)
+    no_dearer: Bools = np.asarray(prices[:, None] <= prices[None]).all(axis=2)
+    cheaper: Bools = np.asarray(prices[:, None] < prices[None]).any(axis=2)
+    beaten: Bools = np.logical_and(no_dearer, cheaper).any(axis=0)
     return [k for k in range(len(prices)) if not beaten[k]]
 
 
@@ -213,7 +213,7 @@ def estimates(classes: _Classes, counts: Sequence[Counts], rounds: int = PRICE_R
     fill_s = classes.fill_s[used].min(axis=1)
     weight = there / number.sum(axis=1, keepdims=True)
     best = np.zeros(len(number))
-    columns: NDArray[np.int64] = np.arange(int(work_s.shape[1]))
+    columns: Ints = np.arange(int(work_s.shape[1]))
     rows = np.arange(len(number))[:, None]
     # A strategy has few of all schemes: its own first, as many columns as any has [S, U].
     own = np.argsort(~there, axis=1, kind="stable")[:, : int(there.sum(axis=1).max())]

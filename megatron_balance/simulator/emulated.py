@@ -14,7 +14,7 @@ import numpy as np
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.compile.order import Start
-from megatron_balance.cost.base import Floats
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.simulator.events import Events
 from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 

@@ -21,10 +21,9 @@ from megatron_balance.analysis.rounds import coupled, in_step
 from megatron_balance.analysis.states import mean_layer_s, states_of
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
-from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import split_rows
+from megatron_balance.ir.arrays import Floats, Ints, split_rows
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.forest import over

@@ -21,11 +21,11 @@ from megatron_balance.analysis.rounds import coupled, in_step
 from megatron_balance.analysis.states import mean_layer_s, states_of
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
-from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.cost.parallel import joined_nodes, wide_ranks
 from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan, Tick, TickPlan
 from megatron_balance.ir.strategy import Scheme, Strategy

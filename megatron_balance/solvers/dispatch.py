@@ -11,8 +11,8 @@ from math import ceil
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.solvers import makespan, milp
 from megatron_balance.solvers.makespan import NOT_HELD, MachinesProblem
 from megatron_balance.solvers.packing import PackingProblem, longest_first, members, pack_better, pack_greedily

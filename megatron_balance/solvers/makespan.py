@@ -14,7 +14,7 @@ from math import inf, prod
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.arrays import Floats, Ints
 
 # Seconds by which a machine comes behind others for an item above its limit.
 CAPPED = 1e9

@@ -66,9 +66,9 @@ from math import exp, log
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats
 
 K = 1024
 
@@ -93,7 +93,7 @@ class Bins:
         chosen = int(generator.choice(len(shares), p=shares / shares.sum()))
         return int(generator.integers(self.edges[chosen] + 1, self.edges[chosen + 1], endpoint=True))
 
-    def quantiles(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    def quantiles(self, shares: Floats) -> Floats:
         """Lengths below which so large shares of the documents are."""
         below = np.cumsum([0.0, *self.shares])
         return np.interp(shares, below / below[-1], self.edges)

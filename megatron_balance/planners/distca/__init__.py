@@ -32,10 +32,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.kernel import law_of
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Ints, as_array, as_rows, laid
+from megatron_balance.ir.arrays import Floats, Ints, as_array, as_rows, laid
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Rows

@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.errors import InfeasibleError
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.columns import Placed
 from megatron_balance.planners.distca.trees import Paths
 

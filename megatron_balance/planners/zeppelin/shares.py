@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.ir.arrays import as_rows, laid, sums, union
+from megatron_balance.ir.arrays import Floats, Ints, as_rows, laid, sums, union
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.plan import SharedZone
