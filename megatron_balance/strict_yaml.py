@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from megatron_balance.errors import ConfigError, suggest
@@ -22,12 +22,6 @@ from megatron_balance.files import UnreadableError, read_text
 STRICT = ConfigDict(
     frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True
 )
-
-# Numbers of options with a least one, which `checked` holds them to.
-Count: TypeAlias = Annotated[int, Field(ge=1)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
-# Capacity of a rank over its mean tokens: below that no batch fits.
-Slack: TypeAlias = Annotated[float, Field(ge=1)]
 
 # Of a YAML file: a hundred times what any configuration takes, and read in about a second.
 MOST_BYTES = 128 * 2**10

@@ -19,8 +19,7 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.mask import FOREST
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.planners.base import Candidate, StepContext, placed_by
-from megatron_balance.strict_yaml import Count, NotNegative, Slack
+from megatron_balance.planners.base import Candidate, Count, NotNegative, Slack, StepContext, placed_by
 
 # Plans beside the chosen one that a note names.
 _MOST_NAMED = 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from megatron_balance.analysis.change import Layouts
 from megatron_balance.analysis.estimate import Bounds
@@ -27,6 +27,23 @@ from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 
 NO_LAYERS = Layers()
+
+
+@dataclass(frozen=True, slots=True)
+class _AtLeast:
+    # The least value of an option, which whoever reads options (`strict_yaml.checked`) asks for by
+    # pydantic's protocol: no planner imports pydantic.
+    least: int
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {**handler(kind), "ge": self.least}
+
+
+Count: TypeAlias = Annotated[int, _AtLeast(1)]
+Whole: TypeAlias = Annotated[int, _AtLeast(0)]
+NotNegative: TypeAlias = Annotated[float, _AtLeast(0)]
+# Capacity of a rank over its mean tokens: below that no batch fits.
+Slack: TypeAlias = Annotated[float, _AtLeast(1)]
 
 # From lengths, tokens of a rank and number of ranks, by microbatch, to context-parallel groups
 # from the first rank on: the number of ranks and the sequences of each. Tokens are Megatron's

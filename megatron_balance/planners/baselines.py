@@ -41,9 +41,9 @@ from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.step import StepPlan
+from megatron_balance.planners.base import Count, NotNegative, Slack
 from megatron_balance.solvers import groups
 from megatron_balance.solvers.packing import best_fit, longest_first
-from megatron_balance.strict_yaml import Count, NotNegative, Slack
 
 # The comm pattern of each planner.
 PATTERNS = {"te_ring": "ring", "llama_all_gather": "all_gather", "ulysses": "head_exchange", "usp": "head_ring"}

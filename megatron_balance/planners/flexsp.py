@@ -33,11 +33,11 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
+from megatron_balance.planners.base import Count, Slack
 from megatron_balance.solvers import milp
 from megatron_balance.solvers.groups import Frame, arrange, by_sequence, capacity_of, check_each, check_pool, sizes
 from megatron_balance.solvers.milp import NoAnswerError, NoSolverError
 from megatron_balance.solvers.packing import longest_first
-from megatron_balance.strict_yaml import Count, Slack
 
 log = logging.getLogger(__name__)
 # Numbers of microbatches that `plan_batch` tries, from the least that fits on.

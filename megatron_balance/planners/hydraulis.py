@@ -26,8 +26,7 @@ from megatron_balance.files import UnreadableError, read_text
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import pipelines
-from megatron_balance.planners.base import StepContext, check_within, planner_within
-from megatron_balance.strict_yaml import Count, NotNegative
+from megatron_balance.planners.base import Count, NotNegative, StepContext, check_within, planner_within
 
 NAME = "hydraulis"
 # Strategies to be proposed for the lengths at hand, by whoever knows them all.

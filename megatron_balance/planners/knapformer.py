@@ -32,8 +32,8 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.planners.base import Count, NotNegative, Slack
 from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL, check_pool, plan_of
-from megatron_balance.strict_yaml import Count, NotNegative, Slack
 
 AUTO, NODE = "auto", "node"
 # In issue order.

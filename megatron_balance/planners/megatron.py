@@ -26,7 +26,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import pipelines
-from megatron_balance.planners.base import Scheduler, StepContext, planner_within, renumbered
+from megatron_balance.planners.base import Count, Scheduler, Slack, StepContext, planner_within, renumbered
 from megatron_balance.solvers.groups import (
     Frame,
     by_sequence,
@@ -42,7 +42,6 @@ from megatron_balance.solvers.groups import (
     sizes,
 )
 from megatron_balance.solvers.packing import first_fit_decreasing, longest_first
-from megatron_balance.strict_yaml import Count, Slack
 
 WITHIN: tuple[str, dict[str, Any]] = ("te_ring", {})
 

@@ -27,10 +27,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.kernel import law_of
@@ -42,11 +41,11 @@ from megatron_balance.ir.columns import Placed, Rows
 from megatron_balance.ir.forest import Forest, over
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.planners.base import Count, NotNegative, Whole
 from megatron_balance.planners.distca.greedy import Drain, Rule, empty_light_servers
 from megatron_balance.planners.distca.servers import Edges, HeadTail, Plain, Seconds, Servers, TaskSizes, enforce_caps
 from megatron_balance.planners.distca.trees import Paths, joined, schedule_trees
 from megatron_balance.solvers.groups import check_pool, plan_of
-from megatron_balance.strict_yaml import Count, NotNegative
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class DistcaOptions:
     max_kv_tokens: Count | None = None
     """Most tokens whose keys and values a server holds for a plan (of a nano-batch), its own
     included."""
-    max_received_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_received_tokens: Whole | None = None
     """Most tokens that a server receives in a plan's forward pass, as queries or as keys and
     values."""
 

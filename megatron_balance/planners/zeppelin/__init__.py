@@ -60,14 +60,13 @@ from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone
 from megatron_balance.patterns import ONCE_PER_NODE
-from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.base import Count, Slack, StepContext
 from megatron_balance.planners.zeppelin import shares, trees
 from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, PlacementPrice, cheapest, rings_s, with_lead
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
 from megatron_balance.solvers import groups
 from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL, Placement
 from megatron_balance.solvers.packing import longest_first
-from megatron_balance.strict_yaml import Count, Slack
 
 # Targets of rings of groups, over the mean seconds of a group; rings over all groups are tried, too.
 _TARGETS = (1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
