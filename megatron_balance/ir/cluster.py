@@ -13,8 +13,9 @@ AttentionKernel: TypeAlias = Literal["flash_attn", "flash_attn_3", "flash_attn_4
 # Kernels of the runtime that are another one's code: torch's own is FlashAttention-2.
 _SAME_KERNEL = {"torch_varlen": "flash_attn"}
 
-# Room for the number of a rank in a program: 20 bits.
+# Programs have 20 bits for the number of a rank.
 MOST_RANKS = 1 << 20
+# Keys that are above 0, shares among them at most 1; and seconds, from 0 on.
 _RATES = (
     "intra_bytes_per_s",
     "nic_bytes_per_s",
@@ -25,7 +26,6 @@ _RATES = (
     "linear_efficiency",
     "memory_bytes_per_s",
 )
-# Keys of a cluster by what they may be.
 _SECONDS = ("intra_alpha_s", "inter_alpha_s", "host_call_s", "host_launch_s", "host_message_s")
 
 

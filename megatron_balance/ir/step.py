@@ -265,8 +265,7 @@ class StepPlan:
 
     def fingerprint(self) -> str:
         """Sixteen hex digits that differ when any decision differs; equal on every host."""
-        # Members count where they are not as dealt; halves of a dealt microbatch count by their
-        # lengths.
+        # Members that are as dealt follow from the plans' lengths.
         parts = [_digest(each.fingerprint() for each in self.plans)]
         parts += [_digest(f"{each.tick} {each.plan.fingerprint()}" for each in ticks) for ticks in self.ticks]
         parts += [] if self.is_dealt() else [repr(self.members)]

@@ -18,17 +18,19 @@ from megatron_balance.patterns.head_exchange import ChunkExchange, HeadExchange
 from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
 
 Z = TypeVar("Z", bound=AnyZone)
-# The two exchanges that a pattern's first one becomes.
+# The two exchanges that a pattern's first one becomes: IN crosses nodes (and goes straight to the
+# ranks of the owner's node), ON passes on inside a node.
 IN, ON = range(2)
 
 
-# Needs are cut where the ranks of a node that share them differ: in tokens, or, where blocks of
-# tokens go whole, in heads. Of the ranks that share a piece one receives it; inside the node of its
-# owner a row goes straight to all. No rank holds what it does not use.
+# Ranks 4, 5 and 6 of a node need keys of rank 0: 4 needs [0, 300), 5 [0, 500), 6 [200, 500). Cut
+# where the ranks that share them differ, these are three pieces. Each goes to one of its ranks, the
+# one that is sent least so far, and from there to the others that need it: so no rank holds what it
+# does not use, and each row crosses once. Where blocks of tokens go whole, heads are cut instead.
 #
 # In the backward the way is turned: gradients are added up inside the node, and cross once. A
-# replayed backward brings the inputs the same way, the first exchange before anything else, since
-# the second one passes on what it brings.
+# replayed backward brings the inputs the same way, but takes exchanges in reverse: there IN has the
+# number of the last one, which comes first, since ON passes on what it brings.
 class _OncePerNode(CommPattern[Z]):
     """Rewrites what the comm pattern `plain` sends; to be mixed into it."""
 
@@ -78,7 +80,7 @@ class _OncePerNode(CommPattern[Z]):
         return Sends(np.concatenate([there, later]), tokens, blocks, calls, again, silent=(IN,))
 
     def startable(self, zone: Z) -> Startable:
-        # The way in, its replay in the place of the last exchange, and the gradients of `plain`.
+        # Exchanges that every rank can start at once: IN, its replay, the gradients of `plain`.
         plain = self.plain.startable(zone)
         return Startable(plain.forward, tuple(at + 1 for at in plain.gradients), (self.plain.num_exchanges(zone),))
 
@@ -138,7 +140,7 @@ _Piece: TypeAlias = tuple[int, int, tuple[int, ...]]  # (start, stop, ranks that
 def _ways(
     pattern: _OncePerNode[Any], zone: Any, lengths: bytes, heads: tuple[int, int], nodes: tuple[int, int], mask: Mask
 ) -> tuple[Ints, ...]:
-    # `_Wanted` rows of what is sent at first, and of what is passed on behind that.
+    # `_Wanted` rows of both exchanges, IN and ON.
     context = Context(np.frombuffer(lengths, dtype=np.int64), *heads, *nodes, mask=mask)
     plain = pattern.plain.sends(zone, context)
     rows = plain.rows[plain.rows[:, Send.EXCHANGE] == IN]

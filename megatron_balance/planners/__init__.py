@@ -24,6 +24,8 @@ from megatron_balance.planners.base import Planner, Try
 _WHERE_THEY_PAY = Layers(routing="pays", remap=True, remap_when="pays", once_per_node=True)
 _ONCE_PER_NODE = Layers(once_per_node=True)
 _ONCE_PER_NODE_OVER_ALL_NICS = Layers(routing="pays", once_per_node=True)
+# `tries`: what `auto` asks of a planner, where the bound `least` is below its best plan so far;
+# `left_out`: why it does not ask.
 _RINGS = (Try(least=Bounds.rings),)
 _IN_ZEPPELIN = "rings on groups of ranks, as in zeppelin's search; never within 1 % of that on the common batches"
 _A_PEER = "a peer, here to be compared with"

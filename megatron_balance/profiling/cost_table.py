@@ -161,13 +161,14 @@ class _KernelBench:
         launch_s, backward_launch_s = self._launch_s(*smallest)
         grids: dict[tuple[bool, int, int], tuple[float, float]] = {}
 
-        def point(num_q: int, second: int, causal: bool) -> Callable[[], None]:
+        # `keys`: those before the queries where causal, else all.
+        def point(num_q: int, keys: int, causal: bool) -> Callable[[], None]:
             def measure() -> None:
-                num_k = second + num_q if causal else second
+                num_k = keys + num_q if causal else keys
                 copies = max(1, min(MAX_COPIES, FILLED_TOKENS[self.device.type] // num_q, MAX_KEYS // num_k))
                 forward_s, backward_s = self._launch(num_q, num_k, causal, copies)
                 # Entries take a tenth of a launch at least, whatever its fixed part.
-                grids[causal, num_q, second] = (
+                grids[causal, num_q, keys] = (
                     max(forward_s - launch_s, forward_s / 10) / copies,
                     max(backward_s - backward_launch_s, backward_s / 10) / copies,
                 )

@@ -40,7 +40,8 @@ UNREACHED = {**dict.fromkeys(("mamba_selective_scan", "mamba_inner_fn"), "Mamba-
 class _Mixing:
     """A mixer that runs under `batch`, whose model's forward makes so many `calls` under the plan.
 
-    `alone`: it has a convolution and no recurrence. `reached`: functions of its that were called.
+    `alone`: it has a convolution and no recurrence, so the convolution is the call that is counted.
+    `reached`: functions of `SEAMS` that it called.
     """
 
     batch: BalancedBatch
@@ -87,6 +88,7 @@ def _named(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def _seams(named: frozenset[str]) -> frozenset[str]:
+    # What a mixer has to call; Mamba-2 looks whether there is a fused kernel and need not call it.
     return named & SEAMS.keys() - {_FUSED}
 
 

@@ -11,6 +11,9 @@ numbers its samples on from where epoch e - 1 stopped. A global batch is `global
 consecutive numbers, so one that begins in epoch e's last samples takes its rest from epoch e + 1:
 nothing is dropped, padded or repeated. Since there is no state beside the number, a run that
 resumes at `consumed_samples` continues exactly, on any number of ranks.
+
+In a `Blend` sample i is a sample of one corpus, by i alone too. Orders of large corpora are kept in
+files that all processes of a node map (`OrderCache`).
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def _by_constant(counted: _CountedTokens) -> Floats:
 NORMALISATIONS: dict[str, Callable[[_CountedTokens], Floats]] = {
     # DAPO (arXiv 2503.14476, Eq. 8), and a mean over tokens: all tokens of the step alike.
     "token": lambda counted: np.full(len(counted.tokens), 1 / max(1, int(counted.tokens.sum()))),
-    # GRPO (arXiv 2402.03300, Eq. 3) and GSPO: rollouts alike, and the tokens of each.
+    # GRPO (arXiv 2402.03300, Eq. 3) and GSPO: every rollout counts alike, and in it every token.
     "sequence": lambda counted: 1 / (np.maximum(counted.tokens, 1) * max(1, len(counted.tokens))),
-    # Groups with tokens alike, and the tokens of each.
+    # Every group that has tokens counts alike, and in it every token.
     "group": _by_group,
     # Dr. GRPO (arXiv 2503.20783): rollouts alike, each over a constant whatever its length.
     "constant": _by_constant,
@@ -65,8 +65,8 @@ def token_weights(
     """The weight of each token of each rollout [tokens], for the step's whole loss.
 
     Args:
-        counts: of each rollout of the step, on whatever rank, one truth a token: whether it counts
-            (those of the response).
+        counts: of each rollout of the step, on whatever rank, for each token whether it counts (those
+            of the response do).
         advantages: of each rollout a number, or one a token.
         how: one of `NORMALISATIONS`.
         groups: of each rollout a label; None: each is alone.

@@ -74,16 +74,15 @@ def _check_same(rank: int, phase: str, proved: Sequence[Op], runs: Sequence[Op])
     """Reject a difference between what was proved and what a rank runs."""
     # Rows of an exchange may come in another order, but for those between two ranks; gradients are
     # merged where they arrive.
-    one = [op for op in proved if phase == "forward" or not isinstance(op, Merge)]
-    other = runs
-    for at, (ours, theirs) in enumerate(zip(one, other, strict=False)):
-        if ours != theirs and _in_order(ours) != _in_order(theirs):
+    proved = [op for op in proved if phase == "forward" or not isinstance(op, Merge)]
+    for at, (wanted, op) in enumerate(zip(proved, runs, strict=False)):
+        if wanted != op and _in_order(wanted) != _in_order(op):
             raise InvalidProgramError(
-                f"rank {rank}: {phase} op {at} that runs is not the one that was proved: expected {ours!r:.160}, got "
-                f"{theirs!r:.160}"
+                f"rank {rank}: {phase} op {at} that runs is not the one that was proved: expected {wanted!r:.160}, got "
+                f"{op!r:.160}"
             )
-    if len(one) != len(other):
-        raise InvalidProgramError(f"rank {rank}: {phase}: {len(one)} ops were proved, {len(other)} run")
+    if len(proved) != len(runs):
+        raise InvalidProgramError(f"rank {rank}: {phase}: {len(proved)} ops were proved, {len(runs)} run")
 
 
 def _in_order(op: Op) -> Op:
@@ -437,8 +436,8 @@ def verify_steps(ops: Sequence[Op], steps: Sequence[order.Step], rank: int, mask
             reads = _joined(given, tables.read(kind))
         source, reader = _pairs(there, reads)
         early = end[source] < begin[reader]
-        # What is copied stays, so that only what came before is needed; of what moves all else must
-        # not be taken along.
+        # A reader needs what earlier ops leave. Copies stay, so later ones do not matter; what moves
+        # is taken along, so what later ops leave must not be there yet.
         wrong = (early != (source < reader)) if kind in MOVED else ((source < reader) & ~early)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])

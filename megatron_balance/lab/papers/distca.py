@@ -165,7 +165,7 @@ class _GroupQueries:
 
 
 def _mirrored(num_ranks: int) -> list[int]:
-    """The ranks of 2 c parts: i has parts i and 2 c - 1 - i."""
+    """The rank of each of 2 c parts in a row, on c ranks: rank i has parts i and 2 c - 1 - i."""
     return [*range(num_ranks), *reversed(range(num_ranks))]
 
 

@@ -237,7 +237,7 @@ MIXED = _WlbSystem("WLB-LLM, a choice for each document", "mixed", WORKLOAD, del
 
 @lru_cache(maxsize=4096)
 def _step_s(case: WlbCase, plans: tuple[MicrobatchPlan, ...]) -> float:
-    """Several tables and systems share steps."""
+    # Kept, since several tables and systems have the same steps.
     return simulate_step(plans, case.machine, case.setup).step_s
 
 

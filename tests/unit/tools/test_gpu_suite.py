@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -242,6 +243,16 @@ def test_parts_fit_the_limits_together(monkeypatch):
     known = [run._load(name) for name in both]  # pyright: ignore[reportPrivateUsage]
     names = [figure.name for part in known for figure in part.FIGURES]
     assert len(names) == len(set(names))
+
+
+def test_the_list_of_what_only_a_gpu_tells_has_every_step_with_its_limit():
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    table = page.partition("| only a GPU tells |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    listed = [step for row in rows for step in re.findall(r"`(\w+)`", row[1])]
+    assert listed == [step for call in bare.CALLS.values() for step in call.steps]
+    limits = [int(number) for row in rows for number in row[2].partition(",")[0].split(" and ")]
+    assert limits == [run._load(step).BUDGET_S for step in listed]  # pyright: ignore[reportPrivateUsage]
 
 
 def test_files_are_written_on_a_gpu_only(tmp_path):
