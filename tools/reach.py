@@ -1,15 +1,14 @@
 """Reach: which of Megatron's functional test configurations pass our argument checks, and why not.
 
-    python -m tools.reach CHECKOUT [--list] [--before]
+    python -m tools.reach CHECKOUT [--list]
 
 CHECKOUT: a checkout of Megatron-LM. Reads `tests/functional_tests/test_cases/*/*/model_config.yaml`
 and hands the flags of each that pretrains a decoder to the installed Megatron's parser and to our
 checks (`megatron/flags.py`, `megatron/data.py`). Files and GPUs are not looked at. A
 configuration whose data set cannot be replaced by whole documents starts with `data: script`, and the
-report counts those. `--before`: with the flags that had to be given by hand while they were not set
-for the user. `--list` names the configurations. Prints a table of suites, then the reasons by how
-many configurations each keeps out, and how many it keeps out alone, and the flags that nobody looked
-at; those of `--export-*` are Megatron's library for distillation's.
+report counts those. `--list` names the configurations. Prints a table of suites, then the reasons by
+how many configurations each keeps out, and how many it keeps out alone, and the flags that nobody
+looked at; those of `--export-*` are Megatron's library for distillation's.
 """
 
 import argparse
@@ -28,8 +27,6 @@ NOT_PRETRAINING = {"inference", "rl", "grpo", "multimodal", "mimo", "upcycling"}
 """Words between the underscores of a configuration's name."""
 SET_BY_THE_RUNNER = {"REPEAT": "1", "TOKENIZER_TYPE": "GPTSentencePieceTokenizer"}
 """Variables in configurations that whoever runs them sets: the number of a repetition, a tokenizer."""
-BEFORE = ("--calculate-per-token-loss", "--attention-dropout", "--moe-token-dispatcher-type")
-"""Flags that had to be given while they were not set for the user."""
 
 
 def words_of(config: dict[str, Any], single: Collection[str] = ()) -> list[str]:
@@ -89,7 +86,7 @@ def short(reason: str) -> str:
     return reason.split(": ", maxsplit=1)[0] if not reason.startswith("Megatron") else reason
 
 
-def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
+def report(checkout: Path, *, listing: bool) -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_balance.megatron.flags import add_balance_arguments, unreviewed
@@ -109,12 +106,6 @@ def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
             words = words_of(config, single)
             found, data = reasons_of(parser, words)
             reasons = list(dict.fromkeys(map(short, found)))
-            if before:
-                reasons += [
-                    f"{flag} is not given"
-                    for flag in BEFORE
-                    if flag not in words and ("moe" not in flag or "--num-experts" in words)
-                ]
             started += not reasons
             kept += data[:1] if not reasons else ()
             every.update(reasons)
@@ -135,11 +126,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--before", action="store_true")
     args = parser.parse_args()
     if not (args.checkout / "tests" / "functional_tests" / "test_cases").is_dir():
         parser.error(f"{args.checkout}: expected a checkout of Megatron-LM, with tests/functional_tests/test_cases")
-    print("\n".join(report(args.checkout, listing=args.list, before=args.before)))
+    print("\n".join(report(args.checkout, listing=args.list)))
     return 0
 
 

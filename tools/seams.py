@@ -11,7 +11,7 @@ programs: digests of programs as text, forward and backward, by planner, mask, l
 landscape: steps of `tools.bench.landscape`, in seconds (sample: 3 sets on one cluster)
 reproduce: rows of `reproduce --json` (sample: two tables)
 
-BATCHES.json is that of `tools/bench/planners.py`. A refusal is recorded as its kind of error. The
+BATCHES.json is that of `tools.bench.landscape`. A refusal is recorded as its kind of error. The
 sample that the repository holds is `tools/seams.json`; a change that gains something replaces it in
 its own commit, whose message shows both.
 """

@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-bytes", type=int, metavar="N", help="skip and count files larger than N bytes")
     lines = "a tokenizer.json: FILEs are JSONL, a document a line, in its tokens"
     add("--tokenizer", metavar="FILE|FOLDER", type=Path, help=lines)
-    add("--key", default="text", help="under which a line of JSONL has its text (default: text)")
+    add("--key", help="under which a line of JSONL has its text (default: text)")
     add("--force", action="store_true", help="replace another corpus of this name")
     add("--limit", type=int, metavar="N", help="at most N documents")
     describe = actions.add_parser("describe", help="check the two files against each other and print the lengths")
@@ -60,6 +60,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_balance.workloads import idx
 
     inputs.check_positive(args, "max_bytes", "limit")
+    inputs.check_beside(args, args.tokenizer is not None, "--tokenizer FILE", "key")
     if args.tokenizer is not None and (args.stdlib or args.max_bytes is not None):
         raise ConfigError("corpus build: --tokenizer reads JSONL; leave out --stdlib and --max-bytes")
     if not args.paths and not args.stdlib:
@@ -72,7 +73,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"corpus build: no files{ending} in {', '.join(map(str, args.paths))}")
     if args.tokenizer is not None:
         tokenizer = idx.TextTokenizer(args.tokenizer)
-        built = idx.build_jsonl(args.prefix, files, args.key, tokenizer, args.limit, replace=args.force)
+        built = idx.build_jsonl(args.prefix, files, args.key or "text", tokenizer, args.limit, replace=args.force)
         return {"end_of_document": tokenizer.end, "skipped": {"empty": built.empty, "beyond_limit": built.beyond_limit}}
     from tqdm import tqdm
 

@@ -204,10 +204,8 @@ def _batches(args: argparse.Namespace, config: Run) -> tuple[Batch, ...]:
     given = [name for name in sources if getattr(args, name) is not None]
     if len(given) > 1:
         raise ConfigError(f"--{given[0].replace('_', '-')} and --{given[1].replace('_', '-')} are both given; use one")
-    if args.dataset is None and (config.dataset is None or given):
-        for option in ("tokens", "batches", "seed"):
-            if getattr(args, option) is not None:
-                raise ConfigError(f"--{option} goes with --dataset NAME, which is not given")
+    has_dataset = args.dataset is not None or (config.dataset is not None and not given)
+    check_beside(args, has_dataset, "--dataset NAME", "tokens", "batches", "seed")
     if args.lengths is not None:
         return _of_lengths([_numbers(args.lengths)])
     if args.lengths_file is not None:
@@ -361,6 +359,13 @@ def _check_capacity(batches: Sequence[Batch], cluster: Cluster, planners: Sequen
 def check_positive(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         _positive(f"--{name.replace('_', '-')}", getattr(args, name))
+
+
+def check_beside(args: argparse.Namespace, given: bool, said: str, *names: str) -> None:
+    """Refuse options that are read beside `said` alone, which is not given."""
+    for name in names:
+        if getattr(args, name) is not None and not given:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with {said}, which is not given")
 
 
 def _positive(option: str, value: int | None) -> None:

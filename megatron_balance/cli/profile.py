@@ -50,8 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     inputs.check_positive(args, "repeats", "threads", "ranks_per_node")
-    if args.ranks_per_node and not args.links:
-        raise ConfigError("--ranks-per-node goes with --links, which is not given")
+    inputs.check_beside(args, args.links, "--links", "ranks_per_node", "message_bytes")
     inputs.check_folder(args)
     try:
         from megatron_balance.profiling import cost_table

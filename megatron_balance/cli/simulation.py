@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser, *, modes: bool = True) -> None:
     add("--slow", action="append", default=[], metavar="RANK=FACTOR", help=slow)
     add("--spread", type=float, default=0.0, metavar="S", help="simulate machines whose times are off by exp(N(0, S))")
     add("--draws", type=int, default=None, metavar="N", help="with --spread: how many of them (default 20)")
-    add("--spread-seed", type=int, default=0, metavar="S", help="with --spread: seed (default 0)")
+    add("--spread-seed", type=int, metavar="S", help="with --spread: seed (default 0)")
     add(
         "--policy",
         choices=("auto", "keep", "replay"),
@@ -197,8 +197,7 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
             f"--microbatches {args.microbatches}: {len(given.batches)} batches do not make whole steps of so many; "
             "give a divisor"
         )
-    if args.draws is not None and not args.spread:
-        raise ConfigError(f"--draws {args.draws} goes with --spread S, such as 0.1")
+    inputs.check_beside(args, bool(args.spread), "--spread S", "draws", "spread_seed")
     setup = Setup(
         policy=args.policy or given.config.backward,
         recompute=args.recompute,
@@ -210,7 +209,7 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
         engine=args.engine,
         transport=args.transport,
     )
-    perturbation = Perturbation(args.spread, 20 if args.draws is None else args.draws, args.spread_seed)
+    perturbation = Perturbation(args.spread, 20 if args.draws is None else args.draws, args.spread_seed or 0)
     slow = _slowdown(args.slow, given.cluster.num_ranks)
     # The ranks of all pipeline stages, stage by stage; a slow rank is so in every stage.
     pool = replace(given.cluster, num_ranks=args.pipeline * given.cluster.num_ranks)

@@ -54,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
     inputs.check_folder(args)
     if args.out and args.out.is_dir():
         raise ConfigError(f"--out {args.out}: is a folder; name a file in it")
-    if args.schemes and args.plan_costs:
-        raise ConfigError("--schemes and --plan-costs are both given; use one")
+    for option, given in (("--plan-costs", args.plan_costs), ("--model", args.model != DEFAULT_MODEL)):
+        if args.schemes and given:
+            raise ConfigError(f"--schemes and {option} are both given; use one")
     cluster, model = inputs.machine(args, 1)
     if cluster.num_ranks > MOST_RANKS:
         raise ConfigError(f"--ranks {cluster.num_ranks}: more than {MOST_RANKS}; propose for a part of the GPUs")

@@ -53,7 +53,7 @@ UNREAD: dict[str, Callable[[Run], bool]] = {
 }
 
 
-class BalancedLoop(AbstractContextManager["BalancedLoop"]):
+class _BalancedLoop(AbstractContextManager["_BalancedLoop"]):
     """A forward-backward function with planned microbatches; keywords and result are Megatron's.
 
     Its iterator gives a batch a microbatch: a mapping with `tokens`, `labels`, `loss_mask` and
@@ -159,7 +159,7 @@ def balance(
     loss_name: str = LOSS,
     timeout_minutes: int = 10,
     trees: TreeLoss | None = None,
-) -> BalancedLoop:
+) -> _BalancedLoop:
     """Plan the microbatches of a loop that calls Megatron's schedules itself.
 
     Collective over the world, once, after `initialize_model_parallel` and when the model is built.
@@ -220,7 +220,7 @@ def balance(
     for chunk in chunks:
         give_core_attention(chunk)
     job = session.Session(args, run, te_patched=entry.te_available(), writers=writers)
-    return BalancedLoop(job, forward_backward_func, batch_of=batch_of, loss_name=loss_name)
+    return _BalancedLoop(job, forward_backward_func, batch_of=batch_of, loss_name=loss_name)
 
 
 def _unread_keys(run: Run) -> list[str]:

@@ -23,7 +23,7 @@ from megatron_balance.runtime.kernels.scans import gated_delta, mamba2
 from megatron_balance.runtime.recurrent import RecurrentBound, causal_convolution, recurrent_layer
 
 
-class BalancedGatedDeltaNet(GatedDeltaNet):
+class _BalancedGatedDeltaNet(GatedDeltaNet):
     """Megatron's gated delta net, which runs the plan of its microbatch over this rank's heads."""
 
     def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
@@ -41,7 +41,7 @@ class BalancedGatedDeltaNet(GatedDeltaNet):
             return super().forward(*args, packed_seq_params=None, **kwargs)
 
 
-class BalancedMambaMixer(MambaMixer):
+class _BalancedMambaMixer(MambaMixer):
     """Megatron's Mamba mixer, which runs the plan of its microbatch over this rank's heads."""
 
     def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ class BalancedMambaMixer(MambaMixer):
 
 
 # By Megatron's class, ours.
-MIXERS: dict[type, type] = {GatedDeltaNet: BalancedGatedDeltaNet, MambaMixer: BalancedMambaMixer}
+MIXERS: dict[type, type] = {GatedDeltaNet: _BalancedGatedDeltaNet, MambaMixer: _BalancedMambaMixer}
 
 
 class _OneRank:

@@ -34,7 +34,7 @@ from megatron_balance.megatron.groups import job_device, make_pool, ranks_on_a_n
 from megatron_balance.planners.pipelines import stage_cluster
 from megatron_balance.planning.choice import Run, planning_cost, to_yaml
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
-from megatron_balance.profiling.machine import cluster_of_machine
+from megatron_balance.profiling.hardware import cluster_of_machine
 from megatron_balance.runtime.bind import AttentionShape, BindOptions
 from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.groups import Groups

@@ -198,15 +198,15 @@ def side_of(rows: Ints, cut: Ints, *, ahead: bool) -> Ints:
     return own[own[:, Placed.START] < own[:, Placed.STOP]]
 
 
-def lead_cuts(held: Ints, num_groups: int, lead: int) -> Ints:
+def lead_cuts(rows: Ints, num_groups: int, lead: int) -> Ints:
     """Up to which token each group has each sequence in its first part: int64 [groups, seqs].
 
-    `held`: rows (group, seq, start, stop), joined. The first part has the first row of the longest
+    `rows`: (group, seq, start, stop), joined. The first part has the first row of the longest
     ones, `lead` tokens of a group altogether, the last of them cut at a multiple of a kernel's tile.
     """
-    held = held[np.lexsort((held[:, Placed.START], held[:, Placed.SEQ], held[:, Placed.RANK]))]
-    before = held[:-1, [Placed.RANK, Placed.SEQ]]
-    first = held[np.concatenate([[True], (held[1:, [Placed.RANK, Placed.SEQ]] != before).any(axis=1)])[: len(held)]]
+    rows = rows[np.lexsort((rows[:, Placed.START], rows[:, Placed.SEQ], rows[:, Placed.RANK]))]
+    before = rows[:-1, [Placed.RANK, Placed.SEQ]]
+    first = rows[np.concatenate([[True], (rows[1:, [Placed.RANK, Placed.SEQ]] != before).any(axis=1)])[: len(rows)]]
     length = first[:, Placed.STOP] - first[:, Placed.START]
     order = np.lexsort((first[:, Placed.SEQ], -length, first[:, Placed.RANK]))
     first, length = first[order], length[order]
@@ -215,7 +215,7 @@ def lead_cuts(held: Ints, num_groups: int, lead: int) -> Ints:
     so_far -= so_far[np.searchsorted(group, group)]
     taken = np.clip(lead - so_far, 0, length)
     taken = np.where((taken < length) & (taken > ALIGN), taken // ALIGN * ALIGN, taken)
-    cuts = np.zeros((num_groups, int(held[:, Placed.SEQ].max(initial=-1)) + 1), dtype=np.int64)
+    cuts = np.zeros((num_groups, int(rows[:, Placed.SEQ].max(initial=-1)) + 1), dtype=np.int64)
     cuts[group, first[:, Placed.SEQ]] = np.where(taken > 0, first[:, Placed.START] + taken, 0)
     return cuts
 

@@ -18,7 +18,7 @@ from megatron_balance.ir.mask import mask_named
 from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.step import Layers
 from megatron_balance.model_config import check, facts, num_layers, value
-from megatron_balance.profiling.machine import cluster_of_machine
+from megatron_balance.profiling.hardware import cluster_of_machine
 from megatron_balance.runtime.kernels import KERNELS
 from megatron_balance.training.pool import Pool
 

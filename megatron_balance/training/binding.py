@@ -20,8 +20,7 @@ from megatron_balance.ir.columns import Fragment, Rows
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.recurrent import RecurrentProgram
-from megatron_balance.ir.step import TickPlan
-from megatron_balance.runtime.bind import BindOptions, Bound, Counters, Prepared, prepare
+from megatron_balance.runtime.bind import BindOptions, Bound, Prepared, prepare
 from megatron_balance.runtime.groups import Groups, single
 from megatron_balance.runtime.recorder import Recorder
 from megatron_balance.runtime.recurrent import RecurrentBound, bind_recurrent
@@ -236,47 +235,3 @@ def bind_layers(
         by_mask[mask] = bound[key]
     recurrent = RecurrentBounds.of_plan(plan, binder.options.groups, binder.options.device)
     return MaskBounds(by_mask, 0 if decision is None else decision.keeping, recurrent)
-
-
-class BoundTicks:
-    """The plans of a step's ticks, bound for this rank."""
-
-    # Each when first needed, for the phases of all ticks that run it, and let go after the last.
-
-    def __init__(
-        self, binder: Binder, nano_batches: Sequence[Sequence[TickPlan]], phases_of: Mapping[bool, frozenset[PhaseName]]
-    ) -> None:
-        """`nano_batches`: by nano-batch, the ticks of the step with their plans; `binder` is over
-        the joint pool. `phases_of`: those that run in a backward tick (True), and in a forward
-        tick.
-        """
-        self._binder = binder
-        self._nano_batches = nano_batches
-        self._last = {planned.tick.microbatches: number for number, planned in enumerate(nano_batches[0])}
-        self._phases: dict[tuple[int | None, ...], frozenset[PhaseName]] = {}
-        for tick in (planned.tick for planned in nano_batches[0]):
-            # Of one plan, the phases of all ticks that run it: it is bound once, and let go behind
-            # the last.
-            self._phases[tick.microbatches] = (
-                self._phases.get(tick.microbatches, frozenset()) | phases_of[tick.backward]
-            )
-        self._bound: dict[tuple[int | None, ...], tuple[Bound, ...]] = {}
-        for ticks in zip(*nano_batches, strict=True):
-            for nano_batch, planned in enumerate(ticks):
-                binder.expect(planned.plan, ("replay",), nano_batch, self._phases[planned.tick.microbatches])
-        self.counters: list[Counters] = []
-
-    def take(self, number: int) -> tuple[Bound, ...]:
-        """The bound plans of tick `number`, by nano-batch; they are asked for in order."""
-        key = self._nano_batches[0][number].tick.microbatches
-        if key not in self._bound:
-            self._bound[key] = tuple(
-                self._bind(ticks[number], nano_batch, number) for nano_batch, ticks in enumerate(self._nano_batches)
-            )
-            self.counters += [bound.counters for bound in self._bound[key]]
-        return self._bound.pop(key) if self._last[key] == number else self._bound[key]
-
-    def _bind(self, planned: TickPlan, nano_batch: int, number: int) -> Bound:
-        # A backward tick's plan is another than that of the forward: it replays what the rank owns.
-        phases = self._phases[planned.tick.microbatches]
-        return self._binder.bind(planned.plan, ("replay",), nano_batch, phases, number=2 * number + nano_batch)[0]

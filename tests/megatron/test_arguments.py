@@ -21,7 +21,7 @@ from megatron_balance.megatron import entry, flags
 from megatron_balance.megatron.flags import add_balance_arguments, check_arguments, device_of, leave_out, row_multiple
 from megatron_balance.megatron.planning import masks_of, planned_model
 from megatron_balance.planning.choice import Run
-from megatron_balance.profiling.machine import Reading, cluster_of
+from megatron_balance.profiling.hardware import Reading, cluster_of
 from megatron_balance.runtime.bind import AttentionShape
 
 WORKS = ("--balance-config", "x.yaml", "--attention-dropout", "0", "--position-embedding-type", "rope")

@@ -4,10 +4,11 @@ bound; in the results also memory, launches, plan time.
 python -m tools.bench.landscape BATCHES.json [--batches 1] [--cell h200/llama-7b] [--planner NAME]
     [--results FILE.jsonl] [--out docs/measurements/landscape.md]
 
-BATCHES.json is that of `tools/bench/planners.py`. What `--results` holds already is not run again,
-so a run goes on where it stopped, and `--batches 20` adds to `--batches 1`. Steps run as training
-would run them: whole or as nano-batches, as many layers keep as fit the memory. Plan times are CPU
-time of one core, on whatever machine this runs on.
+BATCHES.json: {"tokens_per_gpu": 4096, "gpus_per_node": 8, "gpus": {CONTEXT: ranks}, "batches":
+{"NAME/CONTEXT": [[length, ...], ...]}}. What `--results` holds already is not run again, so a run
+goes on where it stopped, and `--batches 20` adds to `--batches 1`. Steps run as training would run
+them: whole or as nano-batches, as many layers keep as fit the memory. Plan times are CPU time of one
+core, on whatever machine this runs on.
 """
 
 import argparse

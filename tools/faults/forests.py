@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.proof.meaning import verify
@@ -51,16 +52,12 @@ def mutants() -> Iterator[Callable[[int], Outcome]]:
     """
     from tests.support import forest_mutants
 
-    last: dict[int, list[tuple[str, Program]]] = {}
-
     def one(number: int) -> Outcome:
         at, which = divmod(number, PER_PROGRAM)
-        if at not in last:
-            last.clear()
-            last[at] = _made(at)
-        if which >= len(last[at]):
+        made = _made(at)
+        if which >= len(made):
             return Outcome("none of this program")
-        how, mutant = last[at][which]
+        how, mutant = made[which]
         assert isinstance(mutant.mask, Forest)
         try:
             verify(mutant)
@@ -72,6 +69,7 @@ def mutants() -> Iterator[Callable[[int], Outcome]]:
     yield one
 
 
+@lru_cache(maxsize=1)
 def _made(number: int) -> list[tuple[str, Program]]:
     from tests.support import forest_mutants
     from tests.support import forests as support

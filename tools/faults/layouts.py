@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 from megatron_balance.compile.proof.recurrent import verify_recurrent
 from megatron_balance.compile.recurrent import compile_recurrent, program_of
@@ -52,14 +53,9 @@ def mutants() -> Iterator[Callable[[int], Outcome]]:
     """Change program after program: what is accepted must compute the same."""
     from tests.support import recurrent
 
-    last: dict[int, RecurrentProgram | None] = {}
-
     def one(number: int) -> Outcome:
         at = number // PER_PROGRAM
-        if at not in last:
-            last.clear()
-            last[at] = _drawn(at)[1]
-        program = last[at]
+        _, program = _drawn(at)
         if program is None or not program.forward or not program.num_heads:  # the judge sees none without states
             return Outcome("none of this program")
         how, mutant = recurrent.changed(program, random.Random(f"layout mutant {number}"))
@@ -78,6 +74,7 @@ def mutants() -> Iterator[Callable[[int], Outcome]]:
     yield one
 
 
+@lru_cache(maxsize=1)
 def _drawn(number: int) -> tuple[str, RecurrentProgram | None]:
     # What it is of, and a small program; None: the planner refused.
     from tests.support import recurrent

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from megatron_balance import reference
@@ -29,19 +30,14 @@ PER_PLAN = 25
 
 @contextmanager
 def mutants() -> Iterator[Callable[[int], Outcome]]:
-    last: dict[int, tuple[MicrobatchPlan, Program] | None] = {}
-
     def one(number: int) -> Outcome:
-        at = number // PER_PLAN
-        if at not in last:
-            last.clear()
-            last[at] = program_of(at)
-        found = last[at]
+        found = program_of(number // PER_PLAN)
         return Outcome("refused by the planner") if found is None else try_mutant(number, *found)
 
     yield one
 
 
+@lru_cache(maxsize=1)
 def program_of(number: int) -> tuple[MicrobatchPlan, Program] | None:
     """A small program of any planner, product's or tests'; None: the planner refused."""
     from tests.support.strategies import ALL_PLANNERS, Case, plan
@@ -92,16 +88,12 @@ def try_mutant(number: int, planned: MicrobatchPlan, program: Program) -> Outcom
 @contextmanager
 def by_ranks() -> Iterator[Callable[[int], Outcome]]:
     """Change program after program of plans whose ranks can be proved one by one."""
-    last: dict[int, Program | None] = {}
 
     def one(number: int) -> Outcome:
-        at = number // PER_PLAN
-        if at not in last:
-            last.clear()
-            found = program_of(at)
-            last[at] = None if found is None or not provable(found[0]) else found[1]
-        program = last[at]
-        return Outcome("none of this planner") if program is None else try_by_ranks(number, program)
+        found = program_of(number // PER_PLAN)
+        if found is None or not provable(found[0]):
+            return Outcome("none of this planner")
+        return try_by_ranks(number, found[1])
 
     yield one
 

@@ -8,6 +8,7 @@ kernel for the small checks.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_balance.cost.kernel import TILE_TOKENS, law_of
 from megatron_balance.ir.forest import Forest
 from megatron_balance.runtime.kernels import KERNELS, choose_kernel
 from megatron_balance.runtime.kernels.base import Entries, Kernel, PlainKernel
@@ -70,6 +72,13 @@ SHARE = {
     )
     for phase in PHASES
 }
+EMPTY = {
+    name: Figure(f"{name}: an SM's time for a block of a backward's grid that has no work", "us", speed=True)
+    for name in ON_A_GPU
+    if law_of(name).key_blocks
+}
+"""The one price of attention that is estimated (docs/costs.md)."""
+WIDE, DOCUMENTS = 16384, 256
 CUDNN = Figure("cuDNN behind torch, variable lengths: forward over the chosen kernel's rate", "times", speed=True)
 CUDNN_APART = Figure("cuDNN behind torch, variable lengths: largest difference from it", "of the largest", speed=True)
 TREES = Figure(
@@ -84,6 +93,7 @@ ERROR = {
     for name in RESULTS
 }
 FIGURES = (
+    *EMPTY.values(),
     *AGAINST_PLAIN.values(),
     TREES,
     LAUNCHES,
@@ -98,6 +108,8 @@ FIGURES = (
 def measure(context: Context) -> Iterator[Row]:
     """Rows of the kernels that are here, then of the one that is chosen by itself."""
     device = torch.device(context.device)
+    if context.on_gpu:
+        yield from _empty_blocks(device)
     for name, figure in AGAINST_PLAIN.items():
         offer = KERNELS[name]
         if device.type not in offer.devices:
@@ -125,6 +137,33 @@ def measure(context: Context) -> Iterator[Row]:
     yield from _errors(kernel, (rows, heads, dim), device)
     if context.on_gpu:
         yield from _cudnn(kernel, lengths, device)  # last: nothing here has called it before
+
+
+def _empty_blocks(device: torch.device) -> Iterator[Row]:
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    for name, figure in EMPTY.items():
+        offer, blocks = KERNELS[name], law_of(name).key_blocks
+        if reason := offer.refusal(device, torch.bfloat16, DIM) or offer.fault():
+            yield figure.not_measured(reason)
+        elif blocks is not None:
+            found_s = empty_s(choose_kernel(name, device, torch.bfloat16, DIM), num_sms, device)
+            yield figure.measured(1e6 * found_s, f"priced at {1e6 * blocks.empty_s:g}")
+
+
+def empty_s(kernel: Kernel, num_sms: int, device: torch.device) -> float:
+    """Seconds that an SM spends on a block without work: what the backward of short documents takes
+    more where its launch is told that the longest has `WIDE` keys.
+    """
+    prepared = kernel.prepare(squares([TILE_TOKENS] * DOCUMENTS), device)
+    (group,) = prepared.groups
+    wide = replace(prepared, groups=(replace(group, at=replace(group.at, max_k=WIDE)),))
+    x = _inputs((TILE_TOKENS * DOCUMENTS, HEADS, KV_HEADS, DIM), torch.bfloat16, device)
+    out, lse = kernel.forward(prepared, *x, DIM**-0.5)
+    final = (torch.ones_like(out), out, lse)
+    short_s, wide_s = (
+        gpu_s(lambda each=each: kernel.backward(each, final, *x, DIM**-0.5)) for each in (prepared, wide)
+    )
+    return (wide_s - short_s) * num_sms / (HEADS * DOCUMENTS * (WIDE // TILE_TOKENS - 1))
 
 
 def _beside_trl(kernel: Kernel, device: torch.device) -> Row:

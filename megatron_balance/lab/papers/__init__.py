@@ -2,7 +2,7 @@
 tables (`base.PaperTable`).
 """
 
-from megatron_balance.lab.papers import distca, hydraulis, knapformer, magi, megatron, trl, wlb_llm, zeppelin
+from megatron_balance.lab.papers import distca, hydraulis, knapformer, magi, megatron, trl, upipe, wlb_llm, zeppelin
 from megatron_balance.lab.papers.base import Paper
 
 PAPERS: dict[str, Paper] = {
@@ -12,6 +12,7 @@ PAPERS: dict[str, Paper] = {
     "magi": magi.PAPER,
     "megatron": megatron.PAPER,
     "trl": trl.PAPER,
+    "upipe": upipe.PAPER,
     "wlb_llm": wlb_llm.PAPER,
     "zeppelin": zeppelin.PAPER,
 }

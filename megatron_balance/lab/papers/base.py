@@ -107,6 +107,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
     A value alone is `published`: a number, a quotient of two ("3.64 / 3.51"), or `stated`, a ratio
     of 1: alike, ahead or behind, as a text says without a number. Notes have names in `notes`.
+    `cases`: what runs, as the paper's table of its configurations says, for its code to read.
     """
     found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     notes: dict[str, str] = found.pop("notes", {})
@@ -131,7 +132,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-# By paper and table: title, source, batches, `numbers` that ours is made from, and rows.
+# By paper and table: title, source, batches, `numbers` that ours is made from, `cases`, and rows.
 PRINTED = {path.stem: _read(path) for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 # Of a row, where neither its table nor itself says anything.
@@ -144,6 +145,11 @@ Ours: TypeAlias = Iterable[tuple[str, float] | tuple[str, float, str | Published
 def number(paper: str, table: str, name: str) -> Published:
     """A printed number that something of ours is made from."""
     return PRINTED[paper][table]["numbers"][name]
+
+
+def cases(paper: str, table: str) -> Any:
+    """Runs of a table, in the shape that its YAML gives them."""
+    return PRINTED[paper][table]["cases"]
 
 
 def paper(name: str, title: str, ours: Mapping[str, Callable[[Effort], Ours]]) -> Paper:

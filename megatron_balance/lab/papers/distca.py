@@ -33,7 +33,7 @@ from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.step import TickPlan
-from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, number, paper
+from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, cases, number, paper
 from megatron_balance.planners import flexsp
 from megatron_balance.planners.distca import DistcaOptions, linear_owned, plan, plan_owned
 from megatron_balance.planners.flexsp import FlexSpOptions
@@ -514,31 +514,14 @@ def _appendix_a(_: Effort) -> Ours:
 
 # Figures 9 and 10 and section 6.2: speedup over Megatron, FlexSP and WLB-LLM without pipelines, on
 # the grid of Table 4; over Megatron and WLB-LLM with pipelines, on that of Table 5.
-# Batch size by number of nodes, by model and MaxDocLen in K.
-Sizes = Mapping[tuple[str, int], Sequence[int]]
-
-TABLE_4: Sizes = {
-    ("8B", 128): (8, 16, 32),
-    ("8B", 256): (4, 8, 16),
-    ("8B", 512): (2, 4, 8),
-    ("34B", 128): (4, 8, 16),
-    ("34B", 256): (2, 4, 8),
-    ("34B", 512): (2, 4, 8),
-}
-
-TABLE_5: Sizes = {
-    ("8B", 128): (32, 64, 128),
-    ("8B", 256): (16, 32, 32),
-    ("8B", 512): (8, 8, 16),
-    ("34B", 128): (32, 64, 128),
-    ("34B", 256): (16, 32, 32),
-    ("34B", 384): (8, 8, 16),
-}
-
-NODES = {"8B": (8, 16, 32), "34B": (8, 16, 32)}
-NODES_5 = {"8B": (8, 16, 32), "34B": (16, 32, 64)}
+# Of each row of a table: model, MaxDocLen in K, batch size by number of nodes.
+Sizes = Sequence[tuple[str, int, Mapping[int, int]]]
+TABLE_4: Sizes = cases("distca", "fig9")
+TABLE_5: Sizes = cases("distca", "fig10")
 # Of Figure 10's pipelines.
 STAGES = (1, 2, 4)
+# On 8 nodes, of documents of up to 128K.
+TOKENS = {model: sizes[8] * longest * K for model, longest, sizes in TABLE_4 if longest == 128}
 GREEDY = "FlexSP's groups, greedy"
 Seconds = Callable[[DistcaCase, Sequence[int]], float]
 # By configuration and data set, DistCA's speedup over each of the others; infinite: one that does
@@ -546,11 +529,11 @@ Seconds = Callable[[DistcaCase, Sequence[int]], float]
 Speedups = dict[tuple[DistcaCase, str], dict[str, float]]
 
 
-def grid(sizes: Sizes, nodes: Mapping[str, Sequence[int]], stages: tuple[int, ...] = (1,)) -> list[DistcaCase]:
+def grid(sizes: Sizes, stages: tuple[int, ...] = (1,)) -> list[DistcaCase]:
     return [
         DistcaCase(model, num_nodes, size * longest * K, longest * K, stages)
-        for (model, longest), by_nodes in sizes.items()
-        for num_nodes, size in zip(nodes[model], by_nodes, strict=True)
+        for model, longest, by_nodes in sizes
+        for num_nodes, size in by_nodes.items()
     ]
 
 
@@ -578,7 +561,7 @@ def _fig9(effort: Effort) -> Ours:
         GREEDY: _flexsp_s,
         "WLB-ideal": _best_s(wlb_by_config),
     }
-    found = _speedups(effort, "fig9", grid(TABLE_4, NODES), others)
+    found = _speedups(effort, "fig9", grid(TABLE_4), others)
     for system in others:
         finite = [each[system] for each in found.values() if each[system] < inf]
         left = len(found) - len(finite)
@@ -591,8 +574,8 @@ def _fig9(effort: Effort) -> Ours:
 def _fig10(effort: Effort) -> Ours:
     """Speedups with pipelines, model by model."""
     others: dict[str, Seconds] = {"Megatron": _best_s(megatron_by_config), "WLB-ideal": _best_s(wlb_by_config)}
-    found = _speedups(effort, "fig10", grid(TABLE_5, NODES_5, STAGES), others)
-    for model, system in product(NODES_5, others):
+    found = _speedups(effort, "fig10", grid(TABLE_5, STAGES), others)
+    for model, system in product(MODELS, others):
         finite = [each[system] for (case, _), each in found.items() if case.model_name == model and each[system] < inf]
         yield f"{model}: over {system}, largest", max(finite)
         yield f"{model}: over {system}, mean", fmean(finite)
@@ -601,14 +584,6 @@ def _fig10(effort: Effort) -> Ours:
 
 # Appendix E, Tables 6 and 7: splitting and merging of tensors, and the bandwidth that hides all
 # exchanges.
-# Model and nodes.
-TABLE_6 = (("8B", 8), ("8B", 16), ("8B", 32), ("34B", 16), ("34B", 32), ("34B", 64))
-
-# Model, batch size, nodes, tolerance.
-TABLE_7 = (
-    *(("8B", 2, 8, 0.15), ("8B", 4, 16, 0.05), ("8B", 8, 32, 0.05)),
-    *(("34B", 2, 8, 0.10), ("34B", 4, 16, 0.05), ("34B", 8, 32, 0.05)),
-)
 
 
 def _moved(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
@@ -623,8 +598,8 @@ def _moved(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
 def _table6(effort: Effort) -> Ours:
     """Share of the time of all layers that splitting and merging take, tokens as in Table 4."""
     names = ("QKV", "O", "QKV, what travels", "O, what travels")
-    for model, nodes in effort.progress(list(TABLE_6), "table6"):
-        per_node = TABLE_4[model, 128][0] * 128 * K // 8
+    for model, nodes in effort.progress(cases("distca", "table6"), "table6"):
+        per_node = TOKENS[model] // 8
         case = DistcaCase(model, nodes, nodes * per_node, 128 * K)
         # A pass over all of a rank's tensors forward, and one over their gradients backward.
         of_all = (per_node * (case.cost.query_bytes(1) + case.cost.kv_bytes(1)), per_node * case.cost.query_bytes(1))
@@ -642,7 +617,7 @@ def _table6(effort: Effort) -> Ours:
 
 def _table7(effort: Effort) -> Ours:
     """Bytes per second and GPU that hide all exchanges, documents of up to 512K."""
-    for model, size, nodes, tolerance in effort.progress(list(TABLE_7), "table7"):
+    for model, size, nodes, tolerance in effort.progress(cases("distca", "table7"), "table7"):
         case = DistcaCase(model, nodes, size * 512 * K, 512 * K)
         rates: list[tuple[float, float]] = []
         for batch in case.batches("pretrain", effort.batches):
@@ -670,7 +645,6 @@ def _rates(case: DistcaCase, moving: MicrobatchPlan, computing: MicrobatchPlan) 
 # stream; Figure 12: what the tolerance costs in time and saves in bytes. 8B and 34B on 8 and 16
 # nodes, Pretrain, documents of up to 128K.
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
-TOKENS = {"8B": 1024 * K, "34B": 512 * K}
 SIGNAL = PingPongMode(engine="rounds", signal=True)
 SINGLE = PingPongMode(engine="rounds", interleaved=False)
 

@@ -34,7 +34,7 @@ from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.lab.papers.base import Effort, Ours, paper
+from megatron_balance.lab.papers.base import Effort, Ours, cases, paper
 from megatron_balance.planners.pipelines import CandidateMovement, Microbatches, deal, fastest, pipeline_s
 from megatron_balance.planning.strategies import PredictedCosts, SchemeCosts, TableCosts, costs_of, propose, rank
 from megatron_balance.solvers.dispatch import PipelineCost, dispatch, exact, greedy, pack, slowest_s
@@ -212,37 +212,10 @@ def _microbatch_s(job: TrainedCase, degree: int, lengths: Lengths, *, recompute:
 # first one owns, and what Hydraulis' pull and push leave uncovered. The optimizer is left out,
 # alike for all.
 SHORT, LONG = 16 * K, 32 * K
-# Table 3's Megatron-LM: model, GPUs, context length (F1; F2 and F3), strategy.
-CELLS = (
-    ("7b", 8, SHORT, "2*tp2-pp2-cp1"),
-    ("7b", 8, LONG, "tp4-pp2-cp1"),
-    ("7b", 16, SHORT, "4*tp2-pp2-cp1"),
-    ("7b", 16, LONG, "2*tp4-pp2-cp1"),
-    ("13b", 16, SHORT, "4*tp4-pp1-cp1"),
-    ("13b", 16, LONG, "2*tp8-pp1-cp1"),
-    ("13b", 32, SHORT, "8*tp4-pp1-cp1"),
-    ("13b", 32, LONG, "4*tp8-pp1-cp1"),
-    ("32b", 32, SHORT, "2*tp8-pp2-cp1"),
-    ("32b", 32, LONG, "2*tp8-pp1-cp2"),
-    ("32b", 64, SHORT, "4*tp8-pp2-cp1"),
-    ("32b", 64, LONG, "4*tp8-pp1-cp2"),
-)
-# Table 3's HotSPa, for the longest sequences first (Appendix G). For 7B on 8 GPUs with 32K it names
-# strategies of 16 GPUs; those of 16K stand in.
-HOTSPA = {
-    ("7b", 8, SHORT): ("2*tp2-pp2-cp1", "8*tp1-pp1-cp1"),
-    ("7b", 8, LONG): ("tp4-pp2-cp1", "2*tp2-pp2-cp1", "8*tp1-pp1-cp1"),
-    ("7b", 16, SHORT): ("4*tp2-pp2-cp1", "16*tp1-pp1-cp1"),
-    ("7b", 16, LONG): ("2*tp4-pp2-cp1", "4*tp2-pp2-cp1", "16*tp1-pp1-cp1"),
-    ("13b", 16, SHORT): ("4*tp4-pp1-cp1", "8*tp2-pp1-cp1"),
-    ("13b", 16, LONG): ("2*tp8-pp1-cp1", "4*tp4-pp1-cp1", "8*tp2-pp1-cp1"),
-    ("13b", 32, SHORT): ("8*tp4-pp1-cp1", "16*tp2-pp1-cp1"),
-    ("13b", 32, LONG): ("4*tp8-pp1-cp1", "8*tp4-pp1-cp1", "16*tp2-pp1-cp1"),
-    ("32b", 32, SHORT): ("2*tp8-pp2-cp1", "4*tp4-pp2-cp1"),
-    ("32b", 32, LONG): ("2*tp16-pp1-cp1", "2*tp8-pp2-cp1", "4*tp4-pp2-cp1"),
-    ("32b", 64, SHORT): ("4*tp8-pp2-cp1", "8*tp4-pp2-cp1"),
-    ("32b", 64, LONG): ("4*tp16-pp1-cp1", "4*tp8-pp2-cp1", "8*tp4-pp2-cp1"),
-}
+# Table 3 by model, GPUs and context length: Megatron-LM's strategy (F1; F2 and F3), and HotSPa's, for
+# the longest sequences first (Appendix G). For 7B on 8 GPUs with 32K it names strategies of 16 GPUs;
+# those of 16K stand in.
+TABLE_3 = {(size, ranks, longest * K): of for size, ranks, longest, of in cases("hydraulis", "fig13")}
 # Table 3's DeepSpeed: GPUs of a replica, by context length; with recomputation for 32B.
 ULYSSES = {SHORT: 4, LONG: 8}
 # Longest sequences of its strategies, from the last one on.
@@ -274,7 +247,7 @@ def step_s(source: str, job: TrainedCase, text: str, batches: Sequence[Lengths],
     # (HotSPa).
     others_s: list[float] = []
     if source == OURS or job.size != "7b":
-        strategies = HOTSPA[job.size, job.num_ranks, job.longest]
+        strategies = TABLE_3[job.size, job.num_ranks, job.longest]["HotSPa"]
         propagation_s = fmean(hotspa(source, job, strategies, batch) for batch in batches)
         others_s.append(propagation_s + (exchanged_s(job, strategies) if whole else 0.0))
     if source == OURS or "cp2" not in text:
@@ -291,19 +264,19 @@ def _fig13(effort: Effort) -> Ours:
     """Speed-up of each cell, least and most, and of propagation alone; HotSPa's switches."""
     for source in SOURCES:
         gains: dict[bool, dict[str, float]] = {True: {}, False: {}}
-        for size, ranks, longest, text in effort.progress(CELLS, f"fig13, {source}"):
+        for (size, ranks, longest), strategies in effort.progress(list(TABLE_3.items()), f"fig13, {source}"):
             for dataset in ("commoncrawl", "github-code"):
                 job = TrainedCase(size, ranks, TOKENS, longest, dataset)
                 batches = job.batches(effort.batches)
                 for whole, by_cell in gains.items():
-                    before_s, after_s = step_s(source, job, text, batches, whole=whole)
+                    before_s, after_s = step_s(source, job, strategies["Megatron-LM"], batches, whole=whole)
                     by_cell[f"{size.upper()}, {ranks} GPUs, {longest // K}K, {dataset}"] = before_s / after_s
         yield from ((f"{name}, {source}", gain) for name, gain in gains[True].items())
         for whole, what in ((True, ""), (False, ", propagation alone")):
             yield f"least of all{what}, {source}", min(gains[whole].values())
             yield f"most of all{what}, {source}", max(gains[whole].values())
     for ranks in SWITCHED:
-        switch_s = exchanged_s(TrainedCase("32b", ranks), HOTSPA["32b", ranks, LONG])
+        switch_s = exchanged_s(TrainedCase("32b", ranks), TABLE_3["32b", ranks, LONG]["HotSPa"])
         yield f"HotSPa's switches in a step, 32B, {ranks} GPUs", switch_s
 
 
@@ -314,17 +287,7 @@ def _fig13(effort: Effort) -> Ours:
 # 16: throughput as parts of Hydraulis are added one by one; Figure 20: greedy dispatching (Alg. 1)
 # over ideal dispatching (Eq. 3).
 BASE = TrainedCase("7b", 16)
-
-JOBS = {
-    "16 GPUs, 32K, 200K tokens": BASE,
-    "32 GPUs": replace(BASE, num_ranks=32),
-    "64 GPUs": replace(BASE, num_ranks=64),
-    "longest 64K": replace(BASE, longest=64 * K),
-    "longest 128K": replace(BASE, longest=128 * K),
-    "100K tokens": replace(BASE, tokens=100_000),
-    "400K tokens": replace(BASE, tokens=400_000),
-}
-
+JOBS = {name: replace(BASE, **changed) for name, changed in cases("hydraulis", "fig14").items()}
 # Of a search for Eq. 3.
 NODES = 20
 

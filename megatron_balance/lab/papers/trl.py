@@ -19,7 +19,7 @@ from functools import cached_property
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.model import Model
-from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, paper
+from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, cases, paper
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.setup import Setup
@@ -30,15 +30,16 @@ NODE, M = 8, 1024 * K
 VOCABULARY = 151936
 
 
-def _qwen3(name: str, layers: int, hidden: int, ffn: int, heads: tuple[int, int]) -> Model:
-    return Model(*heads, 128, layers, hidden, ffn, name=name, vocab_size=VOCABULARY)
-
-
 # The models' cards; of 30B-A3B 8 experts of 768 are visited.
-B06 = _qwen3("Qwen3-0.6B", 28, 1024, 3072, (16, 8))
-B8 = _qwen3("Qwen3-8B", 36, 4096, 12288, (32, 8))
-B30 = _qwen3("Qwen3-30B-A3B", 48, 2048, 8 * 768, (32, 4))
-B32 = _qwen3("Qwen3-32B", 64, 5120, 25600, (64, 8))
+MODELS = {
+    name: Model(*heads, 128, layers, hidden, ffn, name=name, vocab_size=VOCABULARY)
+    for name, layers, hidden, ffn, heads in (
+        ("Qwen3-0.6B", 28, 1024, 3072, (16, 8)),
+        ("Qwen3-8B", 36, 4096, 12288, (32, 8)),
+        ("Qwen3-30B-A3B", 48, 2048, 8 * 768, (32, 4)),
+        ("Qwen3-32B", 64, 5120, 25600, (64, 8)),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,7 @@ class _TrlCase(SimulatedCase):
         return simulate_step(plans, self.machine, Setup("replay", "full")).step_s
 
 
-STEPS = (
-    _TrlCase(B06, M, 8),
-    _TrlCase(B06, 4 * M, 8),
-    _TrlCase(B8, M, 8),
-    _TrlCase(B8, 2 * M, 16),
-    _TrlCase(B8, 4 * M, 32),
-    _TrlCase(B30, M, 8),
-    _TrlCase(B32, M, 8),
-)
+STEPS = tuple(_TrlCase(MODELS[name], tokens * M, gpus) for name, tokens, gpus in cases("trl", "steps"))
 
 
 def _steps(effort: Effort) -> Ours:

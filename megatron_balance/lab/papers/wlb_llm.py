@@ -40,7 +40,7 @@ from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, StepPlan
-from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, paper
+from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, cases, paper
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.wlb_llm import WlbLlmOptions, WlbShardingOptions, packed_step, shard
 from megatron_balance.planning.choice import choose_planner
@@ -142,16 +142,7 @@ def samples(documents: Iterator[int], window: int) -> Iterator[Lengths]:
         sample.append(document)
 
 
-TABLE_1: Sequence[WlbCase] = (
-    WlbCase("llama-550m", 64 * K, 2, 2, 4, 2),
-    WlbCase("llama-550m", 128 * K, 2, 4, 4),
-    WlbCase("llama-7b", 64 * K, 4, 2, 4),
-    WlbCase("llama-7b", 128 * K, 8, 2, 4),
-    WlbCase("llama-30b", 64 * K, 8, 2, 4),
-    WlbCase("llama-30b", 128 * K, 8, 4, 4),
-    WlbCase("llama-70b", 64 * K, 16, 4, 4),
-    WlbCase("llama-70b", 128 * K, 16, 4, 4),
-)
+TABLE_1 = tuple(WlbCase(model, window * K, *split) for model, window, *split in cases("wlb_llm", "fig12"))
 B7_128K = TABLE_1[3]
 
 THRESHOLDS = {

@@ -340,24 +340,14 @@ UNEVEN = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Panel:
-    """A model of the figure. `label` as in the paper."""
-
-    label: str
-    model: str
-    cluster: str
-    tensor: int = 1
-    experts: int = 1
-
-    def case(self, context: int) -> ZeppelinCase:
-        """On as many GPUs as the context fills."""
-        return ZeppelinCase(self.model, self.cluster, context // TOKENS_PER_GPU, self.tensor, self.experts)
-
-
-B7, B13 = _Panel("7B", "llama-7b", "a800"), _Panel("13B", "llama-13b", "a800", tensor=2)
-B30, MOE = _Panel("30B", "llama-30b", "h200", tensor=2), _Panel("8x550M", "moe-8x550m", "a800", experts=8)
-MODELS = (B7, B13, B30, MOE)
+# Models of the figure as the paper labels them, on the GPUs that the first context fills.
+MOE = "8x550M"
+MODELS = {
+    "7B": ZeppelinCase("llama-7b", "a800", 16),
+    "13B": ZeppelinCase("llama-13b", "a800", 16, tensor=2),
+    "30B": ZeppelinCase("llama-30b", "h200", 16, tensor=2),
+    MOE: ZeppelinCase("moe-8x550m", "a800", 16, experts=8),
+}
 # Label of a model, context length, data set.
 Cell = tuple[str, int, str]
 
@@ -373,10 +363,10 @@ def _fig8(effort: Effort) -> Ours:
     by_cell: dict[Cell, dict[str, float]] = {}
     uneven: dict[str, list[dict[str, float]]] = {label: [] for label in UNEVEN}
     for model, context in effort.progress(list(product(MODELS, CONTEXTS)), "fig8"):
-        case = model.case(context)
+        case = replace(MODELS[model], num_gpus=context // TOKENS_PER_GPU)
         for dataset in DATASETS:
             batches = case.batches(dataset, effort.batches)
-            by_cell[model.label, context, dataset] = _speedups(case, batches)
+            by_cell[model, context, dataset] = _speedups(case, batches)
             if (model, context) == (MOE, CONTEXTS[0]):
                 for label, load in UNEVEN.items():
                     uneven[label].append(_speedups(replace(case, expert_load=load), batches))
@@ -414,7 +404,7 @@ def _claims(by_cell: Mapping[Cell, Mapping[str, float]]) -> Ours:
         return fmean(each[ZEPPELIN.name] for (m, _, d), each in by_cell.items() if m == model and dataset in (None, d))
 
     def ahead(system: str, over: str, context: int) -> float:
-        return _ahead([each for (m, at, _), each in by_cell.items() if (m, at) == (MOE.label, context)], system, over)
+        return _ahead([each for (m, at, _), each in by_cell.items() if (m, at) == (MOE, context)], system, over)
 
     longest, shortest = CONTEXTS[-1], CONTEXTS[0]
     others = (TE.name, LLAMA.name, HYBRID.name)
@@ -425,7 +415,7 @@ def _claims(by_cell: Mapping[Cell, Mapping[str, float]]) -> Ours:
     best = min(
         each[ZEPPELIN.name] / max(each[name] for name in others)
         for (model, context, _), each in by_cell.items()
-        if (model, context) != (MOE.label, shortest)
+        if (model, context) != (MOE, shortest)
     )
     yield "Zeppelin over the best of the others, smallest", best
 

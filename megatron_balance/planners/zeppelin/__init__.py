@@ -236,9 +236,8 @@ class Search:
         """The best plan of rings of groups: of the cheapest ones by estimate."""
         wanted = self.context.options.group_size
         costs = self._costs(wanted if wanted in _ring_sizes(self.context.cluster) else self._ring_size())
-        everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
-        best = self._best_of([self._rings(placement, costs.size) for placement in self._aligned(costs)])
-        return best or self._rings(everywhere, costs.size)
+        plans = [self._rings(placement, costs.size) for placement in self._aligned(costs)]
+        return self._best_of(plans) or self._rings(_on_all_groups(self.lengths, costs), costs.size)
 
     def _best_of(self, plans: Sequence[MicrobatchPlan]) -> MicrobatchPlan | None:
         """The first, in order of their estimates, that keeps to the capacity."""
@@ -259,7 +258,7 @@ class Search:
         seconds = costs.layers_s(self.lengths)
         mean_s, capacity = sum(seconds) / costs.num_groups, self.capacity * costs.size
         targets, close = (_TARGETS, _CLOSE) if costs.num_groups <= _MANY else (_TARGETS[1::2], 1.0)
-        found: list[Placement] = [[tuple(range(costs.num_groups))] * len(seconds)]
+        found = [_on_all_groups(self.lengths, costs)]
         found += [shares.aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
         if len(seconds) <= _WHOLE and costs.num_groups <= _MANY:
             placement = shares.whole(seconds, costs.num_groups)
@@ -291,10 +290,10 @@ class Search:
         surely = inf if costs.states_s else _SURELY_OF_PIECES if costs.piece_s else _SURELY
         if (costs.num_groups > _MANY and not costs.states_s) or surely * found.price.seconds < _SHOWS * even_s:
             return plan
-        best = self._aligned(costs)
-        if surely * found.price.seconds <= rings_s(best[0], lengths, costs):
+        known = self._aligned(costs)
+        if surely * found.price.seconds <= rings_s(known[0], lengths, costs):
             return plan
-        return self._best_of([plan, *(self._rings(placement, costs.size) for placement in best)]) or plan
+        return self._best_of([plan, *(self._rings(placement, costs.size) for placement in known)]) or plan
 
     # Waves
 
@@ -315,8 +314,7 @@ class Search:
         if cluster.num_nodes > 1:
             return self._placed(costs, sizes)
         # Inside a node a dear size may lie between cheap ones; sizes are few, and told by whole plans.
-        tried = (self._placed(costs, [size]) for size in sizes)
-        found = [each for each in tried if each is not None]
+        found = [each for size in sizes if (each := self._placed(costs, [size])) is not None]
         if len(found) < 2:
             return found[0] if found else None
         return found[best_first([plan_estimate(each.plan, self.machine) for each in found])[0]]
@@ -381,8 +379,8 @@ class Search:
 
         def begun(every: Sequence[float | None], least: float) -> Trimmed:
             ways = _distinct(every, work, num_groups) if num_groups > 1 else every[:1]
-            of_each = (shares.placements(work, lengths, num_groups, above) for above in ways)
-            return Trimmed.without(list(chain.from_iterable(of_each)), least)
+            placements = (shares.placements(work, lengths, num_groups, above) for above in ways)
+            return Trimmed.without(list(chain.from_iterable(placements)), least)
 
         yield begun(starts.always, _LEAST_SHARE)
         if num_groups <= _MANY and not costs.replays:
@@ -452,6 +450,10 @@ class Search:
         if other is not None:
             known.append((other, plan_estimate(other.plan, self.machine)))
         return known[best_first([priced for _, priced in known])[0]][0]
+
+
+def _on_all_groups(lengths: Sequence[int], costs: GroupCosts) -> Placement:
+    return [tuple(range(costs.num_groups))] * len(lengths)
 
 
 def _direction(price: PlacementPrice) -> int:

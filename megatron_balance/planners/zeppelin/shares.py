@@ -79,8 +79,8 @@ class Shares:
         for at, seq in zip(group.tolist(), seqs.tolist(), strict=True):
             on[at].add(seq)
         cut = {seq for seq, count in enumerate(counts) if count > 1}
-        begun = [*of, *([{}] * (len(work) - len(of)))]
-        return cls(work, lengths, begun, load, held, on, cut, sum(work) / num_groups, sum(lengths) / num_groups)
+        of = [*of, *([{}] * (len(work) - len(of)))]
+        return cls(work, lengths, of, load, held, on, cut, sum(work) / num_groups, sum(lengths) / num_groups)
 
     @property
     def num_groups(self) -> int:
@@ -156,9 +156,10 @@ class Trimmed:
     @classmethod
     def without(cls, placements: Sequence[Shares], least: float = 0.0) -> Trimmed:
         """Leave out shares below `least` or half the largest of their sequence."""
-        whole = placements[0]
-        work, lengths = np.array(whole.work, dtype=np.float64), np.array(whole.lengths, dtype=np.float64)
-        size, cuts = whole.num_groups, [sorted(placed.cut) for placed in placements]
+        # Of the same sequences and groups.
+        one = placements[0]
+        work, lengths = np.array(one.work, dtype=np.float64), np.array(one.lengths, dtype=np.float64)
+        size, cuts = one.num_groups, [sorted(placed.cut) for placed in placements]
         # A piece is one cut sequence of one placement; rows are its shares.
         pieces = [placed.of[seq] for placed, cut in zip(placements, cuts, strict=True) for seq in cut]
         counts = np.fromiter(map(len, pieces), np.int64, len(pieces))

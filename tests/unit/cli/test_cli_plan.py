@@ -310,6 +310,7 @@ MISTAKES = [
     ("strategies & --tokens 0", "--tokens 0: must be at least 1"),
     ("strategies & --schemes a800-8b", "no scheme named 'a800-8b', did you mean"),
     ("strategies & --plan-costs x.json", "--schemes and --plan-costs are both given"),
+    ("strategies & --model llama-13b", "--schemes and --model are both given"),
     ("strategies & --out nowhere/x.txt", "--out nowhere/x.txt: no folder nowhere"),
     ("strategies & --out .", "--out .: is a folder"),
     ("strategies & --out /proc/strategies.txt", "--out /proc/strategies.txt: cannot be written: No such file"),

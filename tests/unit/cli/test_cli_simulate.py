@@ -172,7 +172,8 @@ def test_stages_attend_together_where_training_would_have_them(run, tmp_path):
         ("te_ring --slow 1=x", "--slow 1=x: expected RANK=FACTOR, such as 3=1.5"),
         ("te_ring --slow 1=0", "--slow 1=0: the factor must be more than 0"),
         ("te_ring --spread -1", "spread -1.0: must not be negative; 0.1 is about 10 %"),
-        ("te_ring --draws 3", "--draws 3 goes with --spread S, such as 0.1"),
+        ("te_ring --draws 3", "--draws goes with --spread S, which is not given"),
+        ("te_ring --spread-seed 3", "--spread-seed goes with --spread S, which is not given"),
         ("te_ring --pipeline 0", "pipeline 0: must be at least 1"),
         ("te_ring --microbatches 2", "--microbatches 2: 1 batches do not make whole steps of so many; give a divisor"),
         (

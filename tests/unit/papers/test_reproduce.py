@@ -166,7 +166,7 @@ def test_systems_come_in_the_papers_order(small):
 
 
 def test_tensor_parallel_groups_are_ranks_of_twice_the_tokens():
-    case = zeppelin.B13.case(64 * K)
+    case = zeppelin.MODELS["13B"]
     assert (case.cluster.num_ranks, case.cluster.node_size, case.num_tokens) == (8, 4, 64 * K)
     assert case.cluster.ranks_per_nic == 1
     assert TE.plans(case, (64 * K,))[0].num_ranks == 8
@@ -176,7 +176,7 @@ def test_tensor_parallel_groups_are_ranks_of_twice_the_tokens():
 
 
 def test_the_grid_has_a_row_for_every_cell_and_sums_them_up(monkeypatch):
-    monkeypatch.setattr(zeppelin, "MODELS", (zeppelin.B7, zeppelin.B13, zeppelin.MOE))
+    monkeypatch.delitem(zeppelin.MODELS, "30B")
     monkeypatch.setattr(zeppelin, "CONTEXTS", (64 * K,))
     monkeypatch.setattr(zeppelin, "_speedups", _fixed_speedups)
     rows = PAPER.tables["fig8"].rows(ONE)
@@ -318,8 +318,8 @@ def test_baselines_of_distca_fit_the_memory_and_are_behind_it() -> None:
     pipelines = distca.DistcaCase("8B", 8, 1024 * K, 128 * K, (2,))
     assert ours < distca.distca_s(pipelines, batch) < inf
     # The grids are those of tables 4 and 5.
-    fig9 = distca.grid(distca.TABLE_4, distca.NODES)
-    fig10 = distca.grid(distca.TABLE_5, distca.NODES_5, distca.STAGES)
+    fig9 = distca.grid(distca.TABLE_4)
+    fig10 = distca.grid(distca.TABLE_5, distca.STAGES)
     assert (len(fig9), len(fig10)) == (18, 18)
     assert {case.num_tokens for case in fig9 if case.num_nodes == 8} == {1024 * K, 512 * K}
 
@@ -473,14 +473,14 @@ def test_microbatches_are_dealt_in_turn_and_ranges_of_lengths_have_their_own_str
     cost, narrow = (hydraulis.costs(hydraulis.AUTHORS, "13b").pipeline(Scheme(tensor), 16) for tensor in (4, 2))
     one_s = (cost.a * 9000 + cost.b) * 9000 + cost.c
     short_s = (narrow.a * 4000 + narrow.b) * 4000 + narrow.c
-    found = hydraulis.hotspa(hydraulis.AUTHORS, job, hydraulis.HOTSPA["13b", 16, hydraulis.LONG], [9000, 4000])
+    found = hydraulis.hotspa(hydraulis.AUTHORS, job, hydraulis.TABLE_3["13b", 16, 32 * K]["HotSPa"], [9000, 4000])
     assert found == pytest.approx(one_s + short_s)
 
 
 def test_whole_steps_count_exchanges_of_all_systems_and_propagation_those_of_none() -> None:
     # Figure 13 charged HotSPa alone, and by the paper's own seconds.
     job, (batch,) = hydraulis.TrainedCase("32b", 64, 100_000), hydraulis.TrainedCase("32b", 64, 100_000).batches(1)
-    switches_s = hydraulis.exchanged_s(job, hydraulis.HOTSPA["32b", 64, hydraulis.LONG])
+    switches_s = hydraulis.exchanged_s(job, hydraulis.TABLE_3["32b", 64, 32 * K]["HotSPa"])
     assert 1 < switches_s < 2.21  # published, which bytes over links alone do not reach
     own = Strategy.parse("4*tp8-pp2-cp1")
     cluster, model = hydraulis.cluster_and_model("32b")

@@ -61,6 +61,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(run: CommandLine) -> None:
         ("--pack-bytes a,b", "--pack-bytes a,b: expected whole numbers such as 128,512"),
         ("--repeats 0", "--repeats 0: must be at least 1"),
         ("--ranks-per-node 2", "--ranks-per-node goes with --links, which is not given"),
+        ("--message-bytes 1024,4096", "--message-bytes goes with --links, which is not given"),
         ("--out /none/such/t.json", "--out /none/such/t.json: no folder /none/such"),
         ("--model llama-8b", "no model named 'llama-8b', did you mean 'llama3-8b'?"),
         ("--kernel flash", "unknown kernel 'flash'"),

@@ -250,6 +250,20 @@ def test_a_folder_is_simulated_with_its_costs_and_reported(tmp_path: Path, capsy
     assert json.loads((tmp_path / "found.json").read_text()) == printed
     assert (tmp_path / "found.md").read_text().count("| te_ring |") == 1
     assert "\n\nMeasured at night.\n\n" in (tmp_path / "found.md").read_text()
+    # What was written is read again.
+    assert simulated_command.main(["compare", str(tmp_path / "found.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == printed
+
+
+def test_the_noise_of_a_median_is_that_of_cases_and_of_repetitions() -> None:
+    same = [line(name, 1.0, 1.02) for name in "abc"]
+    assert simulated_report.noise(same) == pytest.approx((0.02, 0.02))
+    low, high = simulated_report.noise([*same, line("d", 1.0, 1.1), line("e", 1.0, 1.1)])
+    assert (low, high) == pytest.approx((0.02, 0.1))
+    # Of three repetitions within 4 %, evenly spread, 95 % of medians are within 0.8 of that.
+    low, high = simulated_report.noise([line("a", 1.0, 1.1, spread=0.04)])
+    assert low == pytest.approx(1.1 / 1.016 - 1, abs=1e-3)
+    assert high == pytest.approx(1.1 / 0.984 - 1, abs=1e-3)
 
 
 def test_close_planners_are_in_order_where_their_repetitions_do_not_overlap() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from megatron_balance.runtime.kernels import choose_kernel
+from megatron_balance.runtime.kernels import VarlenKernel, choose_kernel
 from megatron_balance.runtime.kernels.base import PlainKernel, hidden
 from tests.support.processes import ended
 from tools.gpu import attention, bare, kernels, machine, parts, report, run, sharing
@@ -196,6 +196,21 @@ def test_each_library_is_timed_on_four_kinds_of_launches(monkeypatch):
         [fragments / attention.num_pairs(launches["one length"]) * x for x in (1 / 3, 2 / 4)]
     )
     assert "half chunks" in rows[0].note
+
+
+def test_a_block_without_work_is_timed_by_a_wider_grid_of_the_same_documents(monkeypatch):
+    for name, value in {"HEADS": 4, "KV_HEADS": 2, "DOCUMENTS": 3}.items():
+        monkeypatch.setattr(attention, name, value)
+    seen = []
+    calls = SimpleNamespace(
+        forward=lambda _, q, *more: (q, more[0]), backward=lambda at, *_: seen.append(at) or at.max_k
+    )
+    # Blocks of a grid on 10 SMs, two times as dear as priced, beside what a launch takes.
+    monkeypatch.setattr(attention, "gpu_s", lambda call: 1e-3 + call() / 128 * 3 * 4 * 1e-6 / 10)
+    kernel = VarlenKernel("flash_attn_3", calls)  # pyright: ignore[reportArgumentType]
+    assert attention.empty_s(kernel, 10, torch.device("cpu")) == pytest.approx(1e-6)
+    assert [(at.cu_k.tolist(), at.max_k) for at in seen] == [([0, 128, 256, 384], most) for most in (128, 16384)]
+    assert set(attention.EMPTY) == {"flash_attn", "flash_attn_3", "torch_varlen"}
 
 
 def test_rollouts_as_trees_are_held_against_trls_tree_attention(monkeypatch):

@@ -19,7 +19,7 @@ from megatron_balance.ir.forest import Forest, Segment
 from megatron_balance.model_config import unproved
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
-from megatron_balance.profiling.machine import Reading, cluster_of
+from megatron_balance.profiling.hardware import Reading, cluster_of
 from megatron_balance.torch import IGNORED, SequenceBalancer, Settings, balanced_attention, hf, knapformer, model_of
 from megatron_balance.torch import balancer as module
 from megatron_balance.torch.settings import check_layer

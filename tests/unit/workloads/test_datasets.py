@@ -211,6 +211,7 @@ def test_what_cannot_be_built_or_described_is_refused(folder: Path, tmp_path: Pa
         ("--max-bytes 0", "--max-bytes 0: must be at least 1"),
         ("--limit -1", "--limit -1: must be at least 1"),
         ("--suffix .rs", "no files ending in '.rs' in "),
+        ("--key body", "--key goes with --tokenizer FILE, which is not given"),
         ("--max-byte 3", "unknown option '--max-byte'"),
     ):
         assert sentence in run.error(f"corpus build {words}", tmp_path / "c", folder)

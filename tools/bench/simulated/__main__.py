@@ -2,7 +2,7 @@
 
 measure: costs first, by microbenchmarks on the ranks, then the cases; leaves a folder. compare:
 simulates what such folders have with the costs in them, and prints measured and simulated times, or
-writes them to FILE.md and FILE.json.
+writes them to FILE.md and FILE.json. Such a FILE.json is read in place of a folder.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--share", type=float, default=SHARE, help=f"of a core, for each rank's kernels (default {SHARE})")
     one.add_argument("--out", type=Path, help="folder (default out/bench-simulated/NICS-nics)")
     both = verbs.add_parser("compare", help="simulate what was measured")
-    both.add_argument("folders", type=Path, nargs="+", help="of `measure`")
+    both.add_argument("folders", type=Path, nargs="+", help="of `measure`, or a FILE.json")
     both.add_argument("--write", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
     both.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -110,8 +110,10 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    rows = piece.all_rows(options.folders)
+    rows = piece.all_rows([each for each in options.folders if each.is_dir()])
     lines = [report.line_of(row) for row in tqdm(rows, desc="simulated", unit="case", file=sys.stderr)]
+    for written in (each for each in options.folders if not each.is_dir()):
+        lines += report.from_body(json.loads(written.read_text()))
     if options.write:
         options.write.with_suffix(".md").write_text(_text(lines, options.folders))
         options.write.with_suffix(".json").write_text(rows_on_lines(report.body(lines)))

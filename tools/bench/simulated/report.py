@@ -4,7 +4,7 @@ come in the right order.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations
 from math import comb
@@ -44,6 +44,9 @@ STAGGER_S, DRAWS = 0.003, 10
 """Ranks that wait for the same moment wake within so long of one another (3.3 ms, median of 30
 times, 8 ranks on two cores), in an order that chance decides; and how many of these are simulated.
 """
+
+AGAIN = 2000
+"""Draws of `noise`."""
 
 TIE = 0.005
 """Planners simulated no further apart are in the right order by chance."""
@@ -174,6 +177,27 @@ def summary(lines: Sequence[Line]) -> Summary:
     )
 
 
+def noise(lines: Sequence[Line]) -> tuple[float, float]:
+    """Within what 95 % of median errors lie, with cases and their repetitions drawn again."""
+    random, repeats = np.random.default_rng(0), min(line.repeats for line in lines)
+    drawn = random.integers(len(lines), size=(AGAIN, len(lines)))
+    names = ("shortest_s", "measured_s", "longest_s", "simulated_s")
+    shortest, measured, longest, simulated = (
+        np.array([getattr(line, name) for line in lines])[drawn] for name in names
+    )
+    # Repetitions are spread evenly on either side of their median.
+    at = 2 * np.median(random.random((repeats, *drawn.shape)), axis=0) - 1
+    again = measured + np.where(at < 0, at * (measured - shortest), at * (longest - measured))
+    low, high = np.percentile(np.median(np.abs(simulated / again - 1), axis=1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def from_body(found: Mapping[str, Any]) -> list[Line]:
+    """The lines of a `body`."""
+    names = {field.name for field in fields(Line)}
+    return [Line(**{name: value for name, value in case.items() if name in names}) for case in found["cases"]]
+
+
 def body(lines: Sequence[Line]) -> dict[str, Any]:
     return {
         "summary": asdict(summary(lines)),
@@ -195,10 +219,11 @@ def cells(line: Line) -> tuple[str, ...]:
 
 def in_words(lines: Sequence[Line]) -> list[str]:
     """The summary, and what is wrong, a sentence each."""
-    found, repeats = summary(lines), min(line.repeats for line in lines)
+    found, repeats, (low, high) = summary(lines), min(line.repeats for line in lines), noise(lines)
     text = [
         f"{found.cases} cases: median error {found.median_error:.1%}, worst {found.worst_error:.1%}, "
-        f"{found.within_ten_percent} within 10 %.",
+        f"{found.within_ten_percent} within 10 %. With cases and repetitions drawn again the median is {low:.1%} to "
+        f"{high:.1%} (95 % of draws).",
         f"{found.close} cases have a planner within {CLOSE:.0%} of theirs: {found.pairs} pairs. In {found.clear} of "
         "them the medians are "
         f"further apart than either one's repetitions; the simulator has {found.clear - found.clear_wrong} of these "
