@@ -12,7 +12,8 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.forest import Tree, document
 from megatron_balance.ir.program import Exchange
-from megatron_balance.ir.recurrent import Compose, RecurrentKind, RecurrentOp, RecurrentProgram, recurrent_lines
+from megatron_balance.ir.recurrent import Compose, RecurrentKind, RecurrentOp, RecurrentProgram
+from megatron_balance.ir.text import recurrent_lines
 
 _Piece: TypeAlias = tuple[int, int, int, int]  # rank, seq, start, stop
 _Value: TypeAlias = tuple[RecurrentKind, int, int, int]  # kind, seq, start, stop

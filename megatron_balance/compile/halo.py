@@ -6,8 +6,8 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_balance.compile.remap import fragments
-from megatron_balance.ir.arrays import Ints, as_rows, keys_of
-from megatron_balance.ir.columns import Held, Placed, Task
+from megatron_balance.ir.arrays import as_rows, keys_of
+from megatron_balance.ir.columns import Held
 from megatron_balance.ir.forest import Forest, over
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable
@@ -18,7 +18,7 @@ ZONE = "window"
 @lru_cache(maxsize=64)
 def under(plan: MicrobatchPlan, mask: Mask) -> MicrobatchPlan:
     """The plan of layers under `mask`, of tokens placed as in `plan`; its trees stay."""
-    # All zones become one task table (`halo`), and routing, which was decided for their transfers,
+    # All zones become one task table, and routing, which was decided for their transfers,
     # stays with the remap alone. A window that no sequence is longer than shows what its mask shows
     # without it, and the zones stay.
     if isinstance(plan.mask, Forest) and not isinstance(mask, Forest):
@@ -31,7 +31,7 @@ def under(plan: MicrobatchPlan, mask: Mask) -> MicrobatchPlan:
     routing = plan.routing
     if routing is not None:
         routing = replace(routing, zones=(REMAP,)) if REMAP in routing.zones else None
-    return replace(plan, zones=(halo(plan, mask),), routing=routing, mask=mask)
+    return replace(plan, zones=(_halo(plan, mask),), routing=routing, mask=mask)
 
 
 # Under a window of W keys a query needs W - 1 keys before its own, so of a run of tokens on one
@@ -41,16 +41,10 @@ def under(plan: MicrobatchPlan, mask: Mask) -> MicrobatchPlan:
 # patterns, so layers of a window and layers without one can share the rows of a microbatch. Work is
 # then as even as the placement makes it: under a window a query has W pairs wherever it is, but for
 # the first of its sequence; of a tree no placement by lengths alone is even.
-def halo(plan: MicrobatchPlan, mask: SlidingWindow | Forest) -> TaskTable:
-    """The zone in which each rank attends its own queries of `plan`, over the keys that they see."""
+def _halo(plan: MicrobatchPlan, mask: SlidingWindow | Forest) -> TaskTable:
+    # The zone in which each rank attends its own queries of `plan`, over the keys that they see. Of
+    # trees the pattern takes of these keys what is on paths.
     placed = fragments(plan)[:, Held.PLACED]
-    return TaskTable(ZONE, as_rows(placed), as_rows(_tasks(placed, mask)))
-
-
-def _tasks(placed: Ints, mask: SlidingWindow | Forest) -> Ints:
-    # Of trees the pattern takes of these keys what is on paths.
-    tasks = np.empty((len(placed), Task.WIDTH), dtype=np.int64)
-    tasks[:, Task.RANK], tasks[:, Task.QUERY] = placed[:, Placed.RANK], placed[:, Placed.FRAGMENT]
     _, seq, start, stop = placed.T
-    tasks[:, Task.K_START], tasks[:, Task.K_STOP] = keys_of(seq, start, stop, mask)
-    return tasks
+    tasks = np.column_stack([placed, *keys_of(seq, start, stop, mask)])
+    return TaskTable(ZONE, as_rows(placed), as_rows(tasks))

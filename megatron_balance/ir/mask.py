@@ -92,7 +92,7 @@ class Band(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Causal(Mask):
+class _Causal(Mask):
     """A query sees itself and the keys before it."""
 
     @property
@@ -116,7 +116,7 @@ class Causal(Mask):
 
 
 @dataclass(frozen=True, slots=True)
-class Full(Mask):
+class _Full(Mask):
     """A query sees every key of its sequence."""
 
     @property
@@ -179,8 +179,8 @@ class SlidingWindow(Mask):
         return CAUSAL.num_pairs(length) - CAUSAL.num_pairs(hidden)
 
 
-CAUSAL = Causal()
-FULL = Full()
+CAUSAL = _Causal()
+FULL = _Full()
 # Masks of one size; sliding windows are named after theirs.
 MASKS: dict[str, Mask] = {mask.name: mask for mask in (CAUSAL, FULL)}
 

@@ -319,30 +319,6 @@ def _numbered(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(begin, end)) for begin, end in pairwise(ends))
 
 
-def text(step: StepPlan) -> str:
-    """The step for people: a line for each nano-batch, and one for each tick."""
-    return "\n".join(_lines(step)) + "\n"
-
-
-def _lines(step: StepPlan) -> Iterator[str]:
-    under = "" if step.strategy is None else f", {step.strategy}"
-    yield f"step {step.fingerprint()}, {len(step.members)} microbatches{under}"
-    plans_of = step.plans_of
-    for p, microbatches in enumerate(step.pipelines):
-        if step.strategy is not None:
-            yield f"pipeline {p} {step.strategy.pipelines[p]}, {len(microbatches)} microbatches"
-        for number, m in enumerate(microbatches):
-            for n, at in enumerate(plans_of[m]):
-                plan = step.plans[at]
-                numbers = " ".join(f"s{seq}" for seq in step.members[m][n])
-                what = f"{plan.planner} {plan.fingerprint()} {plan.num_tokens} tokens"
-                yield f"microbatch {number}.{n} {what}: {numbers}".rstrip(": ")
-    for n, ticks in enumerate(step.ticks):
-        for at, each in enumerate(ticks):
-            cells = " ".join("-" if cell is None else f"m{cell.microbatch}.c{cell.chunk}" for cell in each.tick.cells)
-            yield f"tick {at}.{n} {'backward' if each.tick.backward else 'forward'} {each.plan.fingerprint()}: {cells}"
-
-
 def to_json(step: StepPlan) -> str:
     """The step as one line of JSON with a fixed key order."""
     # Ticks of the same microbatches share a plan.

@@ -12,8 +12,8 @@ from megatron_balance.patterns.base import AnyZone, CommPattern, ZoneAt
 from megatron_balance.patterns.dispatch import Dispatch
 from megatron_balance.patterns.head_exchange import ChunkExchange, HeadExchange
 from megatron_balance.patterns.head_ring import HeadRing
-from megatron_balance.patterns.once_per_node import ChunkExchangeOnce, DispatchOnce, HeadExchangeOnce
-from megatron_balance.patterns.waves import WavesPattern
+from megatron_balance.patterns.once_per_node import CHUNK_EXCHANGE_ONCE, DISPATCH_ONCE, HEAD_EXCHANGE_ONCE
+from megatron_balance.patterns.waves import WAVES
 
 PATTERNS: dict[str, CommPattern[Any]] = {
     "ring": HeadRing(grouped=False),
@@ -22,12 +22,12 @@ PATTERNS: dict[str, CommPattern[Any]] = {
     "gather_sequence": GATHER_SEQUENCE,
     "head_exchange": HeadExchange(),
     "chunk_exchange": ChunkExchange(),
-    "head_exchange_once": HeadExchangeOnce(),
-    "chunk_exchange_once": ChunkExchangeOnce(),
+    "head_exchange_once": HEAD_EXCHANGE_ONCE,
+    "chunk_exchange_once": CHUNK_EXCHANGE_ONCE,
     "head_ring": HeadRing(grouped=True),
     "dispatch": Dispatch(),
-    "dispatch_once": DispatchOnce(),
-    "waves": WavesPattern(),
+    "dispatch_once": DISPATCH_ONCE,
+    "waves": WAVES,
 }
 
 # Comm patterns that send rows to each rank that needs them, and those that are the same but send

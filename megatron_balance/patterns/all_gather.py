@@ -8,16 +8,19 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_rows, num_pairs, sums
+from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_rows, laid, num_pairs, sums
 from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import base
 from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
-from megatron_balance.patterns.zigzag import INDEX, PLACE, START, STOP, chunks, of_documents, of_sequence
+from megatron_balance.patterns.zigzag import Zigzag
 
-# From lengths and the number of ranks to a table of chunks (`patterns.zigzag`).
-Cut: TypeAlias = Callable[[Ints, int], Ints]
+# From lengths and the number of ranks to a table of chunks, by rank, then by place, then by start.
+_Cut: TypeAlias = Callable[[Ints, int], Ints]
+
+# Its columns: group index, place of the sequence in its zone, tokens.
+_INDEX, _PLACE, _START, _STOP = range(4)
 
 
 # The three patterns differ in how sequences are cut, all of them zigzag (`patterns.zigzag`):
@@ -33,7 +36,7 @@ class _AllGather(base.CommPattern[Zone]):
     merges_remap = False
     traffic = base.GroupTraffic
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: _Cut) -> None:
         self._cut = cut
 
     def chunks(self, zone: Zone, lengths: Ints) -> "_Chunks":
@@ -128,10 +131,12 @@ class _Chunks:
     """
 
     def __init__(self, table: Ints, seqs: Ints, size: int) -> None:
-        self.index: Ints = table[:, INDEX]
-        self.fragments: Ints = np.column_stack([seqs[table[:, PLACE]], table[:, START], table[:, STOP]])
-        holders = table[np.append(True, (table[1:, : PLACE + 1] != table[:-1, : PLACE + 1]).any(axis=1))[: len(table)]]
-        self.shared: Bools = (np.bincount(holders[:, PLACE], minlength=len(seqs)) > 1)[table[:, PLACE]]
+        self.index: Ints = table[:, _INDEX]
+        self.fragments: Ints = np.column_stack([seqs[table[:, _PLACE]], table[:, _START], table[:, _STOP]])
+        holders = table[
+            np.append(True, (table[1:, : _PLACE + 1] != table[:-1, : _PLACE + 1]).any(axis=1))[: len(table)]
+        ]
+        self.shared: Bools = (np.bincount(holders[:, _PLACE], minlength=len(seqs)) > 1)[table[:, _PLACE]]
         self._bounds = np.searchsorted(self.index, np.arange(size + 1)).tolist()
 
     def held(self, index: int) -> Ints:
@@ -149,9 +154,66 @@ class _Chunks:
 
 
 @lru_cache(maxsize=64)
-def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> _Chunks:
+def _chunks(cut: _Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> _Chunks:
     # `lengths`: int64, of `seqs`. All ranks of a zone are asked for one after another.
     return _Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
 
 
-ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(_AllGather, (chunks, of_documents, of_sequence))
+# Chunks of the three patterns
+
+
+def _of_ring(lengths: Ints, size: int) -> Ints:
+    # As rings have them.
+    placed = Zigzag.of(lengths, np.arange(len(lengths)), size)
+    index = np.arange(size)[:, None]
+    position = placed.position(index)
+    rows = np.empty((*position.shape, 2, 4), dtype=np.int64)
+    rows[..., _INDEX], rows[..., _PLACE] = index[..., None], placed.seqs[:, None]
+    for of_chunk, bounds in zip((0, 1), (placed.lo(position), placed.hi(position)), strict=True):
+        rows[:, :, of_chunk, _START], rows[:, :, of_chunk, _STOP] = bounds
+    return rows[(position < placed.parts)[..., None] & (rows[..., _START] < rows[..., _STOP])]
+
+
+def _mirrored_edges(lengths: Ints, dealt: Ints, size: int) -> Ints:
+    # Where the 2G chunks of each length begin and end: int64 [S, 2G + 1].
+    #
+    # `dealt` [S]: tokens left over that were dealt before. The n-th one goes to group index n mod
+    # G: to its high chunk in even turns (n // G), to its low chunk in odd ones. So a round of 2G of
+    # them goes to chunks 2G - 1, ..., G, 0, ..., G - 1.
+    width = 2 * size
+    whole, over = np.divmod(lengths, width)
+    first = (dealt % width)[:, None]
+    last = first + over[:, None]
+    chunk = np.arange(width + 1)
+    # Those in chunks below `chunk`: of the turn of low chunks the first ones, of high chunks the last.
+    begin, end = np.where(chunk <= size, size, width - chunk), np.where(chunk <= size, size + chunk, width)
+    below = sum(np.maximum(np.minimum(last, end + turn) - np.maximum(first, begin + turn), 0) for turn in (0, width))
+    return whole[:, None] * chunk + below
+
+
+def _of_documents(lengths: Ints, size: int) -> Ints:
+    # Each of `lengths` on its own.
+    over = lengths % (2 * size)
+    edges = _mirrored_edges(lengths, np.cumsum(over) - over, size)
+    index, place = np.arange(size), np.arange(len(lengths))
+    rows = np.empty((size, len(lengths), 2, 4), dtype=np.int64)
+    rows[..., _INDEX], rows[..., _PLACE] = index[:, None, None], place[:, None]
+    rows[:, :, 0, _START], rows[:, :, 0, _STOP] = edges[:, index].T, edges[:, index + 1].T
+    rows[:, :, 1, _START], rows[:, :, 1, _STOP] = edges[:, 2 * size - 1 - index].T, edges[:, 2 * size - index].T
+    # The two chunks of the last rank touch: one fragment.
+    rows[-1, :, 0, _STOP] = rows[-1, :, 1, _STOP]
+    rows[-1, :, 1, _START] = rows[-1, :, 1, _STOP]
+    table = rows.reshape(-1, 4)
+    return table[table[:, _START] < table[:, _STOP]]
+
+
+def _of_sequence(lengths: Ints, size: int) -> Ints:
+    # `lengths` one after the other.
+    total = lengths.sum(keepdims=True)
+    edges = _mirrored_edges(total, np.zeros_like(total), size)[0]
+    rows = laid(lengths, np.delete(edges, size))  # the two chunks of the last rank touch: one fragment
+    rows[:, _INDEX] = np.minimum(rows[:, _INDEX], 2 * size - 2 - rows[:, _INDEX])
+    return rows[np.argsort(rows[:, _INDEX], kind="stable")]
+
+
+ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(_AllGather, (_of_ring, _of_documents, _of_sequence))

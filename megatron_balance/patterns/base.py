@@ -80,6 +80,11 @@ class Context:
         return cls(lengths, plan.num_heads, plan.num_kv_heads, plan.num_ranks, plan.ranks_per_node, mask=plan.mask)
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """Numbers of query heads and of key-value heads."""
+        return self.num_heads, self.num_kv_heads
+
+    @property
     def all_heads(self) -> tuple[int, int, int, int]:
         """Query heads and key-value heads: start and stop each."""
         return 0, self.num_heads, 0, self.num_kv_heads

@@ -59,9 +59,9 @@ class Dispatch(ListedPattern[TaskTable]):
         # Queries and keys in, outputs back.
         del across
         if rank is None:
-            there, back = map(as_array, transfers(zone, *_heads(context), context.mask))
+            there, back = map(as_array, transfers(zone, *context.heads, context.mask))
         else:
-            there, back = _transfers_with(zone, _heads(context), context.mask, rank)
+            there, back = _transfers_with(zone, context.heads, context.mask, rank)
         return _sends_of(there, back)
 
     def work(self, zone: TaskTable, context: base.Context, rank: int) -> Iterable[base.ZoneWork]:
@@ -69,7 +69,7 @@ class Dispatch(ListedPattern[TaskTable]):
         tasks, last = _visible(zone, context.mask, rank), self.num_exchanges(zone)
         pairs = base.pairs_of(tasks[:, Task.QUERY], tasks[:, Task.KEYS], [context.all_heads])
         yield base.ZoneWork(last - 1, as_rows(pairs))
-        _, back = _transfers_with(zone, _heads(context), context.mask, rank)
+        _, back = _transfers_with(zone, context.heads, context.mask, rank)
         brought = back[back[:, Transfer.DST] == rank]
         merges = _merges(tasks, self.place(zone, context.lengths, rank), brought, context.num_heads)
         yield base.ZoneWork(last, Rows(Pair.WIDTH), as_rows(merges))
@@ -95,7 +95,7 @@ class Dispatch(ListedPattern[TaskTable]):
         return int((as_array(zone.tasks)[:, Task.RANK] == rank).sum())
 
     def coupled(self, zone: TaskTable, context: base.Context) -> Iterable[tuple[int, int]]:
-        there, _ = transfers(zone, *_heads(context), context.mask)
+        there, _ = transfers(zone, *context.heads, context.mask)
         return ((src, dst) for src, dst in np.unique(as_array(there)[:, Transfer.ENDS], axis=0).tolist())
 
     # Simulation
@@ -116,10 +116,6 @@ def _sends_of(*exchanges: Ints) -> Sends:
     table = table_of(np.repeat(np.arange(len(counts)), counts), *ends, kind, head_start, head_stop, block, 0)
     spans = Blocks(rows[:, Transfer.SPAN], np.arange(len(rows) + 1))
     return Sends(table, lambda: rows[:, Transfer.STOP] - rows[:, Transfer.START], lambda: spans)
-
-
-def _heads(context: base.Context) -> tuple[int, int]:
-    return context.num_heads, context.num_kv_heads
 
 
 def _visible(zone: TaskTable, mask: Mask, rank: int | None = None) -> Ints:

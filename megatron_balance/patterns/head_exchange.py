@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -29,33 +30,6 @@ class HeadSlice(NamedTuple):
     kv_stop: int
 
 
-def head_slices(num_heads: int, num_kv_heads: int, size: int) -> list[list[HeadSlice]]:
-    """The slices that each of `size` ranks attends."""
-    # A slice maps its query heads evenly onto its key-value heads (one of these, or whole groups),
-    # as kernels need.
-    ratio = num_heads // num_kv_heads
-    slices: list[list[HeadSlice]] = []
-    for i in range(size):
-        a, b = num_heads * i // size, num_heads * (i + 1) // size
-        own: list[HeadSlice] = []
-        while a < b:
-            whole = b // ratio * ratio
-            if a % ratio == 0 and whole > a:
-                stop = whole
-            else:
-                stop = min(b, (a // ratio + 1) * ratio)
-            own.append(HeadSlice(a, stop, a // ratio, -(-stop // ratio)))
-            a = stop
-        slices.append(own)
-    return slices
-
-
-def head_counts(slices: Sequence[Sequence[HeadSlice]]) -> tuple[Ints, Ints]:
-    """Numbers of query and of key-value heads that each rank attends: int64 [ranks] each."""
-    shares = HeadShares.of(slices)
-    return shares.query_stop - shares.query_start, shares.kv_stop - shares.kv_start
-
-
 def run_of(rows: Ints, size: int, index: int) -> Ints:
     """Run `index` of `size` near-equal runs of the tokens of `rows` (seq, start, stop), in order."""
     ends = np.cumsum(rows[:, Fragment.STOP] - rows[:, Fragment.START])
@@ -74,25 +48,84 @@ def runs_of(rows: Ints, size: int) -> list[Ints]:
 
 
 class HeadShares(NamedTuple):
-    """The heads that each place in a group attends with: int64 [size] each."""
+    """The heads that each place in a group attends with: slices, and their hulls, int64 [size]."""
 
+    slices: tuple[tuple[HeadSlice, ...], ...]
     query_start: Ints
     query_stop: Ints
     kv_start: Ints
     kv_stop: Ints
 
     @classmethod
-    def of(cls, slices: Sequence[Sequence[HeadSlice]]) -> "HeadShares":
+    @lru_cache(maxsize=64)
+    def of(cls, num_heads: int, num_kv_heads: int, size: int) -> "HeadShares":
+        # A slice maps its query heads evenly onto its key-value heads (one of these, or whole
+        # groups), as kernels need.
+        ratio = num_heads // num_kv_heads
+        slices: list[tuple[HeadSlice, ...]] = []
+        for i in range(size):
+            a, b = num_heads * i // size, num_heads * (i + 1) // size
+            own: list[HeadSlice] = []
+            while a < b:
+                whole = b // ratio * ratio
+                if a % ratio == 0 and whole > a:
+                    stop = whole
+                else:
+                    stop = min(b, (a // ratio + 1) * ratio)
+                own.append(HeadSlice(a, stop, a // ratio, -(-stop // ratio)))
+                a = stop
+            slices.append(tuple(own))
         bounds = [
             (own[0].head_start, own[-1].head_stop, own[0].kv_start, own[-1].kv_stop) if own else (0,) * 4
             for own in slices
         ]
-        return cls(*np.array(bounds, dtype=np.int64).reshape(-1, 4).T)
+        return cls(tuple(slices), *np.array(bounds, dtype=np.int64).reshape(-1, 4).T)
+
+    @property
+    def queries(self) -> Ints:
+        """Number of query heads of each place."""
+        return self.query_stop - self.query_start
+
+    @property
+    def keys(self) -> Ints:
+        """Number of key-value heads of each place."""
+        return self.kv_stop - self.kv_start
 
     @property
     def attends(self) -> Bools:
         """Whether a place has any heads."""
         return self.query_start < self.query_stop
+
+    # What the all-to-alls of `Trade` come to, in closed form. Ranks, and tokens that they hold
+    # (`runs`): [groups, size].
+
+    def bring(self, load: base.Load, ranks: Ints, runs: Ints) -> None:
+        """Add what reaches the ranks."""
+        attends = self.attends.astype(np.int64)
+        others = (runs.sum(axis=1, keepdims=True) - runs) * attends
+        load.bring(Kind.Q, ranks, others, self.queries)
+        load.bring(Kind.KV, ranks, others, self.keys)
+        # Every rank with heads sends its partial of each token; all together are all heads.
+        load.tokens[Kind.OUT, ranks] += runs * (attends.sum() - attends)
+        load.token_heads[Kind.OUT, ranks] += runs * (self.queries.sum() - self.queries)
+
+    def traffic(self, runs: Ints) -> list[base.GroupTraffic]:
+        """Group by group."""
+        groups: list[base.GroupTraffic] = []
+        for held in runs.astype(np.float64):
+            inputs: dict[Kind, base.Floats] = {
+                Kind.Q: np.multiply.outer(held, self.queries),
+                Kind.KV: np.multiply.outer(held, self.keys),
+            }
+            outputs: dict[Kind, base.Floats] = {Kind.OUT: np.multiply.outer(self.queries, held)}
+            groups.append(base.GroupTraffic(inputs, outputs, gathers=False))
+        return groups
+
+    def pairs(self, of_group: Ints) -> Ints:
+        """Pairs of each rank [groups, size], in units of all heads; a group attends `of_group`."""
+        # Cumulative rounding keeps the sum of the ranks' shares exact.
+        stops = np.cumsum(self.queries)
+        return np.diff(of_group[:, None] * stops // stops[-1], prepend=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +148,10 @@ class Trade:
         # every (group, src, dst): the block of src, the heads of dst.
         group, src, dst = self._ends(attends_at="dst")
         ends, of_run = (self.ranks[group, src], self.ranks[group, dst]), block + group * self.ranks.shape[1] + src
-        kinds = (Kind.Q, self.heads.query_start, self.heads.query_stop), (Kind.KV, *self.heads[2:])
+        kinds = (
+            (Kind.Q, self.heads.query_start, self.heads.query_stop),
+            (Kind.KV, self.heads.kv_start, self.heads.kv_stop),
+        )
         both = [table_of(first + group, *ends, kind, start[dst], stop[dst], of_run, 0) for kind, start, stop in kinds]
         return np.stack(both, axis=1).reshape(-1, Send.WIDTH)
 
@@ -192,14 +228,14 @@ class HeadExchange(base.CommPattern[Zone]):
         # Queries, keys and values there, outputs back.
         place = None if rank is None else (0, zone.ranks.index(rank))
         ranks, runs = np.array([zone.ranks]), self.run_tokens(zone, context.lengths)
-        trade = Trade(ranks, HeadShares.of(_slices_of(zone, context)), place, context.crosses if across else None)
+        trade = Trade(ranks, _shares_of(zone, context), place, context.crosses if across else None)
         rows = np.concatenate([trade.inputs(0, 0), trade.outputs(1, 0)])
         calls = trade.calls(0, runs[None]) | trade.calls(1, runs[None], moves=True)
         return Sends(rows, lambda: runs, lambda: Blocks.of(self.runs(zone, context.lengths)), calls)
 
     def work(self, zone: Zone, context: base.Context, rank: int) -> Iterable[base.ZoneWork]:
         # Whole sequences with the rank's heads.
-        whole, slices = _sequences(zone, context.lengths), _slices_of(zone, context)[zone.ranks.index(rank)]
+        whole, slices = _sequences(zone, context.lengths), _shares_of(zone, context).slices[zone.ranks.index(rank)]
         if slices:
             pairs = base.pairs_of(whole, whole[:, 1:], slices)
             yield base.ZoneWork(self.num_exchanges(zone) - 1, as_rows(pairs))
@@ -227,7 +263,7 @@ class HeadExchange(base.CommPattern[Zone]):
         pairs = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             total = int(context.mask.num_pairs(context.lengths[list(zone.seqs)]).sum())
-            pairs[list(zone.ranks)] += shared_by_heads(np.array([total]), _slices_of(zone, context), context)[0]
+            pairs[list(zone.ranks)] += _shares_of(zone, context).pairs(np.array([total]))[0]
         return pairs
 
     # Closed forms of what the table of sends says, which planning asks for often
@@ -235,12 +271,12 @@ class HeadExchange(base.CommPattern[Zone]):
     def receive(self, load: base.Load, zone: Zone, context: base.Context) -> None:
         # Add what both all-to-alls bring.
         runs = self.run_tokens(zone, context.lengths)[None]
-        receive_trade(load, np.array([zone.ranks]), runs, _slices_of(zone, context))
+        _shares_of(zone, context).bring(load, np.array([zone.ranks]), runs)
 
     def largest_exchange(self, zone: Zone, context: base.Context) -> Ints:
         # All keys and values of others with the heads of a rank.
         runs = self.run_tokens(zone, context.lengths)
-        return (runs.sum() - runs) * head_counts(_slices_of(zone, context))[1]
+        return (runs.sum() - runs) * _shares_of(zone, context).keys
 
     # Starting early
 
@@ -254,11 +290,11 @@ class HeadExchange(base.CommPattern[Zone]):
     def rounds(self, zone: Zone, context: base.Context) -> base.ZoneRounds:
         # An all-to-all, a launch and an all-to-all; on one rank the launch alone.
         size = len(zone.ranks)
-        whole, slices = _sequences(zone, context.lengths), _slices_of(zone, context)
-        places = np.repeat(np.arange(size), [len(own) for own in slices])
-        pairs = base.pairs_of(whole, whole[:, 1:], [each for own in slices for each in own])
+        whole, shares = _sequences(zone, context.lengths), _shares_of(zone, context)
+        places = np.repeat(np.arange(size), [len(own) for own in shares.slices])
+        pairs = base.pairs_of(whole, whole[:, 1:], [each for own in shares.slices for each in own])
         launches = base.Launches(pairs, np.repeat(places, len(whole)), np.zeros(size), np.arange(size)[:, None])
-        (traffic,) = traded(self.run_tokens(zone, context.lengths)[None], slices)
+        (traffic,) = shares.traffic(self.run_tokens(zone, context.lengths)[None])
         return base.ZoneRounds(np.array(zone.ranks), launches, traffic if size > 1 else None)
 
 
@@ -291,42 +327,8 @@ def _chunk_edges(lengths: Ints, size: int) -> Ints:
     return whole[:, None] * chunk + np.minimum(dealt, over[:, None])
 
 
-def receive_trade(load: base.Load, ranks: Ints, runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> None:
-    """Add what the all-to-alls of `Trade` bring; `ranks`, tokens held `runs`: [groups, size]."""
-    queries, keys = head_counts(slices)
-    attends = (queries > 0).astype(np.int64)
-    others = (runs.sum(axis=1, keepdims=True) - runs) * attends
-    load.bring(Kind.Q, ranks, others, queries)
-    load.bring(Kind.KV, ranks, others, keys)
-    # Every rank with heads sends its partial of each of a rank's tokens; all together are all heads.
-    load.tokens[Kind.OUT, ranks] += runs * (attends.sum() - attends)
-    load.token_heads[Kind.OUT, ranks] += runs * (queries.sum() - queries)
-
-
-def traded(runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> list[base.GroupTraffic]:
-    """The traffic of the all-to-alls of `Trade`, group by group; `runs` [groups, size]."""
-    queries, keys = (count.astype(np.float64) for count in head_counts(slices))
-    groups: list[base.GroupTraffic] = []
-    for held in runs.astype(np.float64):
-        inputs: dict[Kind, base.Floats] = {
-            Kind.Q: np.multiply.outer(held, queries),
-            Kind.KV: np.multiply.outer(held, keys),
-        }
-        outputs: dict[Kind, base.Floats] = {Kind.OUT: np.multiply.outer(queries, held)}
-        groups.append(base.GroupTraffic(inputs, outputs, gathers=False))
-    return groups
-
-
-def shared_by_heads(pairs: Ints, slices: Sequence[Sequence[HeadSlice]], context: base.Context) -> Ints:
-    """Pairs of each rank [groups, size], in units of all heads; a group attends `pairs` [groups]."""
-    # Cumulative rounding keeps the sum of the ranks' shares exact.
-    stops = np.cumsum(head_counts(slices)[0])
-    return np.diff(pairs[:, None] * stops // context.num_heads, prepend=0)
-
-
-def _slices_of(zone: Zone, context: base.Context) -> list[list[HeadSlice]]:
-    # The slices of the heads that each rank of a zone attends.
-    return head_slices(context.num_heads, context.num_kv_heads, len(zone.ranks))
+def _shares_of(zone: Zone, context: base.Context) -> HeadShares:
+    return HeadShares.of(*context.heads, len(zone.ranks))
 
 
 def _run_bounds(zone: Zone, lengths: Ints) -> Ints:

@@ -24,6 +24,7 @@ from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import base, head_exchange, zigzag
 from megatron_balance.patterns.sends import Blocks, Send, Sends, in_turns, split_rows, table_of, transfers_of
+from megatron_balance.patterns.zigzag import Zigzag
 
 # Cells of (rank, sequence) worked on at once, which bounds memory.
 _BLOCK = 1 << 20
@@ -35,18 +36,18 @@ _LISTED = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A zone's groups: `ranks` [groups, group size]; its zigzag over them; each place's heads."""
+    """A zone's groups: `ranks` [groups, group size]; its zigzag over them; heads of each place."""
 
     ranks: tuple[tuple[int, ...], ...]
-    placed: zigzag.Zigzag
-    slices: list[list[head_exchange.HeadSlice]]
+    placed: Zigzag
+    heads: head_exchange.HeadShares
 
     @classmethod
     def of(cls, zone: Zone, size: int, context: base.Context) -> _Shape:
         # The shape of a zone whose groups have `size` ranks.
         groups = tuple(zone.ranks[at : at + size] for at in range(0, len(zone.ranks), size))
         placed = _placed(zone, size, context.lengths, context.mask)
-        return cls(groups, placed, head_exchange.head_slices(context.num_heads, context.num_kv_heads, size))
+        return cls(groups, placed, head_exchange.HeadShares.of(*context.heads, size))
 
     @property
     def num_groups(self) -> int:
@@ -78,16 +79,15 @@ class _Shape:
         sends = np.arange(size) if place is None else np.array([place[0], place[0] - step])
         hop = np.arange(1, size)[::step]
         tables = [np.empty((0, Send.WIDTH), dtype=np.int64)]
-        heads = head_exchange.HeadShares.of(self.slices)
         for index in range(self.size) if place is None else (place[1],):
             group = sends
             src, dst = ranks[group % size, index], ranks[(group + step) % size, index]
             if among is not None:
                 crosses = among(src, dst)
                 src, dst, group = src[crosses], dst[crosses], group[crosses]
-            if heads.attends[index]:
+            if self.heads.attends[index]:
                 number = self.trades + (hop if step == 1 else size - hop) - 1
-                kv_heads = heads.kv_start[index], heads.kv_stop[index]
+                kv_heads = self.heads.kv_start[index], self.heads.kv_stop[index]
                 block = self.num_runs + (group - step * (hop[:, None] - 1)) % size
                 tables.append(table_of(number[:, None], src, dst, Kind.KV, *kv_heads, block, hop[:, None]))
         return np.concatenate(tables)
@@ -112,7 +112,7 @@ class _Shape:
         hops, nothing = hops_of(self.placed, back=back), np.empty((0, 3), dtype=np.int64)
         if self.size == 1:
             return hops
-        held = [zigzag.fragments(self.placed, at) if group in (None, at) else nothing for at in range(self.num_groups)]
+        held = [self.placed.fragments(at) if group in (None, at) else nothing for at in range(self.num_groups)]
         runs = Blocks.of(
             [run for own in held for run in (head_exchange.runs_of(own, self.size) if len(own) else [own] * self.size)]
         )
@@ -128,10 +128,6 @@ class _Shape:
     def run_tokens(self) -> Ints:
         # Tokens of each rank: int64 [groups, group size].
         return _runs(self.group_tokens(), self.size)
-
-    def heads(self) -> tuple[Ints, Ints]:
-        # Numbers of query and of key-value heads of each place in a group: int64 [group size] each.
-        return head_exchange.head_counts(self.slices)
 
 
 # The zone's ranks, `group_size` in a row, form groups. Tokens are placed zigzag over the groups
@@ -190,7 +186,7 @@ class HeadRing(base.CommPattern[Zone]):
         # Rows (seq, start, stop) of `rank`: its run of its group's fragments.
         size = self.size(zone)
         group, index = divmod(zone.ranks.index(rank), size)
-        return head_exchange.run_of(zigzag.fragments(_placed(zone, size, lengths), group), size, index)
+        return head_exchange.run_of(_placed(zone, size, lengths).fragments(group), size, index)
 
     def sends(self, zone: Zone, context: base.Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # The all-to-alls of each group, and the blocks that go round between them.
@@ -206,7 +202,7 @@ class HeadRing(base.CommPattern[Zone]):
             made = Sends(back, shape.tokens, partial(shape.blocks, back=True))
             return Sends(forward, shape.tokens, shape.blocks, again=made, silent=range(shape.last))
         group = None if place is None else place[0]
-        trade = head_exchange.Trade(np.array(shape.ranks), head_exchange.HeadShares.of(shape.slices), place, among)
+        trade = head_exchange.Trade(np.array(shape.ranks), shape.heads, place, among)
         runs = shape.run_tokens()
         rows = np.concatenate([trade.inputs(0, 0), forward, trade.outputs(shape.last, 0)])
         # A replayed backward begins where the forward ended: there it makes the first all-to-alls,
@@ -221,8 +217,8 @@ class HeadRing(base.CommPattern[Zone]):
         # The own keys of the group, then those that each round brings.
         shape = _Shape.of(zone, self.size(zone), context)
         group, index = divmod(zone.ranks.index(rank), shape.size)
-        if shape.slices[index]:
-            rounds = zip(*_attention(shape.placed, group, shape.slices[index]), strict=True)
+        if slices := shape.heads.slices[index]:
+            rounds = zip(*_attention(shape.placed, group, slices), strict=True)
             for at, (pairs, merges) in enumerate(rounds):
                 yield base.ZoneWork(
                     shape.trades + at, Rows(Pair.WIDTH, pairs), Rows(Value.WIDTH, merges if at else b"")
@@ -240,7 +236,7 @@ class HeadRing(base.CommPattern[Zone]):
             for group in range(len(zone.ranks) // size):  # the runs of a group are cut from what it holds
                 ranks = zone.ranks[group * size : (group + 1) * size]
                 if wanted[list(ranks)].any():
-                    each = zip(ranks, head_exchange.runs_of(zigzag.fragments(placed, group), size), strict=True)
+                    each = zip(ranks, head_exchange.runs_of(placed.fragments(group), size), strict=True)
                     tables += [base.held_rows(number, rank, run) for rank, run in each if wanted[rank]]
         return np.concatenate(tables)
 
@@ -307,8 +303,8 @@ class HeadRing(base.CommPattern[Zone]):
         for zone in zones:
             if len(zone.ranks) > 1:
                 shape = _Shape.of(zone, self.size(zone), context)
-                of_group = zigzag.pairs_per_rank(shape.placed)
-                pairs[np.array(shape.ranks)] += head_exchange.shared_by_heads(of_group, shape.slices, context)
+                of_group = shape.placed.pairs_per_rank()
+                pairs[np.array(shape.ranks)] += shape.heads.pairs(of_group)
         return pairs
 
     # Closed forms of what the table of sends says, which planning asks for often
@@ -316,10 +312,10 @@ class HeadRing(base.CommPattern[Zone]):
     def receive(self, load: base.Load, zone: Zone, context: base.Context) -> None:
         # Add what the all-to-alls and all hops bring.
         shape = _Shape.of(zone, self.size(zone), context)
-        ranks, (queries, keys) = np.array(shape.ranks), shape.heads()
+        ranks, heads = np.array(shape.ranks), shape.heads
         if shape.size > 1:
-            head_exchange.receive_trade(load, ranks, shape.run_tokens(), shape.slices)
-        load.bring(Kind.KV, ranks, _arriving(shape.placed).sum(axis=1)[:, None] * (queries > 0), keys)
+            heads.bring(load, ranks, shape.run_tokens())
+        load.bring(Kind.KV, ranks, _arriving(shape.placed).sum(axis=1)[:, None] * heads.attends, heads.keys)
 
     def largest_exchange(self, zone: Zone, context: base.Context) -> Ints:
         # Keys and values of the others of the group, or the largest block that comes round, with
@@ -328,7 +324,7 @@ class HeadRing(base.CommPattern[Zone]):
         most = _arriving(shape.placed).max(axis=1)[:, None]
         if shape.size > 1:
             most = np.maximum(most, shape.group_tokens()[:, None] - shape.run_tokens())
-        return (most * shape.heads()[1]).ravel()
+        return (most * shape.heads.keys).ravel()
 
     # The remap
 
@@ -382,11 +378,11 @@ class HeadRing(base.CommPattern[Zone]):
         # Launches of all rounds; the all-to-alls of each group, and the blocks that walk round
         # between them.
         shape = _Shape.of(zone, self.size(zone), context)
-        inside = head_exchange.traded(shape.run_tokens(), shape.slices) if shape.size > 1 else []
+        inside = shape.heads.traffic(shape.run_tokens()) if shape.size > 1 else []
         hops = None
         if shape.num_groups > 1:
             # A block of some of the heads counts as that part of its tokens.
-            part = np.tile(shape.heads()[1] / context.num_kv_heads, shape.num_groups)[:, None]
+            part = np.tile(shape.heads.keys / context.num_kv_heads, shape.num_groups)[:, None]
             forward, backward = (np.repeat(walk, shape.size, axis=0) * part for walk in walks(shape.placed))
             hops = base.HopByHop(forward, backward)
         traffic = base.HeadsThenHops(tuple(inside), hops) if len(zone.ranks) > 1 else None
@@ -399,15 +395,14 @@ def _runs(of_group: Ints, size: int) -> Ints:
     return edges[:, 1:] - edges[:, :-1]
 
 
-def _placed(zone: Zone, size: int, lengths: Ints, mask: Mask = CAUSAL) -> zigzag.Zigzag:
+def _placed(zone: Zone, size: int, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag:
     # The zigzag of a zone over its groups of `size` ranks.
-    return zigzag.zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks) // size, mask)
+    return Zigzag.of(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks) // size, mask)
 
 
 def _launches(shape: _Shape) -> base.Launches:
     # Launches of all groups, rounds and places; those of places with as many heads are alike.
-    queries, keys = shape.heads()
-    alike, place = np.unique(np.stack([queries, keys], 1), axis=0, return_inverse=True)
+    alike, place = np.unique(np.stack([shape.heads.queries, shape.heads.keys], 1), axis=0, return_inverse=True)
     pairs: list[Ints] = []
     launch: list[Ints] = []
     merging: list[base.Floats] = []
@@ -441,7 +436,7 @@ def _launches(shape: _Shape) -> base.Launches:
 _EXACT = 1 << 18
 
 
-def hops_of(placed: zigzag.Zigzag, *, back: bool = False) -> Blocks:
+def hops_of(placed: Zigzag, *, back: bool = False) -> Blocks:
     """The block of each group index, with the hops that its rows make, turning forward or `back`."""
     position = placed.position(np.arange(placed.size)[:, None])
     lo, hi = placed.lo(position), placed.hi(position)
@@ -462,7 +457,7 @@ def hops_of(placed: zigzag.Zigzag, *, back: bool = False) -> Blocks:
     return Blocks(rows, begin, of(*reach))
 
 
-def _reach_forward(placed: zigzag.Zigzag, position: Ints) -> tuple[Ints, Ints]:
+def _reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
     # Hops [..., S] that the low and the high chunk of a position make, turning forward.
     # The low chunk at position j is needed by all other positions, the high one by those below j;
     # turning forward, the last position before j again is j - 1. Position 0 has none behind it: its
@@ -473,7 +468,7 @@ def _reach_forward(placed: zigzag.Zigzag, position: Ints) -> tuple[Ints, Ints]:
     return low, np.where(first, 0, placed.size - 1) if placed.causal else low
 
 
-def _reach_backward(placed: zigzag.Zigzag, position: Ints) -> tuple[Ints, Ints]:
+def _reach_backward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
     # Hops [..., S] that both chunks make, turning the other way.
     # High chunks end at position 0; low ones, and under a full mask both, go on to position j + 1
     # if there is one.
@@ -489,7 +484,7 @@ _FULL = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
 
 
 def _attention(
-    placed: zigzag.Zigzag, index: int, slices: Sequence[head_exchange.HeadSlice]
+    placed: Zigzag, index: int, slices: Sequence[head_exchange.HeadSlice]
 ) -> tuple[list[bytes], list[bytes]]:
     # By round: pairs of a rank of group `index` with `slices` of the heads, and queries to merge.
     mine, source = placed.position(np.array(index)), (index - np.arange(placed.size)) % placed.size
@@ -547,7 +542,7 @@ def _of_each(pairs: bytes, slices: Sequence[head_exchange.HeadSlice]) -> bytes:
 # All ranks at once: blocks that walk
 
 
-def _forward_hops(placed: zigzag.Zigzag) -> Ints:
+def _forward_hops(placed: Zigzag) -> Ints:
     # Tokens [G, G] of each group index's block in its n-th hop, turning forward; hop 0 is none.
     # All that several ranks hold goes all the way round, but for the chunks of position 0
     # (`_reach_forward`).
@@ -558,18 +553,18 @@ def _forward_hops(placed: zigzag.Zigzag) -> Ints:
     stays = sums(placed.first[several], high[several] * placed.causal, size)
     gone = np.zeros((size, size + 1), dtype=np.int64)
     np.add.at(gone, (placed.first[several], placed.parts[several]), (lo1 - lo0 + high * (not placed.causal))[several])
-    tokens = (zigzag.shared_tokens(placed) - stays)[:, None] - np.cumsum(gone[:, :size], axis=1)
+    tokens = (placed.shared_tokens() - stays)[:, None] - np.cumsum(gone[:, :size], axis=1)
     tokens[:, 0] = 0
     return tokens
 
 
-def _arriving(placed: zigzag.Zigzag) -> Ints:
+def _arriving(placed: Zigzag) -> Ints:
     # Tokens [G, G] that each hop brings each group index, turning forward; hop 0 is none.
     hops = np.arange(placed.size)
     return _forward_hops(placed)[(hops[:, None] - hops) % placed.size, hops]
 
 
-def walks(placed: zigzag.Zigzag) -> tuple[Ints, Ints]:
+def walks(placed: Zigzag) -> tuple[Ints, Ints]:
     """Tokens [G, G] of each group index's block in its n-th hop, turning forward and the other way."""
     position = placed.position(np.arange(placed.size)[:, None])
     there = position < placed.parts
@@ -591,13 +586,13 @@ def _walked(tokens: Ints, reach: Ints) -> Ints:
 # All ranks at once: launches
 
 
-def ring_launches(placed: zigzag.Zigzag, heads: tuple[int, int]) -> base.Launches:
+def ring_launches(placed: Zigzag, heads: tuple[int, int]) -> base.Launches:
     """The launches of every (group index, round); `heads`: of queries and of keys."""
     exact = placed.size**2 * max(1, len(placed.seqs)) <= _EXACT
     return _each_launch(placed, heads) if exact else launches_by_kind(placed, heads)
 
 
-def _each_launch(placed: zigzag.Zigzag, heads: tuple[int, int]) -> base.Launches:
+def _each_launch(placed: Zigzag, heads: tuple[int, int]) -> base.Launches:
     size = placed.size
     index = np.arange(size)
     position = placed.position(index[:, None])
@@ -631,7 +626,7 @@ def _each_launch(placed: zigzag.Zigzag, heads: tuple[int, int]) -> base.Launches
 _LO, _HI, _KEYS, _KEYS_HI = 4, 6, 0, 2  # where chunks of a kind begin, in chunks
 
 
-def launches_by_kind(placed: zigzag.Zigzag, heads: tuple[int, int]) -> base.Launches:
+def launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> base.Launches:
     """As `ring_launches`, one of each kind: whose keys come first, short sequences in common."""
     # A ring over 1,024 ranks has a million launches, but few kinds: sequences that every rank
     # shares are alike on all of them, up to a token a chunk, and those too short for that are

@@ -47,7 +47,7 @@ class _OncePerNode(CommPattern[Z]):
     def sends(self, zone: Z, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # Those of `plain`, the way in cut in two.
         plain, last = self.plain.sends(zone, context, rank, across=across), self.plain.num_exchanges(zone)
-        heads, nodes = (context.num_heads, context.num_kv_heads), (context.num_ranks, context.ranks_per_node)
+        heads, nodes = context.heads, (context.num_ranks, context.ranks_per_node)
         ways = _ways(self, zone, context.lengths.tobytes(), heads, nodes, context.mask)
         if rank is not None:
             ways = tuple(rows[(rows[:, _Wanted.ENDS] == rank).any(axis=1)] for rows in ways)
@@ -106,22 +106,25 @@ class _OncePerNode(CommPattern[Z]):
         return replace(found, traffic=replace(found.traffic, inputs=inputs, passed_on=on))
 
 
-class DispatchOnce(_OncePerNode[TaskTable], Dispatch):
+class _DispatchOnce(_OncePerNode[TaskTable], Dispatch):
     """Every rank sends what the tasks of others need, once to each node."""
 
     plain = Dispatch()
 
 
-class HeadExchangeOnce(_OncePerNode[Zone], HeadExchange):
+class _HeadExchangeOnce(_OncePerNode[Zone], HeadExchange):
     """Two all-to-alls around one launch; key-value heads that ranks of a node share cross once."""
 
     plain, cuts_heads = HeadExchange(), True
 
 
-class ChunkExchangeOnce(_OncePerNode[Zone], ChunkExchange):
-    """As `HeadExchangeOnce`, where every rank holds a contiguous chunk of each sequence."""
+class _ChunkExchangeOnce(_OncePerNode[Zone], ChunkExchange):
+    """As `_HeadExchangeOnce`, where every rank holds a contiguous chunk of each sequence."""
 
     plain, cuts_heads = ChunkExchange(), True
+
+
+DISPATCH_ONCE, HEAD_EXCHANGE_ONCE, CHUNK_EXCHANGE_ONCE = _DispatchOnce(), _HeadExchangeOnce(), _ChunkExchangeOnce()
 
 
 class _Wanted:

@@ -334,7 +334,7 @@ def _split(queries: Ints, query: Ints, spans: Ints, groups: Ints, mask: Mask) ->
     return [rows[a:b, Placed.SEQ :] for a, b in zip(*bounds, strict=True)]
 
 
-class WavesPattern(ListedPattern[SharedZone]):
+class _WavesPattern(ListedPattern[SharedZone]):
     """An all-to-all inside each group, own work, waves of other groups' keys, an all-to-all back."""
 
     routing = "never"
@@ -356,13 +356,13 @@ class WavesPattern(ListedPattern[SharedZone]):
     def sends(self, zone: SharedZone, context: base.Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # The all-to-alls of each group, inputs in one part or two, and between them the waves.
         made, among = schedule(zone, context.mask), context.crosses if across else None
-        place, slices = None if rank is None else made.place_of(rank), _slices(made, context)
+        place, heads = None if rank is None else made.place_of(rank), _heads(made, context)
         num_runs, whole, again = made.num_groups * made.size, made.run_tokens(), None
         blocks = partial(made.blocks, None if place is None else place[0])
         first, last = [np.empty((0, Send.WIDTH), dtype=np.int64)], list[Ints]()
         calls: dict[int, Call] = {}
         if made.size > 1:
-            trade = head_exchange.Trade(made.all_ranks(), head_exchange.HeadShares.of(slices), place, among)
+            trade = head_exchange.Trade(made.all_ranks(), heads, place, among)
             for at, tokens in enumerate(made.tokens):
                 first.append(trade.inputs(at * made.num_groups, at * num_runs))
                 calls |= trade.calls(at * made.num_groups, tokens)
@@ -372,22 +372,19 @@ class WavesPattern(ListedPattern[SharedZone]):
             # A replayed backward begins where the forward ended: there it makes the first all-to-alls
             # as one, and nothing where the forward made them.
             again = Sends(trade.inputs(made.last, of_whole), made.block_tokens, blocks, trade.calls(made.last, whole))
-        waves = self._waves(made, slices, place)
+        waves = self._waves(made, heads, place)
         if among is not None:
             waves = waves[among(waves[:, Send.SRC], waves[:, Send.DST])]
         rows = np.concatenate([*first, waves, *last])
         return Sends(rows, made.block_tokens, blocks, calls, again, range(made.trades))
 
-    def _waves(
-        self, made: Schedule, slices: Sequence[Sequence[head_exchange.HeadSlice]], place: tuple[int, int] | None
-    ) -> Ints:
+    def _waves(self, made: Schedule, heads: head_exchange.HeadShares, place: tuple[int, int] | None) -> Ints:
         # Keys from rank to rank, wave by wave; `place`: of the rank that is asked for.
         block, needs = np.arange(len(made.needs)) + made.num_runs, made.needs
         if place is not None:
             own = (needs[:, [Need.FROM, Need.TO]] == place[0]).any(axis=1)
             block, needs = block[own], needs[own]
         tables = [np.empty((0, Send.WIDTH), dtype=np.int64)]
-        heads = head_exchange.HeadShares.of(slices)
         for at in np.flatnonzero(heads.attends).tolist():
             if place is None or place[1] == at:
                 first = np.array(made.groups, dtype=np.int64) * made.size + at
@@ -404,7 +401,7 @@ class WavesPattern(ListedPattern[SharedZone]):
             )
         made = schedule(zone, context.mask)
         index, place = made.place_of(rank)
-        own, num_parts = _slices(made, context)[place], len(made.parts)
+        own, num_parts = _heads(made, context).slices[place], len(made.parts)
         for launch, tasks in enumerate(made.tasks[index] if own else ()):
             wave, pairs = launch - num_parts, as_rows(base.pairs_of(tasks[:, :3], tasks[:, 3:], own))
             if wave < 0:
@@ -425,8 +422,7 @@ class WavesPattern(ListedPattern[SharedZone]):
             made = schedule(zone, context.mask)
             tasks = [np.concatenate(own) for own in made.tasks]
             pairs = [int(num_pairs(rows[:, 0], Rectangles(*rows.T[1:]), context.mask).sum()) for rows in tasks]
-            slices = _slices(made, context)
-            attended[made.all_ranks()] += head_exchange.shared_by_heads(np.array(pairs), slices, context)
+            attended[made.all_ranks()] += _heads(made, context).pairs(np.array(pairs))
         return attended
 
     # Closed forms of what the table of sends says, which planning asks for often
@@ -434,12 +430,11 @@ class WavesPattern(ListedPattern[SharedZone]):
     def receive(self, load: base.Load, zone: SharedZone, context: base.Context) -> None:
         # Add what the all-to-alls and all waves bring.
         made = schedule(zone, context.mask)
-        slices, needs, ranks = _slices(made, context), made.needs, made.all_ranks()
+        heads, needs, ranks = _heads(made, context), made.needs, made.all_ranks()
         if made.size > 1:
-            head_exchange.receive_trade(load, ranks, made.run_tokens(), slices)
-        queries, keys = head_exchange.head_counts(slices)
+            heads.bring(load, ranks, made.run_tokens())
         come = sums(needs[:, Need.TO], needs[:, Need.STOP] - needs[:, Need.START], made.num_groups)
-        load.bring(Kind.KV, ranks, come[:, None] * (queries > 0), keys)
+        load.bring(Kind.KV, ranks, come[:, None] * heads.attends, heads.keys)
 
     def largest_exchange(self, zone: SharedZone, context: base.Context) -> Ints:
         # Keys and values of the others of a group, in the larger part, or those of the largest
@@ -449,8 +444,7 @@ class WavesPattern(ListedPattern[SharedZone]):
         others = (made.tokens.sum(axis=2, keepdims=True) - made.tokens).max(axis=0)
         place = needs[:, Need.WAVE] * made.num_groups + needs[:, Need.TO]
         come = sums(place, needs[:, Need.STOP] - needs[:, Need.START], shape[0] * shape[1]).reshape(shape)
-        kv_heads = head_exchange.head_counts(_slices(made, context))[1]
-        return (np.maximum(others, come.max(axis=0)[:, None]) * kv_heads).ravel()
+        return (np.maximum(others, come.max(axis=0)[:, None]) * _heads(made, context).keys).ravel()
 
     # Starting early
 
@@ -468,26 +462,26 @@ class WavesPattern(ListedPattern[SharedZone]):
         # Own launches and those of the waves; the all-to-alls of each group, and the messages of
         # each wave.
         made = schedule(zone, context.mask)
-        slices = _slices(made, context)
-        rows = Sends(self._waves(made, slices, None), made.block_tokens, made.blocks).messages()
+        heads = _heads(made, context)
+        rows = Sends(self._waves(made, heads, None), made.block_tokens, made.blocks).messages()
         waves = tuple(rows[rows[:, Message.EXCHANGE] == made.trades + wave] for wave in range(made.num_waves))
-        inside = head_exchange.traded(made.run_tokens(), slices) if made.size > 1 else []
+        inside = heads.traffic(made.run_tokens()) if made.size > 1 else []
         late: list[base.GroupTraffic] = []
         if inside and len(made.parts) > 1:  # outputs of all tokens, inputs in two parts
-            first, late = (head_exchange.traded(tokens, slices) for tokens in made.tokens)
+            first, late = map(heads.traffic, made.tokens)
             inside = [replace(each, inputs=part.inputs) for each, part in zip(inside, first, strict=True)]
             late = [replace(each, outputs={}) for each in late]
         ranks = made.all_ranks().ravel()
-        return base.ZoneRounds(ranks, _launches(made, slices), base.WaveTraffic(tuple(inside), waves, tuple(late)))
+        return base.ZoneRounds(ranks, _launches(made, heads), base.WaveTraffic(tuple(inside), waves, tuple(late)))
 
 
-def _slices(made: Schedule, context: base.Context) -> list[list[head_exchange.HeadSlice]]:
-    return head_exchange.head_slices(context.num_heads, context.num_kv_heads, made.size)
+def _heads(made: Schedule, context: base.Context) -> head_exchange.HeadShares:
+    return head_exchange.HeadShares.of(*context.heads, made.size)
 
 
-def _launches(made: Schedule, slices: Sequence[Sequence[head_exchange.HeadSlice]]) -> base.Launches:
+def _launches(made: Schedule, heads: head_exchange.HeadShares) -> base.Launches:
     # Launches of all groups, own and by wave; those of places with as many heads are alike.
-    alike, place = np.unique(np.stack(head_exchange.head_counts(slices), axis=1), axis=0, return_inverse=True)
+    alike, place = np.unique(np.stack([heads.queries, heads.keys], axis=1), axis=0, return_inverse=True)
     rounds = len(made.parts) + made.num_waves
     pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
     launch: list[Ints] = [np.empty(0, dtype=np.int64)]
@@ -503,3 +497,6 @@ def _launches(made: Schedule, slices: Sequence[Sequence[head_exchange.HeadSlice]
     merging[:, :, len(made.parts) :] = 1.0
     of_round = numbers[:, place.reshape(-1)].reshape(-1, rounds)
     return base.Launches(np.concatenate(pairs), np.concatenate(launch), merging.ravel(), of_round)
+
+
+WAVES = _WavesPattern()

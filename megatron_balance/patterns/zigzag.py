@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints, laid, sums
+from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 
 # Cells of (rank, sequence) worked on at once, which bounds memory.
@@ -38,6 +38,12 @@ class Zigzag:
     first: Ints
     causal: bool = True
 
+    @classmethod
+    def of(cls, lengths: Ints, seqs: Ints, size: int, mask: Mask = CAUSAL) -> "Zigzag":
+        """Divide `seqs` (ids into `lengths`) among `size` ranks."""
+        own = lengths[seqs]
+        return cls(size, seqs, own, *holders(own, np.full(len(own), size), np.zeros_like(own)), mask != FULL)
+
     def position(self, index: Ints) -> Ints:
         """Place of group index [..., 1] in each sequence's order [..., S]; >= parts: none."""
         return (index - self.first) % self.size
@@ -50,17 +56,55 @@ class Zigzag:
         """Start and stop of the chunk 2 * parts - 1 - `position`."""
         return chunk(self.lengths, self.parts, 2 * self.parts - 1 - position)
 
+    def fragments(self, index: int) -> Ints:
+        """Rows (seq, start, stop) of group index `index`, by sequence, low chunk first."""
+        position = self.position(np.array(index))
+        lo0, lo1 = self.lo(position)
+        hi0, hi1 = self.hi(position)
+        rows = np.stack(
+            [np.repeat(self.seqs, 2), np.stack([lo0, hi0], 1).ravel(), np.stack([lo1, hi1], 1).ravel()], axis=1
+        )
+        return rows[np.repeat(position < self.parts, 2) & (rows[:, 1] < rows[:, 2])]
+
+    def pairs_per_rank(self) -> Ints:
+        """Visible pairs of each group index, its queries with the keys that they see: int64 [G]."""
+        size, short = self.size, self.parts < self.size
+        pairs = np.zeros(size, dtype=np.int64)
+        if not self.causal:
+            for seq in range(0, len(self.seqs), max(1, _BLOCK // size)):
+                some = slice(seq, seq + max(1, _BLOCK // size))
+                block = replace(self, **{name: getattr(self, name)[some] for name in _BY_SEQUENCE})
+                position = block.position(np.arange(size)[:, None])
+                (lo0, lo1), (hi0, hi1) = block.lo(position), block.hi(position)
+                pairs += np.where(position < block.parts, (lo1 - lo0 + hi1 - hi0) * block.lengths, 0).sum(axis=1)
+            return pairs
+        # Sequences that all ranks hold: group index i holds the chunks between edges i and i + 1 from
+        # both ends.
+        edges, whole = np.arange(size + 1), self.lengths[~short, None]
+        step = max(1, _BLOCK // size)
+        for begin in range(0, len(whole), step):
+            block = whole[begin : begin + step]
+            lo, hi = block * edges // (2 * size), block * (2 * size - edges) // (2 * size)
+            pairs += np.diff((CAUSAL.num_pairs(lo) - CAUSAL.num_pairs(hi)).sum(axis=0))
+        # Of the others a chunk is a token: each holder has queries p and 2 parts - 1 - p. The last
+        # query of an odd number of tokens is on the first holder, too; a lone token is all of its
+        # sequence.
+        first, parts, length = self.first[short], self.parts[short], self.lengths[short]
+        steps = sums(first, np.where(length > 1, 2 * parts + 1, 0), 2 * size)
+        steps -= sums(first + parts, np.where(length > 1, 2 * parts + 1, 0), 2 * size)
+        pairs += np.cumsum(steps).reshape(2, size).sum(axis=0)  # holders are neighbours, the last rank's the first
+        return pairs + sums(first, np.where(length % 2 == 1, length, 0), size)
+
+    def shared_tokens(self) -> Ints:
+        """Tokens of each group index of sequences that several ranks hold: int64 [G]."""
+        held, alone = tokens(self.lengths, self.size), self.parts == 1
+        return held - sums(self.first[alone], self.lengths[alone], self.size)
+
 
 def chunk(lengths: Ints, parts: Ints, number: Ints) -> tuple[Ints, Ints]:
     """Start and stop of the chunk `number` of sequences that `parts` ranks hold."""
     width, first = 2 * parts, lengths * number
     return first // width, (first + lengths) // width
-
-
-def zigzag(lengths: Ints, seqs: Ints, size: int, mask: Mask = CAUSAL) -> Zigzag:
-    """Divide `seqs` (ids into `lengths`) among `size` ranks."""
-    own = lengths[seqs]
-    return Zigzag(size, seqs, own, *holders(own, np.full(len(own), size), np.zeros_like(own)), mask != FULL)
 
 
 def holders(lengths: Ints, sizes: Ints, begin: Ints) -> tuple[Ints, Ints]:
@@ -99,110 +143,3 @@ def tokens(lengths: Ints, size: int) -> Ints:
     held += 2 * (rounds + (np.arange(size) < more))
     np.add.at(held, first[short], np.where(lengths[short] == 1, -1, lengths[short] % 2))
     return held
-
-
-def fragments(placed: Zigzag, index: int) -> Ints:
-    """Rows (seq, start, stop) of group index `index`, by sequence, low chunk first."""
-    position = placed.position(np.array(index))
-    lo0, lo1 = placed.lo(position)
-    hi0, hi1 = placed.hi(position)
-    rows = np.stack(
-        [np.repeat(placed.seqs, 2), np.stack([lo0, hi0], 1).ravel(), np.stack([lo1, hi1], 1).ravel()], axis=1
-    )
-    return rows[np.repeat(position < placed.parts, 2) & (rows[:, 1] < rows[:, 2])]
-
-
-def chunks(lengths: Ints, size: int) -> Ints:
-    """The chunks of `lengths` on all ranks: a table as `of_documents` makes it."""
-    placed = zigzag(lengths, np.arange(len(lengths)), size)
-    index = np.arange(size)[:, None]
-    position = placed.position(index)
-    rows = np.empty((*position.shape, 2, 4), dtype=np.int64)
-    rows[..., INDEX], rows[..., PLACE] = index[..., None], placed.seqs[:, None]
-    for of_chunk, bounds in zip((0, 1), (placed.lo(position), placed.hi(position)), strict=True):
-        rows[:, :, of_chunk, START], rows[:, :, of_chunk, STOP] = bounds
-    return rows[(position < placed.parts)[..., None] & (rows[..., START] < rows[..., STOP])]
-
-
-def pairs_per_rank(placed: Zigzag) -> Ints:
-    """Visible pairs of each group index, its queries with the keys that they see: int64 [G]."""
-    size, short = placed.size, placed.parts < placed.size
-    pairs = np.zeros(size, dtype=np.int64)
-    if not placed.causal:
-        for seq in range(0, len(placed.seqs), max(1, _BLOCK // size)):
-            some = slice(seq, seq + max(1, _BLOCK // size))
-            block = replace(placed, **{name: getattr(placed, name)[some] for name in _BY_SEQUENCE})
-            position = block.position(np.arange(size)[:, None])
-            (lo0, lo1), (hi0, hi1) = block.lo(position), block.hi(position)
-            pairs += np.where(position < block.parts, (lo1 - lo0 + hi1 - hi0) * block.lengths, 0).sum(axis=1)
-        return pairs
-    # Sequences that all ranks hold: group index i holds the chunks between edges i and i + 1 from
-    # both ends.
-    edges, whole = np.arange(size + 1), placed.lengths[~short, None]
-    step = max(1, _BLOCK // size)
-    for begin in range(0, len(whole), step):
-        block = whole[begin : begin + step]
-        lo, hi = block * edges // (2 * size), block * (2 * size - edges) // (2 * size)
-        pairs += np.diff((CAUSAL.num_pairs(lo) - CAUSAL.num_pairs(hi)).sum(axis=0))
-    # Of the others a chunk is a token: each holder has queries p and 2 parts - 1 - p. The last
-    # query of an odd number of tokens is on the first holder, too; a lone token is all of its
-    # sequence.
-    first, parts, length = placed.first[short], placed.parts[short], placed.lengths[short]
-    steps = sums(first, np.where(length > 1, 2 * parts + 1, 0), 2 * size)
-    steps -= sums(first + parts, np.where(length > 1, 2 * parts + 1, 0), 2 * size)
-    pairs += np.cumsum(steps).reshape(2, size).sum(axis=0)  # holders are neighbours, the last rank's the first
-    return pairs + sums(first, np.where(length % 2 == 1, length, 0), size)
-
-
-def shared_tokens(placed: Zigzag) -> Ints:
-    """Tokens of each group index of sequences that several ranks hold: int64 [G]."""
-    held, alone = tokens(placed.lengths, placed.size), placed.parts == 1
-    return held - sums(placed.first[alone], placed.lengths[alone], placed.size)
-
-
-# Columns of a table of chunks: group index, place of the sequence in its zone, tokens.
-INDEX, PLACE, START, STOP = range(4)
-
-
-def _mirrored_edges(lengths: Ints, dealt: Ints, size: int) -> Ints:
-    # Where the 2G chunks of each length begin and end: int64 [S, 2G + 1].
-    #
-    # `dealt` [S]: tokens left over that were dealt before. The n-th one goes to group index n mod
-    # G: to its high chunk in even turns (n // G), to its low chunk in odd ones. So a round of 2G of
-    # them goes to chunks 2G - 1, ..., G, 0, ..., G - 1.
-    width = 2 * size
-    whole, over = np.divmod(lengths, width)
-    first = (dealt % width)[:, None]
-    last = first + over[:, None]
-    chunk = np.arange(width + 1)
-    # Those in chunks below `chunk`: of the turn of low chunks the first ones, of high chunks the last.
-    begin, end = np.where(chunk <= size, size, width - chunk), np.where(chunk <= size, size + chunk, width)
-    below = sum(np.maximum(np.minimum(last, end + turn) - np.maximum(first, begin + turn), 0) for turn in (0, width))
-    return whole[:, None] * chunk + below
-
-
-def of_documents(lengths: Ints, size: int) -> Ints:
-    """Chunks of each of `lengths` on its own: rows (group index, place, start, stop), by rank, then
-    by place, then by start.
-    """
-    over = lengths % (2 * size)
-    edges = _mirrored_edges(lengths, np.cumsum(over) - over, size)
-    index, place = np.arange(size), np.arange(len(lengths))
-    rows = np.empty((size, len(lengths), 2, 4), dtype=np.int64)
-    rows[..., INDEX], rows[..., PLACE] = index[:, None, None], place[:, None]
-    rows[:, :, 0, START], rows[:, :, 0, STOP] = edges[:, index].T, edges[:, index + 1].T
-    rows[:, :, 1, START], rows[:, :, 1, STOP] = edges[:, 2 * size - 1 - index].T, edges[:, 2 * size - index].T
-    # The two chunks of the last rank touch: one fragment.
-    rows[-1, :, 0, STOP] = rows[-1, :, 1, STOP]
-    rows[-1, :, 1, START] = rows[-1, :, 1, STOP]
-    table = rows.reshape(-1, 4)
-    return table[table[:, START] < table[:, STOP]]
-
-
-def of_sequence(lengths: Ints, size: int) -> Ints:
-    """Chunks of `lengths` one after the other; as `of_documents`."""
-    total = lengths.sum(keepdims=True)
-    edges = _mirrored_edges(total, np.zeros_like(total), size)[0]
-    rows = laid(lengths, np.delete(edges, size))  # the two chunks of the last rank touch: one fragment
-    rows[:, INDEX] = np.minimum(rows[:, INDEX], 2 * size - 2 - rows[:, INDEX])
-    return rows[np.argsort(rows[:, INDEX], kind="stable")]

@@ -23,7 +23,7 @@ from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels import kernel_of_widths
+from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.kernels.latent import LatentKernel, check_latent
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
@@ -121,25 +121,9 @@ class BindOptions:
     phases: Collection[PhaseName] = BOTH_PHASES
 
 
-def bind(  # noqa: PLR0913  the facts of `BindOptions`, each with a default
-    plan: MicrobatchPlan,
-    rank: int,
-    shape: AttentionShape,
-    *,
-    groups: Groups,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    policy: Policy = "keep",
-    kernel: str = "auto",
-    mover: str = "auto",
-    trace: Trace | None = None,
-    nano_batch: int = 0,
-    gradient_wire: GradientWire = "fp32",
-    phases: Collection[PhaseName] = BOTH_PHASES,
-) -> Bound:
-    """Look up all that `rank` needs to run `plan`: arguments of `BindOptions`, errors of `prepare`."""
-    options = BindOptions(shape, groups, device, dtype, kernel, mover, trace, nano_batch, gradient_wire, phases)
-    return prepare(plan, rank, options, (policy,)).ship()[0]
+def bind(plan: MicrobatchPlan, rank: int, shape: AttentionShape, *, policy: Policy = "keep", **options: Any) -> Bound:
+    """Look up all that `rank` needs for `plan`; `options`: of `BindOptions`; errors: of `prepare`."""
+    return prepare(plan, rank, BindOptions(shape, **options), (policy,)).ship()[0]
 
 
 def prepare(plan: MicrobatchPlan, rank: int, options: BindOptions, policies: Sequence[Policy] = ("keep",)) -> Prepared:
@@ -151,9 +135,8 @@ def prepare(plan: MicrobatchPlan, rank: int, options: BindOptions, policies: Seq
     """
     _check(plan, options, policies)
     groups, shape, device = options.groups, options.shape, torch.device(options.device)
-    windows = plan.mask.window_size > 0
-    asks: Any = {"windows": windows, "softcap": shape.softcap}
-    kernel: Any = kernel_of_widths(options.kernel, device, options.dtype, shape.widths, **asks)
+    asks: Any = {"value_dim": shape.value_dim, "windows": plan.mask.window_size > 0, "softcap": shape.softcap}
+    kernel: Any = choose_kernel(options.kernel, device, options.dtype, shape.head_dim, **asks)
     if shape.latent is not None:
         check_latent(plan)
         kernel = LatentKernel(kernel, shape)

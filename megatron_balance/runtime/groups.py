@@ -9,7 +9,7 @@ from datetime import timedelta
 from enum import IntEnum
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,7 @@ class _Workers:
     """Daemon threads that stay, as many as were ever needed at once."""
 
     # Starting one for every attention call would cost more than the call's own Python. A
-    # `ThreadPoolExecutor` would wait at the end for one that hangs.
-
-    # No `ThreadPoolExecutor`: these are daemons, so that one that hangs does not keep the process.
+    # `ThreadPoolExecutor` would wait at the end for one that hangs; these are daemons.
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Future[None], Callable[[], None]]] = SimpleQueue()
@@ -127,14 +125,6 @@ class IssueQueue:
         self._waiting.clear()
 
 
-class StreamPair(NamedTuple):
-    """A stream, and pool ranks of which one sends to the other on it."""
-
-    stream: str
-    src: int
-    dst: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
     """One rank's view of its pool."""
@@ -154,8 +144,8 @@ class Groups:
     issues: IssueQueue = field(default_factory=IssueQueue)
     # Exchanges are issued one after the other in the order of their ids (`communication: safe`).
     safe: bool = False
-    # Links whose connection is open.
-    connected: set[StreamPair] = field(default_factory=set)
+    # Links whose connection is open: (stream, pool rank that sends on it, and that receives).
+    connected: set[tuple[str, int, int]] = field(default_factory=set)
     host_times: HostTimes = field(default_factory=HostTimes)
     # What collective calls run in, by what they are, in words (`training.roll_call.RollCall.of_pool`).
     inside: Callable[[str], AbstractContextManager[object]] = nullcontext

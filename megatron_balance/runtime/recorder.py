@@ -205,27 +205,6 @@ def _moved(
     return moved
 
 
-def exchange_s(trace: Trace) -> tuple[float, float]:
-    """Seconds of own exchanges from being issued until put to use, and that the rank waited."""
-    issued: dict[int, float] = {}
-    under_way = waited = 0.0
-    for event in sorted(trace, key=lambda e: e.start_s):
-        if event.role != "own" or event.leg == "run":
-            continue
-        if event.leg == "finish":
-            under_way += event.stop_s - issued.pop(event.op, event.start_s)
-            waited += event.stop_s - event.start_s
-        else:
-            issued.setdefault(event.op, event.start_s)
-    return under_way, waited
-
-
-def hidden_share(trace: Trace) -> float:
-    """Share of own exchange time in which the rank did not wait; 1 if nothing was exchanged."""
-    under_way, waited = exchange_s(trace)
-    return 1.0 - waited / under_way if under_way else 1.0
-
-
 # Counts of what a rank's attention calls really did, made where it is done.
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from megatron_balance.compile.recurrent import carries_map, pieces
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.arrays import Ints, as_array, key, ranges
 from megatron_balance.ir.columns import Fragment, Neighbours, Placed, Rows, Transfer
 from megatron_balance.ir.program import Exchange
 from megatron_balance.ir.recurrent import STATE_KINDS, RecurrentKind, RecurrentOp, RecurrentProgram
@@ -174,17 +174,16 @@ def bind_recurrent(
         raise ConfigError(f"the program is for {program.num_ranks} ranks, the pool has {groups.size}")
     every, paths = pieces(program.owned, program.trees), program.paths
     mine = every[every[:, Placed.RANK] == groups.rank][:, Placed.FRAGMENT]
-    at: dict[tuple[int, int], int] = {}  # row by sequence and token
-    for seq, start, stop in program.owned[groups.rank]:
-        at |= {(seq, token): len(at) + token - start for token in range(start, stop)}
-    spans = [(seq, start, stop) for seq, start, stop in mine.tolist()]
-    order = [at[seq, token] for seq, start, stop in spans for token in range(start, stop)]
-    table = _halo_table(program, spans, at, groups.rank, device)
+    own = as_array(program.owned[groups.rank])
+    piece, token = ranges(mine[:, Fragment.START], mine[:, Fragment.STOP])
+    rows = torch.from_numpy(_rows_at(own, mine[piece, Fragment.SEQ], token)).to(device)
+    table = _halo_table(program, mine, own, groups.rank, device)
     forward, backward = (tuple(_of_rank(ops, groups.rank, paths)) for ops in (program.forward, program.backward))
-    rows = torch.tensor(order, dtype=torch.long, device=device)
     first = mine[:, Fragment.SEQ], mine[:, Fragment.START]
     ends = tuple(paths.before(*first).tolist()), tuple(paths.end[paths.at(*first)].tolist())
-    return RecurrentBound(groups, program, tuple(spans), *ends, rows, table, forward, backward, wire)
+    return RecurrentBound(
+        groups, program, tuple(map(tuple, mine.tolist())), *ends, rows, table, forward, backward, wire
+    )
 
 
 def _of_rank(ops: Sequence[RecurrentOp], rank: int, paths: PathEnds) -> Iterator[_StateOp]:
@@ -213,16 +212,16 @@ def _of_rank(ops: Sequence[RecurrentOp], rank: int, paths: PathEnds) -> Iterator
             ]
 
 
-def _halo_table(
-    program: RecurrentProgram,
-    spans: Sequence[_Span],
-    own: Mapping[tuple[int, int], int],
-    rank: int,
-    device: torch.device | str,
-) -> _HaloTable:
-    sends: dict[int, list[int]] = {}
-    place = {key: 1 + row for key, row in own.items()}
-    receives: dict[int, int] = {}
+def _rows_at(held: Ints, seq: Ints, token: Ints) -> Ints:
+    """The row of each token among those of `held`, `Fragment` rows one behind the other."""
+    size, start = held[:, Fragment.STOP] - held[:, Fragment.START], key(held[:, Fragment.SEQ], held[:, Fragment.START])
+    order = np.argsort(start)
+    at = order[np.searchsorted(start, key(seq, token), side="right", sorter=order) - 1]
+    return (np.cumsum(size) - size)[at] + token - held[at, Fragment.START]
+
+
+def _halo_table(program: RecurrentProgram, mine: Ints, own: Ints, rank: int, device: torch.device | str) -> _HaloTable:
+    """`mine`: the rank's pieces, `own`: its layout, `Fragment` rows."""
     there, back = (
         next(
             (op for op in ops if isinstance(op, Exchange) and any(row[Transfer.KIND] == kind for row in op.transfers)),
@@ -230,43 +229,35 @@ def _halo_table(
         )
         for kind, ops in ((RecurrentKind.ROWS, program.forward), (RecurrentKind.ROWS_GRAD, program.backward))
     )
-    for _, seq, start, stop, _, _, src, dst in sorted(there.transfers, key=lambda row: row[Transfer.SRC]):
-        if src == rank:
-            sends.setdefault(dst, []).extend(own[seq, token] for token in range(start, stop))
-        elif dst == rank:
-            receives[src] = receives.get(src, 0) + stop - start
-            place |= {(seq, token): len(place) + 1 + token - start for token in range(start, stop)}
-    index = [
-        place[seq, token] if token >= 0 else 0
-        for seq, start, _ in spans
-        for token in _tokens_before(program.paths, seq, start, program.halo)
-    ]
+    moved = as_array(there.transfers)
+    sent, come = (moved[moved[:, side] == rank] for side in (Transfer.SRC, Transfer.DST))
+    come = come[np.argsort(come[:, Transfer.SRC], kind="stable")]
+    row, token = ranges(sent[:, Transfer.START], sent[:, Transfer.STOP])
+    place, peer = _rows_at(own, sent[row, Transfer.SEQ], token), sent[row, Transfer.DST]
+    counts = come[:, Transfer.STOP] - come[:, Transfer.START]
+    receives = {src: int(counts[come[:, Transfer.SRC] == src].sum()) for src in come[:, Transfer.SRC].tolist()}
+    # Token by token back along the path: row 0 is before the first of all, others behind it.
+    held = np.concatenate([own, come[:, Transfer.SPAN]])
+    seq, token = mine[:, Fragment.SEQ], mine[:, Fragment.START].copy()
+    index, live = np.zeros((len(mine), program.halo), dtype=np.int64), np.arange(len(mine))
+    for at in reversed(range(program.halo)):
+        token[live] = program.paths.before(seq[live], token[live]) - 1
+        live = live[token[live] >= 0]
+        index[live, at] = 1 + _rows_at(held, seq[live], token[live])
     # Behind the halos of pieces before its own come outputs that are of two pieces.
-    number = np.repeat(np.arange(len(spans)), [stop - start for _, start, stop in spans])
+    number = np.repeat(np.arange(len(mine)), mine[:, Fragment.STOP] - mine[:, Fragment.START])
     kept = np.arange(len(number)) + program.halo * number
 
-    def on_device(rows: Sequence[int] | Ints) -> Tensor:
-        return torch.tensor(rows, dtype=torch.long, device=device)
+    def on_device(rows: Ints) -> Tensor:
+        return torch.from_numpy(rows).to(device)
 
     return _HaloTable(
-        on_device(index),
+        on_device(index.ravel()),
         on_device(kept),
-        {peer: on_device(rows) for peer, rows in sends.items()},
+        {dst: on_device(place[peer == dst]) for dst in dict.fromkeys(sent[:, Transfer.DST].tolist())},
         receives,
         (there.id, back.id) if there.transfers else None,
     )
-
-
-def _tokens_before(paths: PathEnds, seq: int, start: int, halo: int) -> list[int]:
-    """Tokens before `start` on its path, the last one last; -1 before the first of all."""
-    tokens: list[int] = []
-    while len(tokens) < halo and start > 0:
-        of = np.array([seq])
-        stop = int(paths.before(of, np.array([start]))[0])
-        first = int(paths.start[paths.at(of, np.array([stop - 1]))[0]])
-        start = max(first, stop - (halo - len(tokens)))
-        tokens = [*range(start, stop), *tokens]
-    return [-1] * (halo - len(tokens)) + tokens
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, bound: RecurrentBound) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -26,7 +27,7 @@ from megatron_balance.analysis.wire import padded, piece_bounds
 from megatron_balance.compile.order import LEGS, Leg
 from megatron_balance.ir.program import MOVED
 from megatron_balance.runtime.cuda import StreamMessage, Streams
-from megatron_balance.runtime.groups import SEVERAL, Behind, Groups, HostTimes, StreamPair
+from megatron_balance.runtime.groups import SEVERAL, Behind, Groups, HostTimes
 from megatron_balance.runtime.lower import steps
 from megatron_balance.runtime.lower.memory import Block, CallForm, as_bytes, is_collective, pack, piece_bytes
 from megatron_balance.runtime.pool import Fence
@@ -625,7 +626,7 @@ def connect(phases: Iterable[steps.Phase], groups: Groups) -> int:
         return 0
     rank = groups.rank
     new = {link for phase in phases for link in _links(phase, groups)} - groups.connected
-    for name, together in groupby(sorted(new), lambda link: link.stream):  # in one order everywhere
+    for name, together in groupby(sorted(new), itemgetter(0)):  # in one order everywhere
         stream = groups.streams.of(name)
         ends = [(src, dst, 0, src == rank, dst if src == rank else src) for _, src, dst in together]
         stream.batch([StreamMessage(*end, stream.empty(1)) for end in ends])
@@ -633,14 +634,14 @@ def connect(phases: Iterable[steps.Phase], groups: Groups) -> int:
     return len(new)
 
 
-def _links(phase: steps.Phase, groups: Groups) -> Iterator[StreamPair]:
+def _links(phase: steps.Phase, groups: Groups) -> Iterator[tuple[str, int, int]]:
     """Links of this rank point to point in a phase, with repeats."""
     rank = groups.rank
     for step in phase.steps:
         if isinstance(step, steps.IssueStep) and not is_collective(step.exchange, groups):
             for stream, _, sent, peer in step.exchange.legs():
-                yield StreamPair(stream, *((rank, peer) if sent else (peer, rank)))
+                yield (stream, rank, peer) if sent else (stream, peer, rank)
     for relay_task in chain.from_iterable(phase.relay_tasks):
         arrives, leaves = relay_task.route.arrives, relay_task.route.leaves
-        yield StreamPair(arrives.stream, arrives.peer, rank)
-        yield StreamPair(leaves.stream, rank, leaves.peer)
+        yield arrives.stream, arrives.peer, rank
+        yield leaves.stream, rank, leaves.peer

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from megatron_balance.compile.pipeline import BOTH_PHASES
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.forest import Tree, checked
@@ -27,7 +26,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths, StepPlan
 from megatron_balance.planning.choice import Run, choose_planner, planning_cost, to_yaml
 from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
-from megatron_balance.runtime.bind import AttentionShape, Bound, bind
+from megatron_balance.runtime.bind import AttentionShape, BindOptions, Bound
 from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.movers import build_variants
 from megatron_balance.runtime.recorder import Counters
@@ -38,6 +37,7 @@ from megatron_balance.torch.planned import StepPasses, planned_samples
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
 from megatron_balance.torch.settings import Settings, calls_of, model_of
 from megatron_balance.training import tokens
+from megatron_balance.training.binding import Binder
 from megatron_balance.training.figures import JobFacts
 from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.training.log import LogTarget, StepLog, StepTracer
@@ -648,26 +648,15 @@ class SequenceBalancer:
         number: int,
         training: bool,
     ) -> Bound:
-        recorder = self._log.tracer.recorder if training else None
         build_variants(device, dtype, shape, self.settings.gradient_wire)
-        bound = bind(
-            plan,
-            self.pool.rank,
-            shape,
-            groups=self.pool.groups,
-            device=device,
-            dtype=dtype,
-            policy=self.settings.backward if training else "replay",
-            kernel=self.settings.kernel,
-            gradient_wire=self.settings.gradient_wire,
-            phases=BOTH_PHASES if training else ("forward",),
-        )
-        if training:
-            self._log.counters.append(bound.counters)
-        if recorder is None:
-            return bound
-        recorder.watch(self.pool.groups.streams)
-        return replace(bound, recorder=recorder, number=number)
+        kernel, wire = self.settings.kernel, self.settings.gradient_wire
+        options = BindOptions(shape, self.pool.groups, device, dtype, kernel, gradient_wire=wire)
+        if not training:
+            return Binder(options).bind(plan, ("replay",), phases=("forward",))[0]
+        binder = Binder(options, recorder=self._log.tracer.recorder)
+        (bound,) = binder.bind(plan, (self.settings.backward,), number=number)
+        self._log.counters.append(bound.counters)
+        return bound
 
 
 class _Known(Samples):

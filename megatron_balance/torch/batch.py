@@ -456,7 +456,7 @@ class BalancedBatch:
         """
         rows = self._rows_of(values)
         self.check_attended(values, attended=attended)
-        return back(rows[: self.num_tokens], self._exchange)
+        return exchanged(rows[: self.num_tokens], self._exchange.back, self._exchange.there)
 
     def to_rows(self, values: Tensor) -> Tensor:
         """Values [n, ...] of the tokens that `gather_rows` gives back, in its order and from the rank
@@ -613,22 +613,9 @@ def _refuse_division(loss: Tensor) -> None:
 _Way: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def there(read: Tensor, exchange: TokenExchange) -> Tensor:
-    """Values [rows read here, ...] to the ranks that compute them: [rows of this rank, ...].
-
-    Differentiable. Collective over the pool, in the backward too.
-    """
-    return _Exchanged.apply(read, exchange.there, exchange.back)
-
-
-def back(computed: Tensor, exchange: TokenExchange) -> Tensor:
-    """The inverse of `there`: [rows of this rank, ...] to [rows read here, ...]."""
-    return _Exchanged.apply(computed, exchange.back, exchange.there)
-
-
 @_outside_compiled
 def exchanged(values: Tensor, way: _Way, inverse: _Way) -> Tensor:
-    """`way(values)`, whose gradient is `inverse` of the output's."""
+    """`way(values)`, a collective, whose gradient is `inverse` of the output's, another one."""
     return _Exchanged.apply(values, way, inverse)
 
 

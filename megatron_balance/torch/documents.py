@@ -124,7 +124,7 @@ def _is_integer(values: Tensor) -> bool:
     return not values.is_floating_point() and not values.is_complex() and values.dtype != torch.bool
 
 
-def read(microbatches: Sequence[Sequence[Document]], *, shift_labels: bool) -> list[list[Parts]]:
+def _read(microbatches: Sequence[Sequence[Document]], *, shift_labels: bool) -> list[list[Parts]]:
     """The documents of each microbatch. Raises DataError with the number of what is none."""
     made: list[list[Parts]] = []
     for microbatch in microbatches:
@@ -158,7 +158,7 @@ def _is_full(kind: Any) -> bool:
     return kind == "full" if isinstance(kind, str) else bool(kind)
 
 
-def read_trees(trees: Sequence[Document]) -> list[Parts]:
+def _read_trees(trees: Sequence[Document]) -> list[Parts]:
     """Trees (tokens, labels, segments, others ...). DataError with the number of what is none."""
     made: list[Parts] = []
     for at, given in enumerate(trees):
@@ -176,7 +176,7 @@ def read_trees(trees: Sequence[Document]) -> list[Parts]:
     return made
 
 
-def read_rollouts(rollouts: Sequence[Any], weights: Sequence[Any] | None) -> tuple[Rollouts, list[Parts]]:
+def _read_rollouts(rollouts: Sequence[Any], weights: Sequence[Any] | None) -> tuple[Rollouts, list[Parts]]:
     """Rollouts and their trees; with `weights` the rows' are the one further tensor (float64).
     DataError: they are none.
     """
@@ -187,7 +187,7 @@ def read_rollouts(rollouts: Sequence[Any], weights: Sequence[Any] | None) -> tup
 
 
 def _trees_of(made: Rollouts, weights: Sequence[Any] | None) -> list[Parts]:
-    """Of each tree of rollouts its tensors; as `read_rollouts`."""
+    """Of each tree of rollouts its tensors; as `_read_rollouts`."""
     columns = [torch.from_numpy(made.tokens), torch.from_numpy(made.labels)]
     if weights is not None:
         given = [each.detach().cpu() if isinstance(each, Tensor) else each for each in weights]
@@ -230,13 +230,13 @@ def read_as(
 ) -> tuple[list[list[Parts]], list[Rollouts]]:
     """The documents of each microbatch; of rollouts, these as trees, too. DataError: it is none."""
     if of == "documents":
-        return read(microbatches, shift_labels=shift_labels), []
+        return _read(microbatches, shift_labels=shift_labels), []
     if of == "trees":
-        return [read_trees(trees) for trees in microbatches], []
+        return [_read_trees(trees) for trees in microbatches], []
     given: list[tuple[Any, ...]] = [each if isinstance(each, tuple) else (each, None) for each in microbatches]
     if any(len(each) != 2 for each in given):
         raise DataError("expected a list of rollouts, or a tuple (rollouts, weights), for each microbatch")
-    made = [read_rollouts(*each) for each in given]
+    made = [_read_rollouts(*each) for each in given]
     return [parts for _, parts in made], [rollouts for rollouts, _ in made]
 
 

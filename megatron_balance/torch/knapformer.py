@@ -33,7 +33,7 @@ from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.head_exchange import HeadExchange
 from megatron_balance.planners.knapformer import KnapFormerOptions, Topology, parse, plan
 from megatron_balance.runtime.attention import differentiable_once
-from megatron_balance.torch.batch import back, exchanged, there
+from megatron_balance.torch.batch import exchanged
 from megatron_balance.torch.ranks import device_of, shared, shared_pool
 from megatron_balance.training.pool import Membership, Pool, TensorParallel
 from megatron_balance.training.tokens import Sequences, TokenExchange, share_lengths
@@ -125,7 +125,8 @@ class GroupBalancer:
             raise ConfigError(f"features: expected a list of tensors, got {type(features).__name__}")
         for x in (packed, *features):
             _check_rows(x, total, "the lengths in plan_routing")
-        return list(self._chunk_lens), there(packed, exchange), [there(x, exchange) for x in features]
+        rows, *others = (exchanged(x, exchange.there, exchange.back) for x in (packed, *features))
+        return list(self._chunk_lens), rows, others
 
     def reverse_route(self, balanced: Tensor) -> tuple[list[int], Tensor]:
         """The inverse of `route`: lengths and rows of the sequences that this rank loaded; same
@@ -133,7 +134,7 @@ class GroupBalancer:
         """
         exchange = self._planned()
         _check_rows(balanced, sum(self._chunk_lens), "those of route")
-        return list(self._seq_lens), back(balanced, exchange)
+        return list(self._seq_lens), exchanged(balanced, exchange.back, exchange.there)
 
     def pre_attn(
         self, packed_q: Tensor, packed_k: Tensor, packed_v: Tensor

@@ -51,7 +51,7 @@ class _ToldOfStep(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlannedSamples:
+class _PlannedSamples:
     """A step's plan, who gives which of its samples, and this rank's."""
 
     step: StepPlan
@@ -82,7 +82,7 @@ class PlannedSamples:
 
 def planned_samples(
     step: StepPlan | str, samples: Mapping[int, Any], model: Model, pool: Pool, *, shift_labels: bool
-) -> PlannedSamples:
+) -> _PlannedSamples:
     """Read the plan of a step, and this rank's samples of it, and hold them against those of the other
     ranks. Collective over the pool. Errors: see `SequenceBalancer.from_plan`.
     """
@@ -112,7 +112,7 @@ def planned_samples(
         raise PlanMismatchError(f"planned step: {error}; the driver sends one plan to all ranks") from None
     form = documents.same_form([each.form for each in every], pool)
     owners = _owners(sum(len(seqs) for (seqs,) in plan.members), [each.numbers for each in every], pool)
-    return PlannedSamples(plan, form, owners, parts, rollouts if any(each.of_rollouts for each in every) else None)
+    return _PlannedSamples(plan, form, owners, parts, rollouts if any(each.of_rollouts for each in every) else None)
 
 
 def _owners(num_samples: int, given: Sequence[Sequence[int]], pool: Pool) -> Ints:

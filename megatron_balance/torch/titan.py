@@ -123,7 +123,7 @@ class TitanTrainer(Trainer):
         """Deal a microbatch: the rows that this rank computes, their labels, positions and batch."""
         batch = self.balancer(documents(input_dict, labels))
         self.ntokens_seen += batch.num_tokens
-        return arguments(batch)
+        return _arguments(batch)
 
     def close(self) -> None:
         """End the balancer, too."""
@@ -143,7 +143,7 @@ class TitanValidator(Validator):
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Deal a microbatch that is not trained."""
         del model_parts
-        return arguments(self.balancer.evaluate(documents(input_dict, labels)))
+        return _arguments(self.balancer.evaluate(documents(input_dict, labels)))
 
 
 def documents(input_dict: dict[str, Tensor], labels: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -161,7 +161,7 @@ def documents(input_dict: dict[str, Tensor], labels: Tensor) -> list[tuple[Tenso
     return found
 
 
-def arguments(batch: BalancedBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _arguments(batch: BalancedBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Rows [1, T] of a batch as a trainer hands them to its model and its loss."""
     return batch.tokens[None], batch.labels[None], {"positions": batch.position_ids[None], "attention_masks": batch}
 

@@ -532,31 +532,22 @@ class _AllInStep(BatchSamplerShard):
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Every round, this rank's batch."""
-        mine: list[Any] = []
-        at = -1
-        for at, batch in enumerate(self.batch_sampler):
-            if at % self.num_processes == self.process_index:
-                mine = batch
-            if at % self.num_processes == self.num_processes - 1:
-                yield mine
-                mine = []
-        if (at + 1) % self.num_processes and not self.drop_last:
-            yield mine
+        batches = iter(self.batch_sampler)
+        while held := list(islice(batches, self.num_processes)):
+            if len(held) == self.num_processes or not self.drop_last:
+                yield self._own(held)
+
+    def _own(self, held: list[list[Any]]) -> list[Any]:
+        """This rank's batch of a round."""
+        return held[self.process_index] if self.process_index < len(held) else []
 
 
 class _RemainderToAll(_AllInStep):
     """As `_AllInStep`, but where a round has not as many on each rank, all of it for every rank."""
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Every round, this rank's batch."""
-        held: list[list[Any]] = []
-        for batch in self.batch_sampler:
-            held.append(batch)
-            if len(held) == self.num_processes and len(batch) == len(held[0]):
-                yield held[self.process_index]
-                held = []
-        if held and not self.drop_last:
-            yield [each for batch in held for each in batch]
+    def _own(self, held: list[list[Any]]) -> list[Any]:
+        even = len(held) == self.num_processes and len(held[-1]) == len(held[0])
+        return super()._own(held) if even else [each for batch in held for each in batch]
 
 
 class _WholeStream(IterableDataset[Any]):

@@ -368,15 +368,16 @@ class WithoutWindows(ByFormula):
 
 def test_the_trial_tells_a_kernel_that_means_something_else():
     cpu = torch.device("cpu")
+    narrow = kernels._Tensors(cpu, torch.bfloat16, 64)
     ignores = VarlenKernel("without windows", WithoutWindows())
-    assert kernels._trial_failure(ignores, cpu, torch.bfloat16, 64) == ""
-    found = kernels._trial_failure(ignores, cpu, torch.bfloat16, 64, windows=True)
+    assert kernels._trial_failure(ignores, narrow) == ""
+    found = kernels._trial_failure(ignores, narrow._replace(windows=True))
     assert found.startswith("its first call differs from the formula, out by")
     right = VarlenKernel("right", ByFormula())
     padded = PaddedKernel(VarlenKernel("padded", ByFormula()), (100, 100), 104)
-    assert kernels._trial_failure(right, cpu, torch.bfloat16, 64, windows=True) == ""
-    assert kernels._trial_failure(padded, cpu, torch.float32, 100) == ""
-    found = kernels._trial_failure(VarlenKernel("misaligned", Misaligned()), cpu, torch.bfloat16, 64)
+    assert kernels._trial_failure(right, narrow._replace(windows=True)) == ""
+    assert kernels._trial_failure(padded, kernels._Tensors(cpu, torch.float32, 100)) == ""
+    found = kernels._trial_failure(VarlenKernel("misaligned", Misaligned()), narrow)
     assert found.startswith("its first call differs from the formula, out by")
 
 

@@ -19,7 +19,8 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.forest import Forest, Segment, num_tokens
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.recurrent import RecurrentProgram, parse_recurrent, recurrent_text
+from megatron_balance.ir.recurrent import RecurrentProgram
+from megatron_balance.ir.text import parse_recurrent, text
 from megatron_balance.planners import PLANNERS
 from tests.support import forests, recurrent
 from tests.support.strategies import ALL_PLANNERS, Case, cases, examples, plan
@@ -37,7 +38,7 @@ def drawn(seed: int, most: int = 30) -> RecurrentProgram:
 def assert_right(program: RecurrentProgram, seed: int) -> None:
     # Proved as it stands; read back; equal to each sequence alone.
     verify_recurrent(program)
-    assert parse_recurrent(recurrent_text(program)) == program
+    assert parse_recurrent(text(program)) == program
     assert recurrent.off(program, seed, recurrent.KINDS[seed % len(recurrent.KINDS)]) < 1e-12
 
 
@@ -113,7 +114,7 @@ def test_whatever_is_changed_is_refused_or_computes_the_same(trees: bool) -> Non
                 refused[what] += 1
             else:
                 same[what] += 1
-                assert recurrent.off(mutant, seed, "kda") < 1e-12, (what, recurrent_text(mutant))
+                assert recurrent.off(mutant, seed, "kda") < 1e-12, (what, text(mutant))
     # An op may stand before one that it has nothing to do with, a row before one of another sequence.
     assert set(same) <= {"order", "one op earlier"}, same
     assert refused.pop("order") > 4

@@ -28,7 +28,7 @@ from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import HostTimes, stream_names
 from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Step
 from megatron_balance.runtime.pool import BufferPool
-from megatron_balance.runtime.recorder import Recorder, Trace, Traced, hidden_share
+from megatron_balance.runtime.recorder import Recorder, Trace, Traced
 from megatron_balance.training.stragglers import Link, link_rates
 from tests.support import jobs
 from tests.support.foreseen import Issue, streams
@@ -48,7 +48,6 @@ class PhaseTrace:
     recorded: list[Traced]
     expected: dict[str, tuple[Issue, ...]]
     groups: list[set[int]]
-    hidden: float
 
 
 def streamed(world: World, plans: Plans, width: int, runs: Sequence[Run], safe: bool = False) -> list[list[Ran]]:
@@ -86,7 +85,7 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
     ):
         groups = [{relay_task.op for relay_task in group} for group in phase.relay_tasks]
         expected = streams(ops, world.rank, plan.ranks_per_node)
-        found.append(PhaseTrace(recorded, expected, groups, hidden_share(recorded)))
+        found.append(PhaseTrace(recorded, expected, groups))
     return found
 
 

@@ -372,7 +372,7 @@ def updated(world: World, case: Case) -> tuple[list[dict[str, float]], list[list
 
     with ExitStack() as counting:
         plan = counting.enter_context(patch.object(rl, "plan_step", wraps=rl.plan_step))
-        bind = counting.enter_context(patch.object(balancer, "bind", wraps=balancer.bind))
+        bind = counting.enter_context(patch.object(balancer, "Binder", wraps=balancer.Binder))
         logs = trained(world, case, Noted())
         return logs, gradients, plan.call_count, bind.call_count
 

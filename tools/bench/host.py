@@ -208,11 +208,11 @@ def stand_ins(counts: Counter[str]) -> Iterator[None]:
     """Triton's kernels and the choice of kernel and mover, replaced by what counts."""
     names = ("copy_rows", "add_rows", "merge_rows")
     held: dict[tuple[Any, str], Any] = {(triton_mover, name): getattr(triton_mover, name) for name in names}
-    held |= {(binding, name): getattr(binding, name) for name in ("kernel_of_widths", "choose_mover")}
+    held |= {(binding, name): getattr(binding, name) for name in ("choose_kernel", "choose_mover")}
     for name in names:
         setattr(triton_mover, name, _Kernel(counts))
     calls: Any = _Calls(counts)
-    binding.kernel_of_widths = lambda *_, **__: VarlenKernel(KERNEL, calls)
+    binding.choose_kernel = lambda *_, **__: VarlenKernel(KERNEL, calls)
     binding.choose_mover = lambda _, device: triton_mover.TritonMover(device)
     try:
         yield

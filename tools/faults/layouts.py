@@ -12,7 +12,8 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.forest import num_tokens
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.recurrent import RecurrentProgram, parse_recurrent, recurrent_text
+from megatron_balance.ir.recurrent import RecurrentProgram
+from megatron_balance.ir.text import parse_recurrent, text
 from tools.faults.cases import Outcome
 from tools.faults.forests import EXACT
 
@@ -36,7 +37,7 @@ def layouts() -> Iterator[Callable[[int], Outcome]]:
             return Outcome(f"{of}: refused by the planner")
         try:
             verify_recurrent(drawn)
-            same = parse_recurrent(recurrent_text(drawn)) == drawn
+            same = parse_recurrent(text(drawn)) == drawn
             kind = recurrent.KINDS[number % len(recurrent.KINDS)]
             worst = recurrent.off(drawn, number, kind) if number % JUDGED < 4 else 0.0
         except Exception as error:  # a proof or the judge that raises anything is a fault

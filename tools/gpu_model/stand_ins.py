@@ -341,7 +341,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("copy_rows", "add_rows", "merge_rows"):
             stack.enter_context(mock.patch.object(triton_mover, name, TritonLaunch(name, recorder)))
-        stack.enter_context(mock.patch.object(binding, "kernel_of_widths", return_value=kernel))
+        stack.enter_context(mock.patch.object(binding, "choose_kernel", return_value=kernel))
         stack.enter_context(mock.patch.object(transport, "dist", Nccl(recorder)))
         stack.enter_context(Operators(recorder))
         try:

@@ -21,10 +21,10 @@ from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zo
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import ONCE_PER_NODE
 from megatron_balance.patterns.base import Context, HopByHop, pairs_of
-from megatron_balance.patterns.head_exchange import head_counts, head_slices
+from megatron_balance.patterns.head_exchange import HeadShares
 from megatron_balance.patterns.head_ring import launches_by_kind, ring_launches, walks
 from megatron_balance.patterns.waves import Need, Schedule, schedule
-from megatron_balance.patterns.zigzag import zigzag
+from megatron_balance.patterns.zigzag import Zigzag
 
 _ONCE = tuple(ONCE_PER_NODE[name] for name in ("head_exchange", "chunk_exchange"))
 _EXCHANGES = ("head_exchange", "chunk_exchange", *_ONCE)
@@ -202,7 +202,7 @@ def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool, bo
 def _whole(zone: Zone, seqs: Ints, context: Context, heads: tuple[int, int]) -> Ints:
     # Pairs of sequences whole on a rank, in the chunks that the zone's pattern makes of them.
     if zone.pattern not in _EXCHANGES:
-        return ring_launches(zigzag(context.lengths, seqs, 1, context.mask), heads).pairs
+        return ring_launches(Zigzag.of(context.lengths, seqs, 1, context.mask), heads).pairs
     spans = np.column_stack([seqs, np.zeros_like(seqs), context.lengths[seqs]])
     return pairs_of(spans, spans[:, 1:], [(0, heads[0], 0, heads[1])])
 
@@ -248,7 +248,7 @@ def _even_zone(
         return made, np.full(num_ranks, number)
     made.kv_heads += (groups - 1) * num_tokens * heads[1]
     made.largest = max(made.largest, num_tokens * heads[1])
-    placed = zigzag(context.lengths, np.array(zone.seqs, dtype=np.int64), groups, context.mask)
+    placed = Zigzag.of(context.lengths, np.array(zone.seqs, dtype=np.int64), groups, context.mask)
     # [G, groups]; each place of a group has a ring of its own, of the part of the keys that its
     # heads are.
     part = heads[1] / model.num_kv_heads
@@ -291,8 +291,8 @@ def _zone_in_waves(zone: SharedZone, context: Context, machine: Machine) -> Zone
     ranks = (np.array(made.groups)[:, None] * size + np.arange(size)).ravel()
     runs = made.run_tokens().astype(np.float64)
     times = ZoneTimes(ranks, runs.ravel(), _index_of(ranks.tolist()), num_groups=groups)
-    queries, keys = head_counts(head_slices(context.num_heads, context.num_kv_heads, size))
-    heads = int(queries.max()), int(keys.max())
+    shares = HeadShares.of(*context.heads, size)
+    heads = int(shares.queries.max()), int(shares.keys.max())
     times.waves = WaveTimes(_wave_launch_seconds(made, heads, machine), *_waves(made, heads[1], machine))
     if size > 1:
         _exchanges(times, times.waves, made, heads, machine)

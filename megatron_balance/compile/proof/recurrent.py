@@ -18,8 +18,8 @@ from megatron_balance.ir.recurrent import (
     RecurrentKind,
     RecurrentOp,
     RecurrentProgram,
-    recurrent_lines,
 )
+from megatron_balance.ir.text import recurrent_lines
 
 # Values that are given or taken: rows (rank, kind, seq, start, stop, head atom, time, op, row of the
 # op). Rows of the convolution are single tokens; in place of the stop of their gradient stands the

@@ -37,25 +37,24 @@ from megatron_balance.ir.program import (
 # `compile.proof.meaning` proves one program of all ranks. Ranks run projections of their own,
 # lowered to steps. Here both are held against each other, and the steps of all ranks against what
 # the executor needs of them.
-def prove(plan: MicrobatchPlan, policy: Policy | None, *, passing: bool = True) -> Program:
-    """Prove a plan, forward and, with a policy, backward; its program. `passing`: as in
-    `compile.order`. Raises InvalidProgramError: it does not hold; names the planner, the op or the
-    ranks.
+def prove(plan: MicrobatchPlan, policy: Policy | None) -> Program:
+    """Prove a plan, forward and, with a policy, backward; its program. Raises InvalidProgramError: it
+    does not hold; names the planner, the op or the ranks.
     """
     verify_plan(plan)
     program = expand(plan, policy)
     verify(program)
-    verify_runs(plan, program, passing=passing)
+    verify_runs(plan, program)
     return program
 
 
-def verify_runs(plan: MicrobatchPlan, program: Program, *, passing: bool = True) -> None:
+def verify_runs(plan: MicrobatchPlan, program: Program) -> None:
     """Check that the ranks of a plan run `program`: the same ops with the same exchange ids, groups
     and proxies, in steps that no rank waits in for ever. Raises InvalidProgramError: they do not;
     names the rank and the op.
     """
     verify_routes(plan, program)
-    ranks = compile_ranks(plan, cast("Policy | None", program.policy), passing=passing)
+    ranks = compile_ranks(plan, cast("Policy | None", program.policy))
     for rank, (compiled, proved) in enumerate(zip(ranks, split(program), strict=True)):
         if proved.owned != compiled.program.owned:
             raise InvalidProgramError(f"rank {rank} owns other tokens than in the program that was proved")

@@ -26,7 +26,7 @@ from megatron_balance.cost.modules import num_parameters
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, paper
-from megatron_balance.lab.papers.trl import B32, NODE, M
+from megatron_balance.lab.papers.trl import MODELS, NODE, M
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.setup import Setup
@@ -34,7 +34,7 @@ from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.distributions import K
 
 STATE_BYTES, GIB, FULL = 16, 2**30, 80
-B8 = replace(load_model("llama3-8b"), name="Llama3-8B")
+B8, B32 = replace(load_model("llama3-8b"), name="Llama3-8B"), MODELS["Qwen3-32B"]
 CONTEXTS = (128 * K, 256 * K, 512 * K, M, 2 * M, 3 * M, 4 * M, 5 * M, 6 * M, 8 * M)
 # On so many GPUs, and the longest context that the page has of each system.
 STEPS = ((B8, 8, 3 * M), (B32, 16, 2 * M))

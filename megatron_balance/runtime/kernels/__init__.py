@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -289,6 +289,16 @@ class _Capabilities:
         return low if self.last == self.first else f"{low} to {'.'.join(map(str, self.last))}"
 
 
+class _Tensors(NamedTuple):
+    """Tensors that a kernel shall serve, under sliding `windows` and a `softcap` (0: none) or not."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    windows: bool = False
+    softcap: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Offer:
     """A kernel that can be chosen."""
@@ -327,7 +337,7 @@ class _Offer:
         return not self.fault()
 
     def refusal(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False, softcap: float = 0.0
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, windows: bool = False, softcap: float = 0.0
     ) -> str:
         """The reason why it does not serve such tensors; "" if it does."""
         if softcap and not self.caps:
@@ -609,82 +619,71 @@ def _preferred(device: torch.device) -> tuple[str, ...]:
     return AUTOMATIC_BLACKWELL if capability is not None and capability >= (10, 0) else AUTOMATIC_HOPPER
 
 
-def choose_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False, softcap: float = 0.0
+def choose_kernel(  # noqa: PLR0913  the tensors, and what is asked of their attention
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    windows: bool = False,
+    softcap: float = 0.0,
 ) -> Kernel:
     """Make the kernel called `name`, and log once which it is. "auto": the first of
     `_preferred(device)` that serves these tensors (and sliding `windows`, and a `softcap` other than
-    0), can be used here and, on a GPU, passes its trial. ConfigError: no such kernel, it cannot be
-    used here or serve these tensors, or none of `auto` can.
+    0), can be used here and, on a GPU, passes its trial. `value_dim`: width of values and outputs;
+    None: that of keys. ConfigError: no such kernel, it cannot be used here or serve these tensors, or
+    none of `auto` can.
     """
     # One that is installed but broken is reported once and skipped.
-    shown = f"({device.type}, {dtype}, head dim {head_dim})"
+    widths = head_dim, head_dim if value_dim is None else value_dim
+    of = _Tensors(device, dtype, max(widths), windows, softcap)
     if name == "auto":
-        kernel = _automatic(device, dtype, head_dim, windows=windows, softcap=softcap)
+        kernel = _automatic(of)
     elif name not in KERNELS:
         raise ConfigError(f"unknown kernel {name!r}; known: auto, {', '.join(KERNELS)}")
     else:
         offer = KERNELS[name]
-        kernel, reason = _made(name, device, dtype, head_dim, windows=windows, softcap=softcap)
-        if kernel is None and offer.refusal(device, dtype, head_dim, windows=windows, softcap=softcap):
-            raise ConfigError(f"kernel {name} {reason} (head dim {head_dim}); use kernel: auto")
+        kernel, reason = _made(name, of)
+        if kernel is None and offer.refusal(*of):
+            raise ConfigError(f"kernel {name} {reason} (head dim {of.head_dim}); use kernel: auto")
         if kernel is None:
             needs = f"needs {' or '.join(offer.modules)}, which is not installed"
             why = needs if reason == NOT_INSTALLED else f"cannot be used here: {reason}"
             raise ConfigError(f"kernel {name} {why}; {offer.mend or 'another torch'}, or use kernel: auto")
-    _tell(logging.INFO, f"attention kernel {kernel.name} {shown}")
-    return kernel
+    _tell(logging.INFO, f"attention kernel {kernel.name} ({device.type}, {dtype}, head dim {of.head_dim})")
+    alike = widths[0] == widths[1] or KERNELS[kernel.name].two_widths
+    return kernel if alike else PaddedKernel(kernel, widths, of.head_dim)
 
 
-def kernel_of_widths(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    widths: tuple[int, int],
-    *,
-    windows: bool = False,
-    softcap: float = 0.0,
-) -> Kernel:
-    """`choose_kernel` for queries and keys of one width, and values and outputs of maybe another."""
-    kernel = choose_kernel(name, device, dtype, max(widths), windows=windows, softcap=softcap)
-    return (
-        kernel
-        if widths[0] == widths[1] or KERNELS[kernel.name].two_widths
-        else PaddedKernel(kernel, widths, max(widths))
-    )
-
-
-def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool, softcap: float) -> Kernel:
+def _automatic(of: _Tensors) -> Kernel:
     reasons: dict[str, str] = {}
-    for name in _preferred(device):
+    for name in _preferred(of.device):
         offer = KERNELS[name]
-        kernel, reasons[name] = _made(name, device, dtype, head_dim, windows=windows, softcap=softcap)
+        kernel, reasons[name] = _made(name, of)
         if kernel is not None:
             return kernel
-        served = not offer.refusal(device, dtype, head_dim, windows=windows, softcap=softcap)
-        if offer.modules and served and reasons[name] != NOT_INSTALLED:
+        if offer.modules and not offer.refusal(*of) and reasons[name] != NOT_INSTALLED:
             _tell(logging.WARNING, f"attention kernel {name} is installed, but is skipped: {reasons[name]}")
     mends = [f"{name}: {KERNELS[name].mend}" for name in reasons if KERNELS[name].mend]
     raise ConfigError(
-        f"no attention kernel for {dtype} and head dim {head_dim} on {device.type}: "
+        f"no attention kernel for {of.dtype} and head dim {of.head_dim} on {of.device.type}: "
         f"{'; '.join(f'{name} {reason}' for name, reason in reasons.items())}. Train in bf16, install one of them "
         f"({'; '.join(mends)}), or set 'kernel: plain' (the formula: slow, with the scores of all pairs in memory)"
     )
 
 
-def _made(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool, softcap: float
-) -> tuple[Kernel | None, str]:
+def _made(name: str, of: _Tensors) -> tuple[Kernel | None, str]:
     offer = KERNELS[name]
-    reason = offer.refusal(device, dtype, head_dim, windows=windows, softcap=softcap) or offer.fault()
+    reason = offer.refusal(*of) or offer.fault()
     if reason:
         return None, reason
     try:
-        kernel = offer.make(head_dim, softcap)
+        kernel = offer.make(of.head_dim, of.softcap)
     except Exception as error:
         return None, _first_line(error)
-    if capability_of(device) is not None and name != "plain":
-        reason = _trial_failure(kernel, device, dtype, head_dim, windows=windows, softcap=softcap)
+    if capability_of(of.device) is not None and name != "plain":
+        reason = _trial_failure(kernel, of)
     if reason:
         _restore_flash_attention()
         return None, reason
@@ -710,20 +709,12 @@ _WINDOWS = ((40, 0), (40, 0))
 _RESULTS = ("out", "LSE", "dq", "dk", "dv")
 
 
-def _trial_failure(
-    kernel: Kernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    windows: bool = False,
-    softcap: float = 0.0,
-) -> str:
-    """Why the kernel's results cannot be used, with `windows` too; "": they are right. Found once."""
-    for rows in (_ENTRIES, replace(_ENTRIES, windows=_WINDOWS))[: 1 + windows]:
-        key = (kernel.name, device, dtype, head_dim, rows, bool(softcap))
+def _trial_failure(kernel: Kernel, of: _Tensors) -> str:
+    """Why the kernel's results cannot be used, with windows too; "": they are right. Found once."""
+    for rows in (_ENTRIES, replace(_ENTRIES, windows=_WINDOWS))[: 1 + of.windows]:
+        key = (kernel.name, rows, *of[:3], bool(of.softcap))
         if key not in _failures:
-            _failures[key] = _failure(kernel, device, dtype, head_dim, rows, softcap)
+            _failures[key] = _failure(kernel, of, rows)
         if _failures[key]:
             return _failures[key]
     return ""
@@ -732,25 +723,23 @@ def _trial_failure(
 _failures: dict[tuple[object, ...], str] = {}
 
 
-def _failure(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, rows: Entries, softcap: float
-) -> str:
+def _failure(kernel: Kernel, of: _Tensors, rows: Entries) -> str:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (
-        torch.randn(rows, heads, head_dim, generator=generator).to(device, dtype)
+        torch.randn(rows, heads, of.head_dim, generator=generator).to(of.device, of.dtype)
         for rows, heads in ((90, _HEADS), (203, _KV_HEADS), (203, _KV_HEADS), (90, _HEADS))
     )
-    scale = head_dim**-0.5
+    scale = of.head_dim**-0.5
     try:
         found = _results(kernel, rows, (q, k, v), dout, scale)
-        exact = _results(PlainKernel(softcap), rows, (q.float(), k.float(), v.float()), dout.float(), scale)
+        exact = _results(PlainKernel(of.softcap), rows, (q.float(), k.float(), v.float()), dout.float(), scale)
         apart = [
             float((one.float() - other).abs().max() / other.abs().max())
             for one, other in zip(found, exact, strict=True)
         ]
     except Exception as error:
         return f"its first call fails: {_first_line(error)}"
-    allowed = TRIAL_TOLERANCE.get(dtype, 1e-4)
+    allowed = TRIAL_TOLERANCE.get(of.dtype, 1e-4)
     wrong = [f"{name} by {by:.2g}" for name, by in zip(_RESULTS, apart, strict=True) if not by <= allowed]
     return f"its first call differs from the formula, {', '.join(wrong)} of the largest value" if wrong else ""
 

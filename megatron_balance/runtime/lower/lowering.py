@@ -159,7 +159,7 @@ class Lowering:
         else:
             taken = _mark_sums(taken, sizes)
         remap_out = program.num_exchanges - 1 if program.remap_in else None
-        attended = ("attended_pairs", attended_pairs(ops, program.mask))
+        attended = ("attended_pairs", _attended_pairs(ops, program.mask))
         work = (*_counts(taken, forward=forward, remap_out=remap_out), attended)
         cuts = Cuts(*(begins[at] for at in where))
         return steps.Phase(
@@ -497,7 +497,7 @@ class _Launching:
         return [pack_runs(*one) for one in zip(runs, np.add.reduceat(sizes, begin).tolist(), heads, strict=True)]
 
 
-def attended_pairs(ops: Sequence[Op], mask: Mask) -> int:
+def _attended_pairs(ops: Sequence[Op], mask: Mask) -> int:
     """Visible (query, key) pairs times query heads of all launches of a phase."""
     pairs = arrays.concat([op.pairs for op in ops if isinstance(op, Attend | AttendGrad)], Pair.WIDTH)
     visible = arrays.num_pairs(pairs[:, Pair.SEQ], arrays.Rectangles(*pairs[:, Pair.SPANS].T), mask)

@@ -464,15 +464,10 @@ AHEAD = 2  # exchanges whose receives are posted before they are due: the most o
 
 @dataclass(frozen=True, slots=True)
 class PeakBytes:
-    """Bytes at once; 0 of a phase that will not run. `kept_bytes`: for the backward (policy keep)."""
+    """Bytes of a call at once, and `kept_bytes` of them for the backward (policy keep)."""
 
-    forward_bytes: int
-    backward_bytes: int
+    call_bytes: int
     kept_bytes: int
-
-    @property
-    def call_bytes(self) -> int:
-        return max(self.forward_bytes, self.backward_bytes)
 
 
 def peak_bytes(
@@ -483,7 +478,7 @@ def peak_bytes(
     partials = sum(rows * heads * (form.value_width + 1) * form.wide.itemsize for rows, heads in sizes[0].values())
     forward = partials + _peak(phases["forward"], form, {}) if "forward" in phases else 0
     backward = kept + _backward_bytes(phases["backward"], sizes, form) if "backward" in phases else 0
-    return PeakBytes(forward, backward, kept)
+    return PeakBytes(max(forward, backward), kept)
 
 
 def _backward_bytes(phase: steps.Phase, sizes: tuple[Sizes, Sizes], form: CallForm) -> int:

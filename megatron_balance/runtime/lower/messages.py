@@ -1,4 +1,4 @@
-"""Messages of one rank's exchanges, looked up in its buffers, all exchanges of a phase at once; and
+"""_Messages of one rank's exchanges, looked up in its buffers, all exchanges of a phase at once; and
 its part in routed exchanges: its own pieces, and those that it relays for others.
 """
 
@@ -26,7 +26,7 @@ _Routed: TypeAlias = tuple[dict[int, tuple[steps.Piece, ...]], dict[int, tuple[s
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class _Messages:
     """One side (sent or received) of all exchanges of a phase."""
 
     rows: Ints  # [n, Transfer.WIDTH]; of message i: rows[begin[i]:begin[i + 1]]
@@ -81,7 +81,7 @@ class PhaseMessages:
         reverses = op.id >= first and (op.id - first) % 2 == 1
         return (of == last, of < first) if reverses else (of < first, False)
 
-    def _make_buffers(self, received: Messages) -> dict[Kind, Ints]:
+    def _make_buffers(self, received: _Messages) -> dict[Kind, Ints]:
         rows, begin = received.rows, received.begin
         sizes = rows[:, Transfer.STOP] - rows[:, Transfer.START]
         # [n + 1]: rows before each region; a message's buffer begins with its first.
@@ -135,7 +135,7 @@ class PhaseMessages:
 
 
 def _by_op(
-    side: Messages, indexes: Indexes, rank: int, ranks_per_node: int
+    side: _Messages, indexes: Indexes, rank: int, ranks_per_node: int
 ) -> dict[int, tuple[steps.PeerMessage, ...]]:
     moved = {(op, peer) for op, peer, kind in zip(side.op, side.peer, side.kind, strict=True) if kind in MOVED}
     node = rank // ranks_per_node
@@ -148,7 +148,7 @@ def _by_op(
     return {side.op[a]: tuple(messages[a:b]) for a, b in pairwise(bounds)}
 
 
-def _packed(side: Messages, indexes: Indexes) -> list[steps.Packed]:
+def _packed(side: _Messages, indexes: Indexes) -> list[steps.Packed]:
     """Rows of every message; received inputs have none, they become buffers."""
     looked_up_in = [
         indexes.of(kind, owned=owned) if buffer < 0 else None
@@ -165,7 +165,7 @@ def _packed(side: Messages, indexes: Indexes) -> list[steps.Packed]:
     ]
 
 
-def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> Messages:
+def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> _Messages:
     """Transfers as messages: what one exchange moves of one kind and head span to or from one peer.
     `peers`: the column of the rank at the other end, `Transfer.DST` of sent rows and `Transfer.SRC`
     of received ones; `owned`: of each op.
@@ -183,7 +183,7 @@ def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> 
     first_rows = rows[begin[:-1]]
     kinds = [_KINDS[k] for k in first_rows[:, Transfer.KIND].tolist()]
     ops = op_index[begin[:-1]].tolist()
-    return Messages(rows, begin, ops, first_rows[:, peers].tolist(), kinds, [-1] * len(ops), [owned[op] for op in ops])
+    return _Messages(rows, begin, ops, first_rows[:, peers].tolist(), kinds, [-1] * len(ops), [owned[op] for op in ops])
 
 
 def _resolve(regions: Ints, message: Ints, index_of: Sequence[RegionIndex | None]) -> Ints:
@@ -212,7 +212,7 @@ _Box: TypeAlias = tuple[tuple[Kind, int], int, int, int, int]
 def arrivals(receives: Sequence[steps.PeerMessage]) -> tuple[tuple[int, ...], ...]:
     """Numbers of messages in the order in which they are taken, those of one call together."""
     # A head exchange brings heads from every peer, and a launch for each would cost the host more
-    # than the rows cost the device. Messages that touch no row and head in common may be placed, or
+    # than the rows cost the device. _Messages that touch no row and head in common may be placed, or
     # added, in one call of the mover, gradients of queries with those of keys; those that do are
     # taken one after the other.
     calls: dict[Kind, list[list[int]]] = {}
@@ -248,7 +248,7 @@ _KINDS = tuple(Kind)
 
 def _hop_tag(leg: order.Leg, *, first: bool, last: bool) -> int:
     """Offset of a hop's tag from the exchange's first."""
-    # Messages between the same two ranks have different tags where they need not be received in the
+    # _Messages between the same two ranks have different tags where they need not be received in the
     # order of sending: sources (`first`), targets (`last`) and proxies are different threads.
     return (1 + order.LEGS.index(leg)) * 4 + first * 2 + last
 
@@ -363,7 +363,7 @@ def _routes(
 def _of_others(
     routed: dict[int, Exchange], rank: int
 ) -> tuple[dict[tuple[int, int, int], tuple[Carried, ...]], dict[int, frozenset[tuple[int, int]]]]:
-    """Messages of other ranks by op, source and target, in the order in which both ends have them
+    """_Messages of other ranks by op, source and target, in the order in which both ends have them
     (by kind, then heads); and by op the (source, target) pairs that transfer anything whose traffic
     class is not "copied".
     """

@@ -18,7 +18,6 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, layout, pack, shapes, unpack
 from megatron_balance.runtime.lower.regions import without
-from megatron_balance.runtime.recorder import Traced, hidden_share
 from tests.support import by_hand
 
 torch = pytest.importorskip("torch")
@@ -62,16 +61,6 @@ def test_instances_lose_what_is_handed_over_and_a_single_tensor_is_sent_from_whe
     assert without(own, np.empty((0, 3), dtype=np.int64)) is own
     left = without(own, np.array([(2, 4, 8), (0, 3, 5), (0, 4, 6), (0, 3, 5), (1, 0, 99)]))
     assert left.tolist() == [[0, 0, 3, 0, 2, 0, 0], [0, 6, 10, 0, 2, 0, 6]]
-    # Hidden share is what was not waited for.
-    trace = [
-        Traced("inter_node", 0, "direct", "own", 0.0, 0.1),
-        Traced("compute", 1, "run", "own", 0.1, 3.0),
-        # Passed on for others: no concern of this rank's launches.
-        Traced("inter_node", 0, "across", "send_proxy", 0.5, 9.0),
-        Traced("", 0, "finish", "own", 3.0, 4.0),
-    ]
-    assert hidden_share(trace) == pytest.approx(0.75)
-    assert hidden_share(trace[1:2]) == 1.0
 
 
 # The wire format without torch: sizes of messages, parcels and pieces, one by one and in arrays.

@@ -11,7 +11,8 @@ from megatron_balance.compile.proof.recurrent import verify_recurrent
 from megatron_balance.compile.recurrent import compile_recurrent, program_of
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.recurrent import Compose, parse_recurrent, recurrent_text
+from megatron_balance.ir.recurrent import Compose
+from megatron_balance.ir.text import parse_recurrent, text
 from megatron_balance.recurrent_reference import Recurrence, run_recurrent
 from tests.support import recurrent
 
@@ -54,7 +55,7 @@ exchange 5
 def test_a_small_layout_has_this_program():
     owned = [Rows.of(3, [(0, 0, 4), (0, 6, 8)]), Rows.of(3, [(0, 4, 6)])]
     program = program_of((8,), owned, 2, 3)
-    assert recurrent_text(program) == PROGRAM
+    assert text(program) == PROGRAM
     assert parse_recurrent(PROGRAM) == program
 
 
@@ -112,17 +113,17 @@ def test_who_composes_in_the_backward_has_the_map_from_the_forward():
 
 
 @pytest.mark.parametrize(
-    ("line", "other", "number"),
+    ("line", "other", "wrong"),
     [
-        ("recurrent lengths 8", "program lengths 8", 1),
-        ("owner r1", "owner r2", 3),
-        ("rows s0[4:6)", "kv s0[4:6)", 6),
-        ("summary s0[0:4) + s0[4:6)", "summary s0[0:4) + s0[5:6)", 12),
-        ("exchange 0\n", "", 5),
+        ("recurrent lengths 8", "program lengths 8", "1: expected"),
+        ("owner r1", "owner r2", "3: owners are listed in order; expected r1"),
+        ("rows s0[4:6)", "kv s0[4:6)", "6: expected"),
+        ("summary s0[0:4) + s0[4:6)", "summary s0[0:4) + s0[5:6)", "12: expected"),
+        ("exchange 0\n", "", "5: a row belongs to an exchange or compose"),
     ],
 )
-def test_a_line_that_is_not_of_the_form_is_named(line, other, number):
-    with pytest.raises(InvalidProgramError, match=f"line {number}: expected"):
+def test_a_line_that_is_not_of_the_form_is_named(line, other, wrong):
+    with pytest.raises(InvalidProgramError, match=f"line {wrong}"):
         parse_recurrent(PROGRAM.replace(line, other, 1))
 
 

@@ -17,7 +17,7 @@ from megatron_balance.ir.columns import Fragment, Pair, Rows
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow, kind_of, mask_named
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone, from_json, to_json
 from megatron_balance.ir.program import Attend, Exchange, Kind
-from megatron_balance.ir.step import EMPTY, Carry, StepPlan, text
+from megatron_balance.ir.step import EMPTY, Carry, StepPlan
 from megatron_balance.ir.step import from_json as step_from_json
 from megatron_balance.ir.step import to_json as step_to_json
 from megatron_balance.ir.strategy import Scheme, Strategy
@@ -298,18 +298,6 @@ def test_a_step_is_read_back_from_its_json_and_members_and_ticks_are_decisions()
     assert len({step.fingerprint() for step in (*steps, other)}) == 5
     with pytest.raises(ValueError, match="expected one plan for each nano-batch"):
         replace(steps[0], members=(((0, 1),), ((2, 3),)))
-
-
-def test_the_text_has_a_line_for_each_nano_batch_and_each_tick() -> None:
-    step = planned(joint=True, ping_pong=True)
-    lines = text(step).splitlines()
-    assert lines[0] == f"step {step.fingerprint()}, 2 microbatches"
-    assert [line.split()[:2] for line in lines[1:5]] == [["microbatch", each] for each in ("0.0", "0.1", "1.0", "1.1")]
-    assert lines[1].endswith("300 tokens: s0")
-    assert lines[4].endswith("0 tokens"), "one sequence makes no second half, but its stages attend with the others"
-    assert lines[5].startswith("tick 0.0 forward")
-    assert lines[5].endswith(": m0.c0 -")
-    assert len(lines) == 5 + sum(map(len, step.ticks))
 
 
 def test_what_is_no_step_is_refused() -> None:

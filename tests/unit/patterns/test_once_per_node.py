@@ -19,7 +19,7 @@ from megatron_balance.ir.program import Exchange, Kind
 from megatron_balance.ir.step import Layers
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
-from megatron_balance.patterns.head_exchange import head_slices
+from megatron_balance.patterns.head_exchange import HeadShares
 from megatron_balance.patterns.once_per_node import ON
 from megatron_balance.patterns.sends import Send
 from megatron_balance.planners import PLANNERS
@@ -67,7 +67,7 @@ def test_every_rank_has_all_its_heads_of_every_owner_and_none_comes_twice(heads:
     came = [(owner, dst, head) for _, owner, _, dst, a, b in rows for head in range(a, b)]
     needed = {
         (owner, dst, head)
-        for dst, own in enumerate(head_slices(*heads, num_ranks))
+        for dst, own in enumerate(HeadShares.of(*heads, num_ranks).slices)
         for one in own
         for head in range(one.kv_start, one.kv_stop)
         for owner in range(num_ranks)

@@ -32,9 +32,9 @@ from megatron_balance.lab.report.study import placement
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns import zigzag as zigzag_module
 from megatron_balance.patterns.base import CommPattern, Context, Load, ZoneMessages, ZoneWork, prefix_pairs
-from megatron_balance.patterns.head_exchange import head_slices
+from megatron_balance.patterns.head_exchange import HeadShares
 from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
-from megatron_balance.patterns.zigzag import fragments, tokens, zigzag
+from megatron_balance.patterns.zigzag import Zigzag, tokens
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator.attention import EngineName, attention_call
 from tests.support import by_hand, dense, programs
@@ -47,8 +47,8 @@ PATTERNS = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_excha
 
 def cut(length: int, size: int) -> list[list[tuple[int, int]]]:
     # The fragments of one sequence on each of `size` ranks.
-    placed = zigzag(np.array([length]), np.array([0]), size)
-    return [[(a, b) for _, a, b in fragments(placed, rank).tolist()] for rank in range(size)]
+    placed = Zigzag.of(np.array([length]), np.array([0]), size)
+    return [[(a, b) for _, a, b in placed.fragments(rank).tolist()] for rank in range(size)]
 
 
 # Zigzag
@@ -57,8 +57,8 @@ def test_zigzag_gives_each_rank_chunk_i_and_chunk_2g_minus_1_minus_i_of_long_seq
     # Short ones lie on fewer ranks, and do not pile up on the first.
     holders = {length: sum(bool(rank) for rank in cut(length, 8)) for length in (1, 2, 3, 4, 7, 15, 16)}
     assert holders == {1: 1, 2: 1, 3: 1, 4: 2, 7: 3, 15: 7, 16: 8}
-    placed = zigzag(np.ones(12, dtype=np.int64), np.arange(12), 4)
-    assert [len(fragments(placed, rank)) for rank in range(4)] == [3, 3, 3, 3]
+    placed = Zigzag.of(np.ones(12, dtype=np.int64), np.arange(12), 4)
+    assert [len(placed.fragments(rank)) for rank in range(4)] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
@@ -80,13 +80,13 @@ def test_tokens_and_pairs_of_a_rank_are_those_of_its_fragments(
     monkeypatch.setattr(zigzag_module, name, value)
     lengths = np.array([1, 2, 3, 5, 7, 1, 16, 17, 33, 64, 1001, 4096])
     for size in range(1, 36):
-        placed = zigzag(lengths, np.arange(len(lengths)), size)
-        held = [fragments(placed, rank) for rank in range(size)]
+        placed = Zigzag.of(lengths, np.arange(len(lengths)), size)
+        held = [placed.fragments(rank) for rank in range(size)]
         assert tokens(lengths, size).tolist() == [int((rows[:, 2] - rows[:, 1]).sum()) for rows in held]
         causal = [sum(b * (b + 1) // 2 - a * (a + 1) // 2 for _, a, b in rows.tolist()) for rows in held]
-        assert zigzag_module.pairs_per_rank(placed).tolist() == causal
+        assert placed.pairs_per_rank().tolist() == causal
         shared = [int((rows[:, 2] - rows[:, 1])[placed.parts[rows[:, 0]] > 1].sum()) for rows in held]
-        assert zigzag_module.shared_tokens(placed).tolist() == shared
+        assert placed.shared_tokens().tolist() == shared
 
 
 # Head slices
@@ -95,7 +95,7 @@ def test_tokens_and_pairs_of_a_rank_are_those_of_its_fragments(
     [(8, 8, 4), (8, 2, 4), (8, 2, 8), (6, 2, 4), (12, 3, 5), (4, 1, 3), (2, 1, 8), (7, 7, 3), (6, 3, 6)],
 )
 def test_head_slices_cover_every_query_head_once_and_map_evenly(heads: int, kv_heads: int, size: int) -> None:
-    slices = head_slices(heads, kv_heads, size)
+    slices = HeadShares.of(heads, kv_heads, size).slices
     ratio = heads // kv_heads
     assert len(slices) == size
     assert sorted(head for rank in slices for a, b, _, _ in rank for head in range(a, b)) == list(range(heads))
@@ -103,8 +103,8 @@ def test_head_slices_cover_every_query_head_once_and_map_evenly(heads: int, kv_h
         assert (a // ratio, -(-b // ratio)) == (g, h)
         assert h - g == 1 or (a % ratio == 0 and b % ratio == 0)
     # Nearly as many on each rank; where there are fewer than ranks, some attend nothing.
-    assert sorted(sum(b - a for a, b, _, _ in rank) for rank in head_slices(10, 5, 4)) == [2, 2, 3, 3]
-    assert [len(rank) for rank in head_slices(2, 1, 4)] == [0, 1, 0, 1]
+    assert sorted(sum(b - a for a, b, _, _ in rank) for rank in HeadShares.of(10, 5, 4).slices) == [2, 2, 3, 3]
+    assert [len(rank) for rank in HeadShares.of(2, 1, 4).slices] == [0, 1, 0, 1]
 
 
 # Programs

@@ -13,14 +13,13 @@ from megatron_balance.compile.pipeline import compile_policies, expand, layout
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.proof.runs import prove
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import as_array, sums
+from megatron_balance.ir.arrays import Ints, as_array, sums
 from megatron_balance.ir.columns import Fragment, Pair, Rows
 from megatron_balance.ir.mask import CAUSAL, FULL
 from megatron_balance.ir.plan import MicrobatchPlan, SharedZone, Zone
 from megatron_balance.ir.program import Attend, Exchange, Merge
-from megatron_balance.patterns import zigzag
+from megatron_balance.patterns.all_gather import GATHER_DOCUMENTS, GATHER_SEQUENCE
 from megatron_balance.patterns.waves import ALIGN, Need, schedule
-from megatron_balance.patterns.zigzag import INDEX, START, STOP
 from megatron_balance.simulator.attention import attention_call
 from tests.support import by_hand
 from tests.support.by_hand import pool
@@ -143,24 +142,32 @@ def test_under_a_full_mask_a_group_needs_all_keys_of_others(waves: int, policy: 
 
 
 # Even chunks: equal tokens without padding, whatever the lengths; the patterns over them.
-CUTS = {"documents": zigzag.of_documents, "sequence": zigzag.of_sequence}
+CUTS = {"documents": GATHER_DOCUMENTS, "sequence": GATHER_SEQUENCE}
 each_cut = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+INDEX, START, STOP = 0, 2, 3  # of a table of chunks
 each_pattern = pytest.mark.parametrize("pattern", ["gather_documents", "gather_sequence"])
 
 lengths_of = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 40), st.integers(1, 3000)), max_size=12)
 sizes = st.integers(1, 12)
 
 
-def by_rank(lengths: list[int], size: int, cut=zigzag.of_documents) -> list[list[tuple[int, int, int]]]:
+def chunks_of(lengths: list[int], size: int, cut=GATHER_DOCUMENTS) -> Ints:
+    # Rows (rank, place, start, stop).
+    zone = Zone("pool", "any", tuple(range(size)), tuple(range(len(lengths))))
+    made = cut.chunks(zone, np.array(lengths, dtype=np.int64))
+    return np.column_stack([made.index, made.fragments])
+
+
+def by_rank(lengths: list[int], size: int, cut=GATHER_DOCUMENTS) -> list[list[tuple[int, int, int]]]:
     # (place, start, stop) of each rank's chunks.
-    table = cut(np.array(lengths, dtype=np.int64), size)
+    table = chunks_of(lengths, size, cut)
     return [[(p, a, b) for i, p, a, b in table.tolist() if i == rank] for rank in range(size)]
 
 
 @each_cut
 @given(lengths=lengths_of, size=sizes)
 def test_every_token_lies_once_and_ranks_differ_by_one_token_at_most(cut, lengths: list[int], size: int) -> None:
-    table = cut(np.array(lengths, dtype=np.int64), size)
+    table = chunks_of(lengths, size, cut)
     for place, length in enumerate(lengths):
         tokens = [token for _, p, a, b in table.tolist() if p == place for token in range(a, b)]
         assert sorted(tokens) == list(range(length))
@@ -183,13 +190,13 @@ def test_chunks_of_documents_and_of_a_packed_sequence_by_hand() -> None:
     # Documents shorter than 2g tokens go to the ranks whose turn it is.
     assert by_rank([1, 2, 1], 4) == [[(0, 0, 1)], [(1, 1, 2)], [(1, 0, 1)], [(2, 0, 1)]]
     # A packed sequence is cut where its chunks end not where documents do.
-    assert by_rank([6, 10], 2, zigzag.of_sequence) == [[(0, 0, 4), (1, 6, 10)], [(0, 4, 6), (1, 0, 6)]]
+    assert by_rank([6, 10], 2, GATHER_SEQUENCE) == [[(0, 0, 4), (1, 6, 10)], [(0, 4, 6), (1, 0, 6)]]
 
 
 @given(lengths=st.lists(st.integers(64, 3000), min_size=1, max_size=12), size=st.integers(2, 8))
 def test_documents_cut_each_on_its_own_give_ranks_nearly_equal_attention(lengths: list[int], size: int) -> None:
     # Pairs differ from the mean by less than the longest documents' rows of a token or two.
-    table = zigzag.of_documents(np.array(lengths, dtype=np.int64), size)
+    table = chunks_of(lengths, size)
     stop, start = table[:, STOP], table[:, START]
     pairs = sums(table[:, INDEX], (stop * (stop + 1) - start * (start + 1)) // 2, size)
     assert abs(pairs - pairs.mean()).max() <= sum(lengths) + max(lengths)

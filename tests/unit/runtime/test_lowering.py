@@ -235,7 +235,7 @@ def test_a_backward_is_launched_as_often_as_its_cost_says(planner, monkeypatch):
     kernel = kernels.VarlenKernel("flash_attn_3", SimpleNamespace())  # type: ignore[arg-type]
     bucketed, searched = kernels.by_key_length, []
     monkeypatch.setattr(kernels, "by_key_length", lambda *given: searched.append(1) or bucketed(*given))
-    monkeypatch.setattr(bind, "kernel_of_widths", lambda *_, **__: kernel)
+    monkeypatch.setattr(bind, "choose_kernel", lambda *_, **__: kernel)
     lengths, cluster, shape = (3000, 70, 1300, 64, 200, 2500, 100, 90), Cluster(4, 2), (8, 4, 16)
     planned = plan(planner, Case(Batch(lengths), cluster, Model(*shape, attention="full"), None, 0))
     split = found = 0

@@ -28,8 +28,9 @@ from megatron_balance.ir import arrays, program
 from megatron_balance.ir.mask import CAUSAL, FULL
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.patterns import head_ring, zigzag
+from megatron_balance.patterns import head_ring
 from megatron_balance.patterns.base import HeadsThenHops, HopByHop
+from megatron_balance.patterns.zigzag import Zigzag
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.hydraulis import fastest, layouts_of
@@ -177,7 +178,7 @@ def test_planners_take_about_as_long_in_both_engines(name: str, batch: str):
     mask=st.sampled_from([CAUSAL, FULL]),
 )
 def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size, mask):
-    cut = zigzag.zigzag(np.array(lengths), np.arange(len(lengths)), size, mask)
+    cut = Zigzag.of(np.array(lengths), np.arange(len(lengths)), size, mask)
     forward, back = head_ring.walks(cut)
     for walked, blocks in ((forward, head_ring.hops_of(cut)), (back, head_ring.hops_of(cut, back=True))):
         assert blocks.reach is not None

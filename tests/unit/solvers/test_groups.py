@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.errors import InfeasibleError
-from megatron_balance.patterns import zigzag
+from megatron_balance.patterns.zigzag import Zigzag
 from megatron_balance.planners.pipelines import deal, packed
 from megatron_balance.simulator.pipeline import ChunkPass, run
 from megatron_balance.solvers import makespan
@@ -56,8 +56,8 @@ def test_groups_are_disjoint_and_of_the_wanted_sizes(wanted: list[int], node_siz
 
 @given(length=st.integers(1, 500), size=st.integers(1, 16))
 def test_no_rank_of_a_zigzag_holds_more_than_its_counted_tokens(length: int, size: int) -> None:
-    cut = zigzag.zigzag(np.array([length]), np.array([0]), size)
-    held = [sum(stop - start for _, start, stop in zigzag.fragments(cut, i).tolist()) for i in range(size)]
+    cut = Zigzag.of(np.array([length]), np.array([0]), size)
+    held = [sum(stop - start for _, start, stop in cut.fragments(i).tolist()) for i in range(size)]
     assert max(held) <= rank_tokens(length, size) <= max(held) + 1
 
 

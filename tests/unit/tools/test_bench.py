@@ -11,6 +11,7 @@ import torch
 
 from megatron_balance.cost.table import LinkTable, load_table, save_table
 from megatron_balance.ir.plan import to_json
+from megatron_balance.runtime.recorder import Traced
 from tests.support.cost_table import made
 from tools.bench import host
 from tools.bench.emulated import __main__ as command
@@ -30,6 +31,18 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 KERNELS = Kernels(0.05, 0.125, 20e9, 0.2)
+
+
+def test_the_hidden_share_of_exchanges_is_what_was_not_waited_for() -> None:
+    trace = [
+        Traced("inter_node", 0, "direct", "own", 0.0, 0.1),
+        Traced("compute", 1, "run", "own", 0.1, 3.0),
+        # Passed on for others: no concern of this rank's launches.
+        Traced("inter_node", 0, "across", "send_proxy", 0.5, 9.0),
+        Traced("", 0, "finish", "own", 3.0, 4.0),
+    ]
+    assert report.waited(trace) == pytest.approx((1.0, 0.75))
+    assert report.waited(trace[1:2]) == (0.0, 1.0)
 
 
 def test_scaled_batches_hold_exactly_the_context_and_keep_proportions() -> None:

@@ -251,9 +251,9 @@ def test_the_process_that_plans_ahead_proves_plans_and_a_step_says_how_many() ->
 
 def test_kernels_are_built_before_a_plan_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     # whose first launch would compile them
-    seen, bind = [], module.bind
+    seen, bind = [], module.Binder.bind
     monkeypatch.setattr(module, "build_variants", lambda *_: seen.append("built"))
-    monkeypatch.setattr(module, "bind", lambda *given, **how: [seen.append("bound"), bind(*given, **how)][1])
+    monkeypatch.setattr(module.Binder, "bind", lambda *given, **how: [seen.append("bound"), bind(*given, **how)][1])
     balancer()(DOCUMENTS).bound(torch.float32, torch.device("cpu"))
     assert seen == ["built", "bound"]
 

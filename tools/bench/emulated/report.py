@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_balance.runtime.recorder import Trace
 from tools.bench.emulated.ablation import BASELINE, WARM_UP
 from tools.bench.emulated.point import DATASETS, GOODPUT
 
@@ -20,6 +21,23 @@ LEAST_SPEED, MOST_OTHERS = 0.95, 0.05
 
 
 # Figures of a step
+
+
+def waited(trace: Trace) -> tuple[float, float]:
+    """Seconds that the rank waited for own exchanges, and the share of their time in which it did not,
+    from being issued until put to use; 1 if nothing was exchanged.
+    """
+    issued: dict[int, float] = {}
+    under_way = waited_s = 0.0
+    for event in sorted(trace, key=lambda e: e.start_s):
+        if event.role != "own" or event.leg == "run":
+            continue
+        if event.leg == "finish":
+            under_way += event.stop_s - issued.pop(event.op, event.start_s)
+            waited_s += event.stop_s - event.start_s
+        else:
+            issued.setdefault(event.op, event.start_s)
+    return waited_s, 1.0 - waited_s / under_way if under_way else 1.0
 
 
 def slowest(name: str) -> Figure:

@@ -25,11 +25,12 @@ from megatron_balance.megatron import entry, session
 from megatron_balance.megatron.planning import step_plans
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.bind import Bound, Prepared
-from megatron_balance.runtime.recorder import Trace, exchange_s, hidden_share
+from megatron_balance.runtime.recorder import Trace
 from megatron_balance.training.plans import StepPlans
 from tools.bench.emulated import device
 from tools.bench.emulated.ablation import ABLATION, BASELINE, Ablation, Planned, Training, Variant
 from tools.bench.emulated.point import TOKENS, Point, Shape
+from tools.bench.emulated.report import waited
 from tools.emulated_cluster import Controller, NicBytes
 from tools.megatron_flags import GPT, LOOP, command_line
 from tools.megatron_pretrain import Documents, pretrain_balanced
@@ -230,12 +231,13 @@ class Meter:
         """Gather what the ranks measured, and record it on rank 0."""
         step, run = self.step, self.run
         names = ("model_s", "all_reduce_s", "step_s", "cpu_s", "forward_calls", "backward_calls")
+        waited_s, hidden_share = waited(step.trace)
         mine = {
             **{name: getattr(step, name) for name in names},
             "loss": None if loss is None else float(loss),
             "used": [step.used[0], step.used[-1]],
-            "waited_s": exchange_s(step.trace)[1],
-            "hidden_share": hidden_share(step.trace),
+            "waited_s": waited_s,
+            "hidden_share": hidden_share,
         }
         ranks: list[dict[str, Any]] = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)

@@ -684,7 +684,7 @@ def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: S
     assert all([x.is_contiguous() or _in_rows(x) for x in targets]), "a target with gaps inside its rows"  # noqa: C419
     dim = prod(targets[0].shape[2:])
     both = sources[0].element_size(), targets[0].element_size()
-    vec = vector(dim, min(both))
+    vec = _vector(dim, min(both))
     cols = TILE_BYTES // max(both) * vec * min(both) // ACCESS_BYTES
     places = next(places for places in PLACES if places >= len(sources))
     kernel[(num_blocks, triton.cdiv(table.heads * dim, cols))](
@@ -731,7 +731,7 @@ def _in_rows(x: Tensor) -> bool:
     return True
 
 
-def vector(dim: int, element_bytes: int) -> int:
+def _vector(dim: int, element_bytes: int) -> int:
     """Elements of one access: 16 bytes of the narrower type, or as many of them as divide `dim`."""
     return gcd(dim, ACCESS_BYTES // element_bytes)
 
@@ -908,7 +908,7 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
     places = next((places for places in PARTS if places >= len(parts)), 0)
     assert places, f"{len(parts)} partials in one merge, at most {PARTS[-1]}"
     narrow = min(outs[0].element_size(), out.element_size())
-    vec = vector(dim, narrow)
+    vec = _vector(dim, narrow)
     cols = triton.next_power_of_2(dim)
     block = max(1, min(MERGE_ROWS, MERGE_TILE // cols * vec * narrow // ACCESS_BYTES))
     no_map = mover.blank(torch.int32)
