@@ -6,16 +6,15 @@ from itertools import islice
 from typing import TypeAlias, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.compile.recurrent import pieces
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.forest import Tree, document
 from megatron_balance.ir.program import Exchange
 from megatron_balance.ir.recurrent import Compose, RecurrentKind, RecurrentOp, RecurrentProgram
 from megatron_balance.ir.text import recurrent_lines
 
-Floats: TypeAlias = NDArray[np.float64]
 _Piece: TypeAlias = tuple[int, int, int, int]  # rank, seq, start, stop
 _Value: TypeAlias = tuple[RecurrentKind, int, int, int]  # kind, seq, start, stop
 
@@ -38,7 +37,7 @@ class Recurrence:
     write: Floats
     erase: Floats
 
-    def at(self, tokens: slice | NDArray[np.int64]) -> "Recurrence":
+    def at(self, tokens: slice | Ints) -> "Recurrence":
         return Recurrence(*(getattr(self, each.name)[tokens] for each in fields(self)))
 
 

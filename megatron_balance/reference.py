@@ -8,9 +8,9 @@ from itertools import islice
 from typing import Literal, TypeAlias, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.arrays import Bools, Floats, Ints
 from megatron_balance.ir.columns import Pair, Rows
 from megatron_balance.ir.forest import Forest, path_positions
 from megatron_balance.ir.mask import Mask
@@ -28,9 +28,6 @@ from megatron_balance.ir.program import (
 )
 from megatron_balance.ir.text import KIND_NAMES, op_lines
 
-Floats: TypeAlias = NDArray[np.float64]
-Bools: TypeAlias = NDArray[np.bool_]
-Ints: TypeAlias = NDArray[np.int64]
 Region: TypeAlias = tuple[int, int, int, int, int]  # seq, start, stop, head_start, head_stop
 Slices: TypeAlias = tuple[slice, slice]  # tokens of the batch, heads
 

@@ -157,7 +157,7 @@ def checked(
 
 @functools.cache  # pydantic takes milliseconds to make a model
 def _partial(target: type) -> type[BaseModel]:
-    hints = get_type_hints(target)
+    hints = get_type_hints(target, include_extras=True)
     fields: dict[str, Any] = {f.name: (hints[f.name], None) for f in dataclasses.fields(target)}
     config: ConfigDict = {**STRICT, "use_attribute_docstrings": False}  # which reads the sources of all modules
     return create_model(target.__name__, __config__=config, **fields)

@@ -16,9 +16,8 @@ from megatron_balance.analysis.memory import Sharding, layer_activation_bytes, l
 from megatron_balance.analysis.recurrent import kept_bytes
 from megatron_balance.analysis.statistics import linear_tokens, moved_tokens, received_load
 from megatron_balance.analysis.wire import Payload
-from megatron_balance.cost.base import Floats
 from megatron_balance.errors import InfeasibleError
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Backward, Kind

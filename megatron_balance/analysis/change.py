@@ -24,10 +24,9 @@ import numpy as np
 from megatron_balance.analysis import link
 from megatron_balance.analysis.memory import GRADIENT_BYTES, Sharding, rank_memory
 from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard
-from megatron_balance.cost.base import Floats
 from megatron_balance.cost.modules import head_module, layer_modules
 from megatron_balance.cost.parallel import all_gather_s, group_of, joined_nodes
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy

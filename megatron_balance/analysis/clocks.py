@@ -9,8 +9,8 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.tables import ADDED, STORED, Tables, ZoneTable, all_to_all, ring_collective
 from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.analysis.wire import is_collective
-from megatron_balance.cost.base import ADD, Floats, Ints
-from megatron_balance.ir.arrays import Bools
+from megatron_balance.cost.base import ADD
+from megatron_balance.ir.arrays import Bools, Floats, Ints
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind, Policy
 
@@ -228,7 +228,7 @@ class _Transfers:
         # A link has an even number, a NIC an odd one: they are never one resource.
         if len(src):
             each = [
-                fair_ends(
+                _fair_ends(
                     np.where(across, 2 * nics.nic(end) + 1, 2 * end),
                     num_bytes,
                     ready,
@@ -248,13 +248,13 @@ class _Transfers:
         # All NICs of a node have the same to move, so its slowest one is looked at.
         piece, inside = num_bytes / nics.per_node, np.full(len(src), intra.bytes_per_s)
         passed_on, slowest = piece * (nics.per_node - 1), nic_s.reshape(2, -1, nics.per_node).min(axis=2)
-        at = fair_ends(src, passed_on, begin_s + intra.alpha_s, inside) + call_s + inter.alpha_s
+        at = _fair_ends(src, passed_on, begin_s + intra.alpha_s, inside) + call_s + inter.alpha_s
         nodes = (nics.node(end) for end in (src, dst))
-        each = [fair_ends(node, piece, at, rate[node]) for node, rate in zip(nodes, slowest, strict=True)]
-        return fair_ends(dst, passed_on, np.maximum(*each) + call_s + intra.alpha_s, inside)
+        each = [_fair_ends(node, piece, at, rate[node]) for node, rate in zip(nodes, slowest, strict=True)]
+        return _fair_ends(dst, passed_on, np.maximum(*each) + call_s + intra.alpha_s, inside)
 
 
-def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
+def _fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
     """End of each transfer [n] if it used one resource only, which those under way share evenly;
     `rates`: of the resource of each.
 
@@ -277,7 +277,7 @@ def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats)
 
 
 def _even_ends(begin_s: list[float], num_bytes: list[float], rate: float) -> list[float]:
-    # `fair_ends` on one resource; `begin_s` rises.
+    # `_fair_ends` on one resource; `begin_s` rises.
     ends = [0.0] * len(begin_s)
     # (bytes that each of them will have moved when this one ends, which)
     under_way: list[tuple[float, int]] = []

@@ -6,10 +6,10 @@ import numpy as np
 
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.analysis.wire import NicOf, Payload
-from megatron_balance.cost.base import NO_HOST, Floats, Host, Ints, Link, MachineCost
+from megatron_balance.cost.base import NO_HOST, Host, Link, MachineCost
 from megatron_balance.cost.perturbed import changed
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Bools
+from megatron_balance.ir.arrays import Bools, Floats, Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import Mask

@@ -17,8 +17,8 @@ from megatron_balance.analysis.clocks import COMBINE, COPIED, DISPATCH, INTER, M
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.tables import Tables, ZoneTable
 from megatron_balance.analysis.wire import Payload
-from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Ints
-from megatron_balance.ir.arrays import Bools, as_array
+from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN
+from megatron_balance.ir.arrays import Bools, Floats, Ints, as_array
 from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import KEY_SIDE, Kind, Policy

@@ -14,11 +14,11 @@ from megatron_balance.analysis.recurrent import STATE_BYTES, Pieces
 from megatron_balance.analysis.rounds import in_step
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.recurrent import composers, halos, trees_of
-from megatron_balance.cost.base import Floats, MachineCost
+from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.modules import scan_module, summary_module
 from megatron_balance.cost.parallel import all_to_all_s, group_of
 from megatron_balance.errors import InfeasibleError
-from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.arrays import Bools, Floats, Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Transfer
 from megatron_balance.ir.forest import Forest
@@ -39,11 +39,7 @@ class _Links(NamedTuple):
         return _Links(self.inside[::-1], self.across[::-1], self.peers_inside[::-1], self.peers_across[::-1])
 
 
-def _by(index: Ints, amount: Floats, size: int) -> Floats:
-    return np.bincount(index, amount, size)
-
-
-class StatesCost(NamedTuple):
+class _StatesCost(NamedTuple):
     """A recurrent layer, beside what `layer_s` has for its tokens: seconds of each rank forward and
     backward, of which it computes `compute_s`; bytes over each resource of the machine.
     """
@@ -54,10 +50,10 @@ class StatesCost(NamedTuple):
 
 
 # The last few, by identity: planner, comparison and simulator ask for the same ones.
-_RECENT: list[tuple[MicrobatchPlan, Machine, StatesCost]] = []
+_RECENT: list[tuple[MicrobatchPlan, Machine, _StatesCost]] = []
 
 
-def states_cost(plan: MicrobatchPlan, machine: Machine) -> StatesCost | None:
+def states_cost(plan: MicrobatchPlan, machine: Machine) -> _StatesCost | None:
     """The price of a recurrent layer's states under a plan; None: the model has no such layer.
 
     Rounds are those of `compile.recurrent`: halos, summaries, states; each takes a call, a message to
@@ -76,20 +72,14 @@ def states_cost(plan: MicrobatchPlan, machine: Machine) -> StatesCost | None:
     return found
 
 
-def states_of(plans: Sequence[MicrobatchPlan], machine: Machine) -> StatesCost | None:
+def states_of(plans: Sequence[MicrobatchPlan], machine: Machine) -> _StatesCost | None:
     """As `states_cost`, of nano-batches one after the other."""
     costs = [found for plan in plans if (found := states_cost(plan, machine)) is not None]
     if not costs:
         return None
-    return StatesCost(
+    return _StatesCost(
         *((np.sum(a, axis=0), np.sum(b, axis=0)) for a, b in (zip(*of, strict=True) for of in zip(*costs, strict=True)))
     )
-
-
-def round_links(plan: MicrobatchPlan, machine: Machine) -> tuple[list[_Links], list[_Links]]:
-    """Bytes and peers of each rank in every round of a recurrent layer, forward and backward."""
-    assert machine.model.recurrent is not None
-    return _Priced(plan, machine, machine.model.recurrent).rounds()
 
 
 class _Priced:
@@ -204,13 +194,13 @@ class _Priced:
     def _seconds(self, links: _Links) -> Floats:
         machine, intra, inter = self.machine, self.machine.intra, self.machine.inter
         nics = machine.nics.nic(np.arange(self.ranks))
-        of_nic = np.array([_by(nics, links.across[end], machine.num_nics)[nics] for end in (0, 1)])
+        of_nic = np.array([np.bincount(nics, links.across[end], machine.num_nics)[nics] for end in (0, 1)])
         inside = links.peers_inside * intra.alpha_s + links.inside / intra.bytes_per_s
         across = links.peers_across * inter.alpha_s + of_nic * (links.peers_across > 0) / inter.bytes_per_s
         busy = (links.peers_inside + links.peers_across > 0).any(axis=0)
         return np.where(busy, machine.cost.call_s + np.maximum(inside, across).max(axis=0), 0.0)
 
-    def cost(self) -> StatesCost:
+    def cost(self) -> _StatesCost:
         machine, computing = self.machine, self._computing()
         seconds, moved = list[Floats](), list[Floats]()
         for own_s, rounds in zip(computing, self.rounds(), strict=True):
@@ -222,7 +212,7 @@ class _Priced:
                 total += _resources(links, machine)
             seconds.append(spent + np.array([machine.pack_s(n) for n in of_rank.tolist()]) * machine.slow())
             moved.append(total)
-        return StatesCost((seconds[0], seconds[1]), (computing[0], computing[1]), (moved[0], moved[1]))
+        return _StatesCost((seconds[0], seconds[1]), (computing[0], computing[1]), (moved[0], moved[1]))
 
     def _computing(self) -> list[Floats]:
         # What pieces add to the tokens' own: chunks that they do not fill, maps of those in the
@@ -251,7 +241,7 @@ class _Priced:
 
 def _resources(links: _Links, machine: Machine) -> Floats:
     nics = machine.nics.nic(np.arange(machine.num_ranks))
-    sent, received = (_by(nics, links.across[end], machine.num_nics) for end in (0, 1))
+    sent, received = (np.bincount(nics, links.across[end], machine.num_nics) for end in (0, 1))
     return np.concatenate([links.inside[0], links.inside[1], sent, received])
 
 
@@ -276,7 +266,7 @@ def exchanged_heads(own: RecurrentLayers) -> int:
     return gcd(own.heads, own.key_heads) if both else own.state_heads or own.channels
 
 
-def _of_all_tokens(plan: MicrobatchPlan, machine: Machine, own: RecurrentLayers) -> StatesCost:
+def _of_all_tokens(plan: MicrobatchPlan, machine: Machine, own: RecurrentLayers) -> _StatesCost:
     # In place of states, in each zone's ranks, both passes alike.
     if isinstance(plan.mask, Forest):
         raise InfeasibleError(
@@ -301,7 +291,7 @@ def _of_all_tokens(plan: MicrobatchPlan, machine: Machine, own: RecurrentLayers)
         none = np.zeros((2, machine.num_ranks), dtype=np.int64)
         moved += _resources(_Links(sent[[0, 0]], sent[[1, 1]], none, none), machine)
     none_s = np.zeros(machine.num_ranks)
-    return StatesCost((seconds, seconds), (none_s, none_s), (moved, moved))
+    return _StatesCost((seconds, seconds), (none_s, none_s), (moved, moved))
 
 
 def by_heads_s(own: RecurrentLayers, machine: Machine, num_tokens: float, ranks: int) -> float:
@@ -316,7 +306,7 @@ def by_heads_s(own: RecurrentLayers, machine: Machine, num_tokens: float, ranks:
 
 
 def mean_layer_s(
-    attended: Floats, linear: Floats, states: StatesCost | None, group: Ints, model: Model, *, backward: bool
+    attended: Floats, linear: Floats, states: _StatesCost | None, group: Ints, model: Model, *, backward: bool
 ) -> Floats:
     """Seconds of the mean layer of a model on each rank, in step in `group` (`rounds.coupled`).
 

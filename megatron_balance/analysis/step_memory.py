@@ -139,7 +139,7 @@ def _probe(model: Model, num_ranks: int) -> backward.MicrobatchBytes:
 MARGIN = 0.1
 
 
-def max_len(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int, margin: float = MARGIN) -> int:
+def max_len(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int) -> int:
     """Most tokens of a microbatch that the first and the last stage of a pipeline hold; 0 where the
     states alone do not fit.
 
@@ -149,10 +149,10 @@ def max_len(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int, m
     vocabulary table, two lie on a pipeline of one stage, and it has no logits.
     """
     ends = {0, scheme.pipeline - 1}
-    return max(0, min(_stage_tokens(scheme, model, memory_bytes, num_ranks, margin, at) for at in ends))
+    return max(0, min(_stage_tokens(scheme, model, memory_bytes, num_ranks, at) for at in ends))
 
 
-def _stage_tokens(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int, margin: float, stage: int) -> int:
+def _stage_tokens(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int, stage: int) -> int:
     sharding = Sharding(scheme.tensor, scheme.pipeline, stage)
     holding = Holding("replay", num_microbatches=scheme.pipeline)
 
@@ -163,4 +163,4 @@ def _stage_tokens(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: 
 
     empty = used(0.0)
     per_token = (used(float(_PROBE_TOKENS)) - empty) / _PROBE_TOKENS  # used bytes are linear in tokens
-    return int(((1 - margin) * memory_bytes - empty) / per_token)
+    return int(((1 - MARGIN) * memory_bytes - empty) / per_token)

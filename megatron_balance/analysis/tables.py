@@ -13,10 +13,10 @@ import numpy as np
 
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile import remap
-from megatron_balance.cost.base import ADD, Floats, Ints, Link
+from megatron_balance.cost.base import ADD, Link
 from megatron_balance.cost.kernel import distinct_rows
 from megatron_balance.cost.parallel import CollectiveGroup
-from megatron_balance.ir.arrays import Bools, sees
+from megatron_balance.ir.arrays import Bools, Floats, Ints, sees
 from megatron_balance.ir.columns import Message, Pair, RemoteHeld, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind

@@ -11,10 +11,11 @@ from math import ceil, inf
 import numpy as np
 
 from megatron_balance.cost import kernel
-from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost
+from megatron_balance.cost.base import Contention, Host, Link, MachineCost
 from megatron_balance.cost.kernel import TILE_TOKENS, KernelLaw, KeyBlocks
 from megatron_balance.cost.modules import BACKWARD_PRODUCTS, Module, head_module, layer_modules
 from megatron_balance.cost.parallel import CollectiveGroup, all_gather_s, experts_s
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model

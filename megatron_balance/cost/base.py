@@ -12,13 +12,8 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.cluster import Cluster
-
-Floats = NDArray[np.float64]
 
 # Seconds of adding to what is held over those of packing: two values are read and one is written,
 # where packing reads one and writes one.

@@ -12,10 +12,10 @@ from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_balance.cost.base import CostModel, Floats, Link
+from megatron_balance.cost.base import CostModel, Link
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.ir.model import Model
 
 
@@ -65,7 +65,7 @@ def least_squares(
     return tuple(best.tolist())
 
 
-def _normal_equations(columns: NDArray[np.float64]) -> list[list[int]]:
+def _normal_equations(columns: Floats) -> list[list[int]]:
     # Equations [c, c + 1] of the coefficients by which columns come nearest to 1: whole numbers,
     # nothing is rounded.
     ratios = [[value.as_integer_ratio() for value in row] for row in columns.tolist()]
@@ -75,7 +75,7 @@ def _normal_equations(columns: NDArray[np.float64]) -> list[list[int]]:
     return [[sum(row[i] * row[j] for row in rows) for j in range(width + 1)] for i in range(width)]
 
 
-def _solved(equations: Sequence[Sequence[int]]) -> NDArray[np.float64] | None:
+def _solved(equations: Sequence[Sequence[int]]) -> Floats | None:
     # The solution [c] of equations [c, c + 1] by Gauss and Jordan; None: they are not independent.
     left = [[*map(Fraction, row)] for row in equations]
     width = len(left)

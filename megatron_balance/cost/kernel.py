@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.ir.arrays import key, sees
+from megatron_balance.ir.arrays import Floats, Ints, key, sees
 from megatron_balance.ir.columns import Pair, Region
 from megatron_balance.ir.mask import CAUSAL, Band, Mask
 
@@ -357,8 +356,3 @@ def padding_elements(
     # Of each width a tensor of queries' rows (q; out) and one of keys' (k; v); backward two (their
     # gradients).
     return (2 if backward else 1) * moved * rows
-
-
-def backward_factor() -> float:
-    """Time of the backward kernel over the forward one's, of a library without a law of its own."""
-    return _TILED.backward_factor

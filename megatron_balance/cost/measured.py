@@ -17,12 +17,12 @@ from math import inf
 import numpy as np
 
 from megatron_balance.cost.analytic import OPTIMIZER_BYTES, AnalyticCost
-from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost
+from megatron_balance.cost.base import Contention, Host, Link, MachineCost
 from megatron_balance.cost.fits import fit_link, least_squares
 from megatron_balance.cost.modules import head_module, layer_flops
 from megatron_balance.cost.table import CostTable, Curve, Grid
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Rectangles
+from megatron_balance.ir.arrays import Floats, Ints, Rectangles
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL, FULL, Band, Mask
@@ -32,7 +32,7 @@ from megatron_balance.ir.model import Model
 _RUN_STEPS = 16
 
 
-class PairGrid:
+class _PairGrid:
     """Times over queries and a second axis; `pairs(queries, second)`: what the mask leaves."""
 
     def __init__(
@@ -108,7 +108,7 @@ class MeasuredCost(MachineCost):
     model: Model
     tensor_parallel: int = 1
     exchanges: bool = False
-    _grids: dict[tuple[bool, bool], PairGrid] = field(init=False, repr=False, compare=False)
+    _grids: dict[tuple[bool, bool], _PairGrid] = field(init=False, repr=False, compare=False)
     _runs: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)
     _lines: dict[str, _Line] = field(init=False, repr=False, compare=False)
     _links: dict[str, Link] = field(init=False, repr=False, compare=False)
@@ -130,7 +130,7 @@ class MeasuredCost(MachineCost):
         }
         counts = {False: _full_pairs, True: _causal_pairs}
         grids = {
-            (causal, backward): PairGrid(attention.q_tokens, axes[causal], grid, counts[causal])
+            (causal, backward): _PairGrid(attention.q_tokens, axes[causal], grid, counts[causal])
             for (causal, backward), grid in times.items()
         }
         object.__setattr__(self, "_grids", grids)
@@ -141,7 +141,7 @@ class MeasuredCost(MachineCost):
         links = {link.name: fit_link(link.sizes, link.seconds) for link in self.table.links}
         object.__setattr__(self, "_links", links)
 
-    def _tabulate_runs(self, grid: PairGrid) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _tabulate_runs(self, grid: _PairGrid) -> tuple[tuple[float, ...], tuple[float, ...]]:
         # Tabulate the seconds of squares of runs: planners ask for thousands, one by one.
         attention = self.table.attention
         top = max(attention.q_tokens[-1], attention.k_tokens[-1])
@@ -214,7 +214,7 @@ class MeasuredCost(MachineCost):
         heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
         heads = heads / (attention.num_heads * self.tensor_parallel)
         seconds, entries = np.zeros(num_launches), np.zeros(num_launches, dtype=bool)
-        for causal, (num_q, second) in split_masks(pairs, self.model.mask).items():
+        for causal, (num_q, second) in _split_masks(pairs, self.model.mask).items():
             there = np.flatnonzero(num_q)
             sizes = (each[there].astype(np.float64) for each in (num_q, second))
             times = self._grids[causal, backward].time_s(*sizes)
@@ -272,7 +272,7 @@ class MeasuredCost(MachineCost):
         return Contention.of_slowdowns(beside.intra_node, beside.inter_node)
 
 
-def split_masks(pairs: Ints, mask: Mask = CAUSAL) -> dict[bool, tuple[Ints, Ints]]:
+def _split_masks(pairs: Ints, mask: Mask = CAUSAL) -> dict[bool, tuple[Ints, Ints]]:
     """Kernel entries of each pair of regions [n, 9]: full ones (queries, keys) and causal ones
     (queries, keys before); 0 queries: no such entry.
 

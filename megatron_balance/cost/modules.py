@@ -13,8 +13,8 @@ from math import inf
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.model import Model, RecurrentLayers
 

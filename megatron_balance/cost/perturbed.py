@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost
+from megatron_balance.cost.base import Contention, Host, Link, MachineCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.cluster import Cluster
 
 

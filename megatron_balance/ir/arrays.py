@@ -13,6 +13,7 @@ from megatron_balance.ir.mask import CAUSAL, Band, Mask
 
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
+Floats: TypeAlias = NDArray[np.float64]
 
 
 def as_array(rows: Rows) -> Ints:

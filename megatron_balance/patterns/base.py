@@ -13,18 +13,15 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_array, keys_of, num_pairs, split_rows, sums
+from megatron_balance.ir.arrays import Bools, Floats, Ints, Rectangles, as_array, keys_of, num_pairs, split_rows, sums
 from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Rows, Transfer, Value
 from megatron_balance.ir.forest import Forest
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Merge, Op
 from megatron_balance.patterns.sends import Sends, intersections, messages_of
-
-Floats: TypeAlias = NDArray[np.float64]
 
 
 # `zone` may be any type that names its pattern: nothing here looks inside but the pattern itself.

@@ -19,9 +19,7 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.mask import FOREST
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY
-from megatron_balance.planners.base import Candidate, StepContext
-from megatron_balance.solvers.groups import check_slack
+from megatron_balance.planners.base import Candidate, Count, NotNegative, Slack, StepContext, placed_by
 
 # Plans beside the chosen one that a note names.
 _MOST_NAMED = 3
@@ -29,13 +27,13 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class AutoOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens; `slack` decides if not given."""
-    slack: float = 1.5
+    slack: Slack = 1.5
     """Without `tokens_per_rank`: what planners that spread tokens unevenly are given as theirs."""
     planners: Sequence[str] = ()
     """The planners to ask, left-out ones too; all but those if not given."""
-    margin: float = 0.005
+    margin: NotNegative = 0.005
     """A planner is not asked if its bound is not this much, relatively, below the best plan so far.
     """
 
@@ -98,9 +96,6 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
 
 
 def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:
-    check_slack("auto", options.slack)
-    if options.margin < 0:
-        raise ConfigError(f"auto: margin {options.margin}: expected at least 0")
     known = [each.name for each in context.candidates]
     for name in options.planners:
         if name not in known:
@@ -125,11 +120,8 @@ def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: Auto
         given["tokens_per_rank"] = options.tokens_per_rank
     if hasattr(candidate.planner.options, "slack"):
         given["slack"] = options.slack
-    inside = replace(context, own_microbatches=False, may_carry=False, ping_pong=False)
-    step, carried = context.planner(candidate.name, given, context.layers)((batch.lengths,), inside, EMPTY)
-    assert carried.is_empty, "nothing may be carried inside a microbatch"
-    (made,) = step.plans
-    return made
+    planner = context.planner(candidate.name, given, context.layers)
+    return placed_by(planner, (batch.lengths,), replace(context, ping_pong=False)).plans[0]
 
 
 def _note(priced: Sequence[_PricedPlan], least_s: float, passed_over: Sequence[str]) -> str:

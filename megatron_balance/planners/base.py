@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from megatron_balance.analysis.change import Layouts
 from megatron_balance.analysis.estimate import Bounds
@@ -23,10 +23,27 @@ from megatron_balance.ir.forest import Tree
 from megatron_balance.ir.mask import FOREST, KINDS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import Carry, Layers, Lengths, StepPlan
+from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 
 NO_LAYERS = Layers()
+
+
+@dataclass(frozen=True, slots=True)
+class _AtLeast:
+    # The least value of an option, which whoever reads options (`strict_yaml.checked`) asks for by
+    # pydantic's protocol: no planner imports pydantic.
+    least: int
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {**handler(kind), "ge": self.least}
+
+
+Count: TypeAlias = Annotated[int, _AtLeast(1)]
+Whole: TypeAlias = Annotated[int, _AtLeast(0)]
+NotNegative: TypeAlias = Annotated[float, _AtLeast(0)]
+# Capacity of a rank over its mean tokens: below that no batch fits.
+Slack: TypeAlias = Annotated[float, _AtLeast(1)]
 
 # From lengths, tokens of a rank and number of ranks, by microbatch, to context-parallel groups
 # from the first rank on: the number of ranks and the sequences of each. Tokens are Megatron's
@@ -272,6 +289,14 @@ def planner_within(context: StepContext, name: str, given: Mapping[str, Any]) ->
     # Layers that somebody asked for go inside; otherwise that planner comes with its own.
     asked = Layers(align=context.layers.align)
     return context.planner(name, options, None if context.layers == asked else context.layers)
+
+
+def placed_by(planner: PlanStep, lengths: Lengths, context: StepContext) -> StepPlan:
+    """The step of microbatches as they are, each placed by another planner."""
+    inside = replace(context, own_microbatches=False, may_carry=False)
+    step, carried = planner(lengths, inside, EMPTY)
+    assert carried.is_empty, "nothing may be carried inside a microbatch"
+    return step
 
 
 def renumbered(step: StepPlan, numbers: Sequence[int]) -> StepPlan:

@@ -41,6 +41,7 @@ from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.step import StepPlan
+from megatron_balance.planners.base import Count, NotNegative, Slack
 from megatron_balance.solvers import groups
 from megatron_balance.solvers.packing import best_fit, longest_first
 
@@ -50,15 +51,15 @@ PATTERNS = {"te_ring": "ring", "llama_all_gather": "all_gather", "ulysses": "hea
 
 @dataclass(frozen=True, slots=True)
 class WholePoolOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
-    context_parallel: int | None = None
+    context_parallel: Count | None = None
     """Ranks of a group. None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class UspOptions(WholePoolOptions):
-    group_size: int | None = None
+    group_size: Count | None = None
     """Neighbouring ranks that exchange heads (USP's Ulysses degree), a divisor of `context_parallel`.
     None: those of a node."""
 
@@ -72,7 +73,7 @@ def _plan(
     group_size = 0
     if isinstance(options, UspOptions):
         group_size = min(cluster.node_size, size) if options.group_size is None else options.group_size
-        if group_size < 1 or size % group_size:
+        if size % group_size:
             raise ConfigError(f"usp: group_size {group_size}: expected a divisor of the {size} ranks that attend")
     samples = _samples(batch, cluster, options)
     names = ["pool"] if len(samples) == 1 else [f"replica {at}" for at in range(len(samples))]
@@ -111,7 +112,7 @@ _CHUNKS_PER_RANK = 8
 
 @dataclass(frozen=True, slots=True)
 class MagiOptions(WholePoolOptions):
-    chunk_tokens: int | None = None
+    chunk_tokens: Count | None = None
     """Tokens of a chunk, at most. None: eight chunks a rank, the fewest of MagiAttention 1.1.1; 1.1.0
     had no default, and its charts have 2,048 (exps/dist_attn/benchmark_conf.py)."""
 
@@ -120,8 +121,6 @@ def magi(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     """A table of tasks: every rank attends to what it holds."""
     # Pairs are what is balanced, whatever they take.
     del cost
-    if options.chunk_tokens is not None and options.chunk_tokens < 1:
-        raise ConfigError(f"magi: chunk_tokens {options.chunk_tokens}: must be at least 1")
     samples, fragments = _samples(batch, cluster, options), np.empty((0, Placed.WIDTH), dtype=np.int64)
     size, lengths = cluster.num_ranks // len(samples), np.array(batch.lengths, dtype=np.int64)
     mask = over(model.mask, batch.trees)
@@ -199,7 +198,7 @@ CUT, LOCAL = "cut", "local"
 
 @dataclass(frozen=True, slots=True)
 class PackingOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens; unlimited if not given. Packs are as small as the batch lets
     them be."""
 
@@ -262,11 +261,11 @@ _RAISES = (1.0, 1.2, inf)
 
 @dataclass(frozen=True, slots=True)
 class HybridDpOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens, per microbatch; `slack` decides if not given."""
-    slack: float = 1.5
+    slack: Slack = 1.5
     """Without `tokens_per_rank`: capacity over the batch's mean tokens per rank, at least 1."""
-    tolerance: float = 0.05
+    tolerance: NotNegative = 0.05
     """FLOPs of the busiest rank above the mean, relatively, at most; more only if there is no other
     way."""
 
@@ -314,9 +313,7 @@ class _DealProblem:
 
 
 def _problem(batch: Batch, cluster: Cluster, model: Model, options: HybridDpOptions) -> _DealProblem:
-    capacity = groups.capacity_of("hybrid_dp", options, batch.num_tokens, cluster.num_ranks)
-    if options.tolerance < 0:
-        raise ConfigError(f"hybrid_dp: tolerance {options.tolerance}: must be at least 0")
+    capacity = groups.capacity_of(options, batch.num_tokens, cluster.num_ranks)
     pair, token = model.attention_flops_per_pair, model.linear_flops_per_token
     work = tuple(model.mask.num_pairs(n) * pair + n * token for n in batch.lengths)
     return _DealProblem(batch.lengths, work, cluster, capacity)

@@ -28,12 +28,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from megatron_balance.cost.base import CostModel
-from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
+from megatron_balance.planners.base import Count, Slack
 from megatron_balance.solvers import milp
 from megatron_balance.solvers.groups import Frame, arrange, by_sequence, capacity_of, check_each, check_pool, sizes
 from megatron_balance.solvers.milp import NoAnswerError, NoSolverError
@@ -46,24 +46,24 @@ BLASTS = 3
 
 @dataclass(frozen=True, slots=True)
 class FlexSpOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens, per microbatch; `slack` decides if not given."""
-    slack: float = 1.5
+    slack: Slack = 1.5
     """Without `tokens_per_rank`: capacity over the batch's mean tokens per rank, at least 1."""
     solver: Literal["highs", "greedy"] = "highs"
     """`highs` improves the greedy answer by the integer program; `greedy` does without SciPy."""
-    node_limit: int = 50
+    node_limit: Count = 50
     """Nodes of the program's search."""
-    num_buckets: int = 16
+    num_buckets: Count = 16
     """Lengths that the program tells apart."""
-    most_variables: int = 3000
+    most_variables: Count = 3000
     """A program of more variables is not tried; the greedy answer stands."""
-    most_cells: int = 2_000_000
+    most_cells: Count = 2_000_000
     """Nor is one of more variables times constraints: one node of its search may take ten seconds."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> MicrobatchPlan:
-    capacity = _capacity(batch, cluster, options)
+    capacity = capacity_of(options, batch.num_tokens, cluster.num_ranks)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     groups = _GroupSeconds(cluster, model, cost).groups(batch.lengths, capacity, options)
     placement, _ = by_sequence(((0, *each) for each in _on_ranks(groups, cluster)), len(batch.lengths))
@@ -72,12 +72,12 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
 
 def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> StepPlan:
     """The microbatches of the blaster: the fastest of the least numbers that fit."""
-    capacity = _capacity(batch, cluster, options)
+    capacity = capacity_of(options, batch.num_tokens, cluster.num_ranks)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     pricing = _GroupSeconds(cluster, model, cost)
     pool_tokens = capacity * cluster.num_ranks
     fewest = max(1, -(-batch.num_tokens // pool_tokens))
-    tried = (blast(batch.lengths, count) for count in range(fewest, max(fewest + BLASTS, len(batch.lengths) + 1)))
+    tried = (_blast(batch.lengths, count) for count in range(fewest, max(fewest + BLASTS, len(batch.lengths) + 1)))
 
     def fits(microbatches: Sequence[Sequence[int]]) -> bool:
         return all(sum(batch.lengths[seq] for seq in seqs) <= pool_tokens for seqs in microbatches)
@@ -99,7 +99,7 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     return Frame("flexsp", cluster, model, "head_exchange").batch(batch.lengths, placement, microbatch_of)
 
 
-def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
+def _blast(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Sequences by length, cut into at most `count` runs of about equal tokens."""
     order = longest_first(lengths)
     total = sum(lengths)
@@ -110,14 +110,6 @@ def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
         microbatches[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(seq)
         before += lengths[seq]
     return [seqs for seqs in microbatches if seqs]
-
-
-def _capacity(batch: Batch, cluster: Cluster, options: FlexSpOptions) -> int:
-    capacity = capacity_of("flexsp", options, batch.num_tokens, cluster.num_ranks)
-    for name in ("node_limit", "num_buckets", "most_variables", "most_cells"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"flexsp: {name} {getattr(options, name)}: must be at least 1")
-    return capacity
 
 
 def _on_ranks(groups: Groups, cluster: Cluster) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -150,10 +142,10 @@ class _GroupSeconds:
                 log.log(level, "flexsp: the greedy answer stands: %s", error)
         return chosen
 
-    def problem(self, lengths: Sequence[int], capacity: int) -> GroupsProblem:
+    def problem(self, lengths: Sequence[int], capacity: int) -> _GroupsProblem:
         allowed = sizes(self.cluster.num_ranks)
         seconds = {n: [self._seconds(n, size) for size in allowed] for n in set(lengths)}
-        return GroupsProblem(lengths, [seconds[n] for n in lengths], allowed, self.cluster.num_ranks, capacity)
+        return _GroupsProblem(lengths, [seconds[n] for n in lengths], allowed, self.cluster.num_ranks, capacity)
 
     def _seconds(self, length: int, size: int) -> float:
         heads = ceil(self.model.num_heads / size) / self.model.num_heads
@@ -195,7 +187,7 @@ class _TooLargeError(NoAnswerError):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupsProblem:
+class _GroupsProblem:
     """`tokens`: of each item; `seconds[item][i]`: in a group of `sizes[i]`, ascending."""
 
     tokens: Sequence[int]
@@ -219,7 +211,7 @@ class GroupsProblem:
         return [i for i, size in enumerate(self.sizes) if tokens <= size * self.capacity and seconds[i] <= most_s]
 
 
-def greedy(problem: GroupsProblem) -> Groups | None:
+def greedy(problem: _GroupsProblem) -> Groups | None:
     """The best groups of a bisection over the makespan; None: it finds none."""
     low = problem.least_makespan()
     best = next((groups for factor in _FACTORS if (groups := _within(problem, low * factor)) is not None), None)
@@ -238,7 +230,7 @@ def greedy(problem: GroupsProblem) -> Groups | None:
     return best
 
 
-def _within(problem: GroupsProblem, most_s: float) -> Groups | None:
+def _within(problem: _GroupsProblem, most_s: float) -> Groups | None:
     free = problem.num_ranks
     # Of each group: the index of its size.
     sizes: list[int] = []
@@ -269,7 +261,7 @@ def _within(problem: GroupsProblem, most_s: float) -> Groups | None:
     return tuple((problem.sizes[i], tuple(sorted(group))) for i, group in zip(sizes, items, strict=True))
 
 
-def improve(problem: GroupsProblem, start: Groups, limits: FlexSpOptions) -> Groups:
+def improve(problem: _GroupsProblem, start: Groups, limits: FlexSpOptions) -> Groups:
     """Groups of a lower makespan than `start`, by a mixed-integer program (FlexSP's). Items of
     about the same tokens form a bucket and count as its largest.
 
@@ -360,7 +352,7 @@ def _best_begins(
 class _IntegerProgram:
     """Minimise the makespan over how many items of each bucket each possible group takes."""
 
-    def __init__(self, problem: GroupsProblem, buckets: Sequence[Sequence[int]], most_s: float) -> None:
+    def __init__(self, problem: _GroupsProblem, buckets: Sequence[Sequence[int]], most_s: float) -> None:
         self.problem, self.buckets, self.most_s = problem, buckets, most_s
         largest = [items[0] for items in buckets]
         self.allowed = [set(problem.allowed(item, most_s)) for item in largest]

@@ -26,7 +26,7 @@ from megatron_balance.files import UnreadableError, read_text
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import pipelines
-from megatron_balance.planners.base import StepContext, check_within, planner_within
+from megatron_balance.planners.base import Count, NotNegative, StepContext, check_within, planner_within
 
 NAME = "hydraulis"
 # Strategies to be proposed for the lengths at hand, by whoever knows them all.
@@ -35,7 +35,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class HydraulisOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens; a microbatch has at most this times the context-parallel ranks of
     its pipeline. Unlimited if not given."""
     strategies: Sequence[str] | str = ()
@@ -52,7 +52,7 @@ class HydraulisOptions:
     """The planner that places a microbatch on the context-parallel ranks of a pipeline."""
     within_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of that planner."""
-    microbatch_s: float = 0.0
+    microbatch_s: NotNegative = 0.0
     """Seconds that a microbatch takes on a stage beside what its tokens do, above what the costs
     know of: overheads of host and framework. With 0 many short microbatches look as good as few."""
     dispatching: pipelines.Dispatching = "search"
@@ -60,7 +60,7 @@ class HydraulisOptions:
     `ilp`: Eq. 3 by HiGHS, which needs SciPy."""
     packing: pipelines.Packing = "longest_first"
     """A pipeline's sequences into microbatches: the longest first; `ilp`: Eq. 1 by HiGHS."""
-    node_limit: int = 200
+    node_limit: Count = 200
     """Of a search by HiGHS; a limit in seconds would differ between ranks."""
 
     def __post_init__(self) -> None:
@@ -72,12 +72,6 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     """Dispatch and pack the sequences of a step, those that wait first, under the best candidate."""
     options: HydraulisOptions = context.options
     check_within(NAME, options)
-    if options.node_limit < 1:
-        raise ConfigError(f"node_limit {options.node_limit}: a search needs nodes; use at least 1")
-    if options.microbatch_s < 0:
-        raise ConfigError(
-            f"microbatch_s {options.microbatch_s}: a microbatch takes no less than nothing; use 0 or more"
-        )
     within = options.within, options.within_options
     trains = context.strategy is not None
     given = () if trains and options.strategies == AUTO else _read_strategies(options.strategies)

@@ -22,28 +22,29 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel, Floats, Ints
+from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.fits import gamma_of, sequence_work
-from megatron_balance.cost.kernel import backward_factor
+from megatron_balance.cost.kernel import law_of
 from megatron_balance.cost.parallel import GRADIENT_BYTES
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.planners.base import Count, NotNegative, Slack
 from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL, check_pool, plan_of
 
 AUTO, NODE = "auto", "node"
-HEADS = ("equal", "uneven", "ring")
 # In issue order.
 ZONES = (INTER_NODE, INTRA_NODE, LOCAL)
 
 
 @dataclass(frozen=True, slots=True)
 class KnapFormerOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
-    slack: float = 2.0
+    slack: Slack = 2.0
     """In a training job without `tokens_per_rank`: room of a rank over the mean tokens per rank, at
     least 1."""
     topology: str = AUTO
@@ -52,15 +53,14 @@ class KnapFormerOptions:
     heads: Literal["equal", "uneven", "ring"] = "equal"
     """Groups whose ranks the heads do not divide among equally: an error, heads as equal as can be,
     or keys and values go round them. `auto` takes none of these."""
-    gamma: float | None = None
+    gamma: NotNegative | None = None
     """Correction of attention's FLOPs in a sequence's work; None: the cost model's. The paper has
     0.49 and 0.385 for FLUX on H100."""
-    tries: int = 200
+    tries: Count = 200
     """`auto`: topologies that are tried at most."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: KnapFormerOptions) -> MicrobatchPlan:
-    _check(options)
     lengths = batch.lengths
     check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
     gamma = gamma_of(cost, model) if options.gamma is None else options.gamma
@@ -68,7 +68,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     tokens = np.fromiter(lengths, dtype=np.int64, count=len(lengths))
     work = sequence_work(tokens.astype(np.float64), model, gamma)
     if options.topology == AUTO:
-        found = TopologySearch(lengths, work, cluster, model, cost, options.tokens_per_rank).best(options.tries)
+        found = _TopologySearch(lengths, work, cluster, model, cost, options.tokens_per_rank).best(options.tries)
         return _planned(lengths, found.topology, found.group_of, (cluster, model), "uneven")
     topology = _topology_of(options, cluster)
     if options.heads == "equal":
@@ -123,17 +123,6 @@ def _planned(
         for at, start, end, begin, done in zip(levels, starts, ends, firsts, lasts, strict=True)
     )
     return plan_of("knapformer", lengths, on, zones)
-
-
-def _check(options: KnapFormerOptions) -> None:
-    if options.heads not in HEADS:
-        raise ConfigError(f"knapformer: heads {options.heads!r} is not known; choose one of {', '.join(HEADS)}")
-    if options.gamma is not None and options.gamma < 0:
-        raise ConfigError(f"knapformer: gamma {options.gamma}: must be at least 0")
-    if options.slack < 1:
-        raise ConfigError(f"knapformer: slack {options.slack}: room below the mean holds no batch; use at least 1")
-    if options.tries < 1:
-        raise ConfigError(f"knapformer: tries {options.tries}: must be at least 1")
 
 
 # Into which groups the ranks are divided: as KnapFormer writes it (section 3.2), the price of it,
@@ -196,7 +185,7 @@ def _check_heads(sizes: Sequence[int], num_heads: int) -> None:
 
 
 # Forward and backward over the forward alone.
-LINEAR, ATTENTION, EXPERTS = 3.0, 1 + backward_factor(), 2.0
+LINEAR, ATTENTION, EXPERTS = 3.0, 1 + law_of(None).backward_factor, 2.0
 # Seconds of packing and unpacking over those of moving inside a node: read and written twice, at
 # a memory rate that is some seven times the link's.
 PACKING = 0.4
@@ -213,7 +202,7 @@ _ROUNDING = 1 + 1e-9
 _PAYS, _FREE_RUNS = 32, 8
 
 
-class TopologyPrices:
+class _TopologyPrices:
     """Predicted seconds of a layer, forward and backward, of a batch's sequences under any
     topology. Ranks of a group are alike; attention, linear modules and the two all-to-alls come one
     after another.
@@ -274,7 +263,7 @@ class _Found:
     seconds: float
 
 
-class TopologySearch:
+class _TopologySearch:
     """Topologies of one size first; from the best of them groups are split and merged."""
 
     def __init__(
@@ -287,8 +276,8 @@ class TopologySearch:
         tokens_per_rank: int | None,
     ) -> None:
         self.lengths, self.work, self.cluster, self.tokens_per_rank = lengths, work, cluster, tokens_per_rank
-        self.sizes = allowed_sizes(cluster, model.num_heads)
-        self._prices = TopologyPrices(lengths, cluster, model, cost)
+        self.sizes = _allowed_sizes(cluster, model.num_heads)
+        self._prices = _TopologyPrices(lengths, cluster, model, cost)
         self._tried: set[tuple[int, ...]] = set()
 
     def best(self, tries: int) -> _Found:
@@ -344,7 +333,7 @@ def _rank(found: _Found) -> tuple[float, int]:
     return found.seconds, -len(found.topology.sizes)
 
 
-def allowed_sizes(cluster: Cluster, num_heads: int) -> list[int]:
+def _allowed_sizes(cluster: Cluster, num_heads: int) -> list[int]:
     """Sizes of groups, ascending, that divide the heads and lie in a node or are whole nodes."""
     node = cluster.node_size
     return [

@@ -26,7 +26,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import pipelines
-from megatron_balance.planners.base import Scheduler, StepContext, planner_within, renumbered
+from megatron_balance.planners.base import Count, Scheduler, Slack, StepContext, planner_within, renumbered
 from megatron_balance.solvers.groups import (
     Frame,
     by_sequence,
@@ -48,13 +48,13 @@ WITHIN: tuple[str, dict[str, Any]] = ("te_ring", {})
 
 @dataclass(frozen=True, slots=True)
 class MegatronOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens; a full microbatch has this times the context-parallel ranks of a
     pipeline."""
     strategy: str | None = None
     """Replicas and their degrees, such as `4*tp1-pp2-cp2`. None: the layout of the training job;
     elsewhere replicas of `context_parallel` ranks."""
-    context_parallel: int | None = None
+    context_parallel: Count | None = None
     """Context-parallel ranks of a replica (--context-parallel-size). None: the fewest that hold the
     longest sequence; in `simulate`, `compare` and `report`, of the sizes that hold the longest of all
     batches and fit in memory, the one with the fastest step."""
@@ -142,11 +142,11 @@ MOST_PARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class MegatronDynamicOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens, `--max-seqlen-per-dp-cp-rank`; `slack` decides if not given."""
     rules: Literal["dynamic", "hybrid"] = "dynamic"
     """Megatron's scheduler: `default_dynamic_cp`, or the releases' `BalancedCPScheduler`."""
-    slack: float = 1.5
+    slack: Slack = 1.5
     """Without `tokens_per_rank`: capacity over the batch's mean tokens per rank, at least 1."""
 
 
@@ -167,7 +167,7 @@ def plan_with(
     scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: MegatronDynamicOptions
 ) -> MicrobatchPlan:
     """`plan` with any scheduler."""
-    capacity = capacity_of("megatron_dynamic", options, batch.num_tokens, cluster.num_ranks)
+    capacity = capacity_of(options, batch.num_tokens, cluster.num_ranks)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     placement = [tuple(range(cluster.num_ranks))] * len(batch.lengths)
     for parts in range(1, MOST_PARTS + 1):
@@ -183,7 +183,7 @@ def plan_batch(
 ) -> StepPlan:
     """The microbatches that Megatron would run; the batch may be larger than the pool."""
     del cost
-    capacity = capacity_of("megatron_dynamic", options, batch.num_tokens, cluster.num_ranks)
+    capacity = capacity_of(options, batch.num_tokens, cluster.num_ranks)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     microbatches = RULES[options.rules](batch.lengths, capacity, cluster.num_ranks)
     placement, microbatch_of = by_sequence(_on_ranks(microbatches), len(batch.lengths))

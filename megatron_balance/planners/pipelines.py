@@ -17,9 +17,9 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.ir.step import EMPTY, StepPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.planners.base import StepContext, planner_within, renumbered
+from megatron_balance.planners.base import StepContext, placed_by, planner_within, renumbered
 from megatron_balance.solvers import dispatch
 from megatron_balance.solvers.dispatch import Assigned, PipelineCost
 from megatron_balance.solvers.groups import plan_of
@@ -232,9 +232,7 @@ def _pipeline_step(
 ) -> StepPlan:
     chosen = tuple(tuple(each) for each in microbatches) or ((),)
     lengths = tuple(tuple(sizes[at] for at in each) for each in chosen)
-    step, carried = planner_within(inside, *within)(lengths, inside, EMPTY)
-    assert carried.is_empty, "nothing may be carried inside a microbatch"
-    return renumbered(step, list(chain.from_iterable(chosen)))
+    return renumbered(placed_by(planner_within(inside, *within), lengths, inside), list(chain.from_iterable(chosen)))
 
 
 def pipelines_of(strategy: Strategy, context: StepContext, layouts: Layouts | None = None) -> Pipelines:
@@ -303,8 +301,6 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
         cost=cost,
         options=options,
         strategy=None,
-        own_microbatches=False,
-        may_carry=False,
         memory=_memory(scheme, context, model, groups),
     )
     return known, inside

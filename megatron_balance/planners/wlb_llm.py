@@ -30,19 +30,20 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.parallel import GRADIENT_BYTES
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
-from megatron_balance.planners.base import StepContext, Trial, check_within, planner_within, renumbered
+from megatron_balance.planners import base
 from megatron_balance.solvers import packing
 from megatron_balance.solvers.groups import check_pool, plan_of
 
@@ -52,10 +53,10 @@ REMAINED = "remained"
 
 @dataclass(frozen=True, slots=True)
 class WlbLlmOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: base.Count | None = None
     """Capacity of a rank in tokens; S_max is this times the number of ranks. Unlimited if not given.
     """
-    slack: float = 1.5
+    slack: base.Slack = 1.5
     """In training without `tokens_per_rank`: S_max over the tokens of full samples, at least 1."""
     packing: Literal["workload", "original", "fixed", "ilp"] = "workload"
     """How documents come to microbatches; all but `workload` are the paper's baselines."""
@@ -65,12 +66,12 @@ class WlbLlmOptions:
     """The planner that places a microbatch on the ranks."""
     within_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of that planner, such as `sharding: mixed` of `wlb_sharding`."""
-    window: int = 1
+    window: base.Count = 1
     """Global batches over which `fixed` and `ilp` pack: the microbatches that are handed over at
     once are those of so many."""
-    context_tokens: int | None = None
+    context_tokens: base.Count | None = None
     """S of `fixed` and `ilp`, the length of a microbatch; the fullest one as dealt if not given."""
-    node_limit: int = 20
+    node_limit: base.Count = 20
     """Nodes of the search of `ilp`."""
     order: Literal["packed", "rise_and_fall"] = "packed"
     """In which order the microbatches of a step run: as they were packed, or the least work first and
@@ -80,27 +81,16 @@ class WlbLlmOptions:
         object.__setattr__(self, "thresholds", tuple(self.thresholds))
 
 
-def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
+def plan_step(lengths: Lengths, context: base.StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
     """Pack the documents of a step and those that wait, and place each microbatch by `within`."""
     options: WlbLlmOptions = context.options
     _check(options, len(lengths))
-    packed, queued = _pack(lengths, context, carry)
-    step = _within(packed, context, options)
-    return step, _carried(held_back(step, lengths, carry.waiting), lengths, queued)
-
-
-def _carried(waiting: Sequence[tuple[int, int]], lengths: Lengths, queued: Sequence[Document]) -> Carry:
-    """The carry to the next step. `waiting`: number there and length of what this step, dealt
-    `lengths`, holds back; `queued`: those in queues, by their number in this step.
-    """
-    num_dealt = sum(map(len, lengths))
-    in_queues = {each.number - num_dealt for each in queued}
-    remained = [number for number, _ in waiting if number not in in_queues]
-    return Carry.of(NAME, {REMAINED: remained}, tuple(waiting)) if waiting else EMPTY
+    packed, after, _ = packed_step(lengths, context, carry)
+    return _within(packed, context, options), after
 
 
 def packed_step(
-    lengths: Lengths, context: StepContext, carry: Carry
+    lengths: Lengths, context: base.StepContext, carry: Carry
 ) -> tuple[Sequence[Sequence[Document]], Carry, int]:
     """A step whose microbatches are packed and not placed: those, what the next one is planned with,
     and the tokens that were dealt in it and wait.
@@ -112,11 +102,14 @@ def packed_step(
         del left[document.number]
     waiting = sorted((number - len(new), length) for number, length in left.items())
     fresh = sum(length for number, length in left.items() if number >= 0)
-    return microbatches, _carried(waiting, lengths, queued), fresh
+    in_queues = {each.number - len(new) for each in queued}
+    remained = [number for number, _ in waiting if number not in in_queues]
+    after = Carry.of(NAME, {REMAINED: remained}, tuple(waiting)) if waiting else EMPTY
+    return microbatches, after, fresh
 
 
 def _pack(
-    lengths: Lengths, context: StepContext, carry: Carry
+    lengths: Lengths, context: base.StepContext, carry: Carry
 ) -> tuple[tuple[tuple[Document, ...], ...], Sequence[Document]]:
     """The documents of each microbatch, as they were dealt, and those in queues."""
     options: WlbLlmOptions = context.options
@@ -133,7 +126,7 @@ def _pack(
         now = [*_longest_first([*remained, *queued]), *_longest_first(new)]
     work = _workload(context.cost, context.cluster, context.model.mask)
     if options.packing == "workload":
-        packed = by_workload(now, len(lengths), most, work)
+        packed = _by_workload(now, len(lengths), most, work)
     elif options.packing == "original":
         packed = _as_dealt(lengths, now, most)
     else:
@@ -152,15 +145,13 @@ def _check(options: WlbLlmOptions, num_microbatches: int) -> None:
         raise ConfigError(
             f"thresholds {list(thresholds)} go with packing: workload, got packing: {options.packing}; leave one out"
         )
-    check_within(NAME, options)
-    if options.slack < 1:
-        raise ConfigError(f"slack: expected at least 1, the tokens of full samples, got {options.slack}")
+    base.check_within(NAME, options)
     if options.window > 1 and options.order != "packed":
         raise ConfigError(
             f"order: {options.order} orders the microbatches of one step; window: {options.window} has those of "
             "several in one order by work, leave one out"
         )
-    if options.window < 1 or (num_microbatches and num_microbatches % options.window):
+    if num_microbatches % options.window:
         raise ConfigError(
             f"window: expected a divisor of the {num_microbatches} microbatches that are planned at once, got "
             f"{options.window}"
@@ -230,13 +221,12 @@ def _all_of(documents: Sequence[Document], lengths: Lengths, most: float, num_ra
     return packed
 
 
-def _within(microbatches: Sequence[Sequence[Document]], context: StepContext, options: WlbLlmOptions) -> StepPlan:
-    planner = planner_within(context, options.within, options.within_options)
+def _within(microbatches: Sequence[Sequence[Document]], context: base.StepContext, options: WlbLlmOptions) -> StepPlan:
+    planner = base.planner_within(context, options.within, options.within_options)
     lengths = tuple(tuple(each.length for each in microbatch) for microbatch in microbatches)
-    inside = replace(context, own_microbatches=False, may_carry=False)
-    inner, carried = planner(lengths, inside, EMPTY)
-    assert carried.is_empty, "nothing may be carried inside a microbatch"
-    return renumbered(inner, [each.number for each in chain.from_iterable(microbatches)])
+    return base.renumbered(
+        base.placed_by(planner, lengths, context), [each.number for each in chain.from_iterable(microbatches)]
+    )
 
 
 # From a document's length to its workload.
@@ -259,11 +249,8 @@ class _PackedDocuments:
 
     @classmethod
     def of_bins(cls, documents: Sequence[Document], bins: Sequence[int | None], count: int) -> _PackedDocuments:
-        microbatches: list[list[Document]] = [[] for _ in range(count)]
-        left: list[Document] = []
-        for document, at in zip(documents, bins, strict=True):
-            (left if at is None else microbatches[at]).append(document)
-        return cls(tuple(map(tuple, microbatches)), tuple(left))
+        held = (tuple(documents[number] for number in own) for own in packing.members(bins, count))
+        return cls(tuple(held), tuple(each for each, at in zip(documents, bins, strict=True) if at is None))
 
 
 def _workload(cost: CostModel, cluster: Cluster, mask: Mask = CAUSAL) -> Work:
@@ -282,7 +269,7 @@ def _workload(cost: CostModel, cluster: Cluster, mask: Mask = CAUSAL) -> Work:
     return work
 
 
-def by_workload(
+def _by_workload(
     documents: Sequence[Document], num_microbatches: int, most_tokens: float, work: Work
 ) -> _PackedDocuments:
     """Each document in turn into the microbatch with the least work, or else with the fewest tokens
@@ -363,7 +350,9 @@ BEAM = 6
 ENOUGH = 0.005
 
 
-def tune(steps: Sequence[Lengths], context: StepContext, most_delay: float, most_queues: int) -> tuple[Trial, ...]:
+def tune(
+    steps: Sequence[Lengths], context: base.StepContext, most_delay: float, most_queues: int
+) -> tuple[base.Trial, ...]:
     """The trials that no other trial beats in both imbalance and delay, by delay; one is chosen
     (section 4.2).
 
@@ -385,7 +374,7 @@ def tune(steps: Sequence[Lengths], context: StepContext, most_delay: float, most
     count = OCTAVES * CANDIDATES_PER_OCTAVE
     candidates = sorted({max(1, round(longest * 2 ** (-k / CANDIDATES_PER_OCTAVE))) for k in range(count)})
     tried = [_evaluate(steps, context, ())]
-    best: list[Trial] = tried[:]
+    best: list[base.Trial] = tried[:]
     for _ in range(most_queues):
         extended = {tuple(sorted({*trial.thresholds, each})) for trial in best for each in candidates}
         new = [_evaluate(steps, context, thresholds) for thresholds in sorted(extended - {t.thresholds for t in tried})]
@@ -400,7 +389,7 @@ def tune(steps: Sequence[Lengths], context: StepContext, most_delay: float, most
     return tuple(replace(trial, chosen=trial is chosen) for trial in _unbeaten(tried, chosen))
 
 
-def _evaluate(steps: Iterable[Lengths], context: StepContext, thresholds: tuple[int, ...]) -> Trial:
+def _evaluate(steps: Iterable[Lengths], context: base.StepContext, thresholds: tuple[int, ...]) -> base.Trial:
     """Imbalance, mean over steps, and delay, mean over all tokens drawn, under these thresholds."""
     context = replace(context, options=replace(context.options, thresholds=thresholds, packing="workload"))
     work = _workload(context.cost, context.cluster, context.model.mask)
@@ -415,11 +404,11 @@ def _evaluate(steps: Iterable[Lengths], context: StepContext, thresholds: tuple[
         drawn += sum(map(sum, lengths))
         waited += carry.waiting_tokens
         delayed += left
-    return Trial(thresholds, fmean(imbalances), waited / drawn, delayed / drawn)
+    return base.Trial(thresholds, fmean(imbalances), waited / drawn, delayed / drawn)
 
 
-def _unbeaten(tried: Sequence[Trial], chosen: Trial) -> list[Trial]:
-    kept: list[Trial] = []
+def _unbeaten(tried: Sequence[base.Trial], chosen: base.Trial) -> list[base.Trial]:
+    kept: list[base.Trial] = []
     for trial in sorted(tried, key=lambda each: (each.delay, each.imbalance, len(each.thresholds))):
         if trial is chosen or not kept or trial.imbalance < min(each.imbalance for each in kept):
             kept.append(trial)
@@ -442,12 +431,10 @@ def _unbeaten(tried: Sequence[Trial], chosen: Trial) -> list[Trial]:
 # time counts forward and backward. A sequence on one rank does not travel, where the paper gathers
 # all; so the choice weighs what is gathered, too.
 
-SHARDINGS = ("document", "sequence", "adaptive", "mixed")
-
 
 @dataclass(frozen=True, slots=True)
 class WlbShardingOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: base.Count | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
     sharding: Literal["document", "sequence", "adaptive", "mixed"] = "adaptive"
     """The unit that is cut: each sequence, all packed to one, the better by predicted time, or a
@@ -456,10 +443,6 @@ class WlbShardingOptions:
 
 def shard(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: WlbShardingOptions) -> MicrobatchPlan:
     """One zone over all ranks, or two where some sequences are cut alone and others packed."""
-    if options.sharding not in SHARDINGS:
-        raise ConfigError(
-            f"wlb_sharding: sharding {options.sharding!r} is not known; choose one of {', '.join(SHARDINGS)}"
-        )
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     tried = candidates(batch.lengths, cluster.num_ranks, options.sharding)
     zones = tried[0]

@@ -205,8 +205,6 @@ def choose_planner(
         )
     planner = PLANNERS[name]
     keys = checked(planner.options, given, where, "")
-    if keys.get("tokens_per_rank") is not None and keys["tokens_per_rank"] < 1:
-        raise ConfigError(f"{where}: tokens_per_rank: expected at least 1 token, got {keys['tokens_per_rank']}")
     given = MappingProxyType(keys)
     return PlannerChoice(name, given, planner.options(**keys), planner, planner.layers if layers is None else layers)
 

@@ -261,7 +261,7 @@ def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: MachineCost, layer
     """The planner's plan with its remap and its routing."""
     if layers.remap and plan.lengths:
         held = tokens_per_rank(plan)
-        if layers.remap_when == "always" or remap_saves_s(held, cluster, cost) > 0:
+        if layers.remap_when == "always" or _remap_saves_s(held, cluster, cost) > 0:
             plan = replace(plan, moves=_moves(held, cluster, cost, layers))
     if layers.once_per_node and cluster.num_nodes > 1 and cluster.node_size > 1:
         context = Context.of(plan)
@@ -330,7 +330,7 @@ def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Row
     return as_rows(remap.solve(held, cluster.node_size, **token_s, align=layers.align, solver=layers.solver))
 
 
-def remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
+def _remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
     """Seconds of a layer's forward that evening out `tokens` a rank saves, net."""
     largest, mean = float(max(tokens)), sum(tokens) / len(tokens)
     return cost.linear_s(largest) - cost.linear_s(mean) - remap_s(tokens, cluster, cost)
@@ -345,7 +345,7 @@ def _routing(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, when: When
     zones += [REMAP] if plan.moves and (zones or _moves_across(plan, cluster).size) else []
     min_tokens = 1
     if when == "pays":
-        kv_tokens = fewest_routed_tokens(cost, num_nics)
+        kv_tokens = _fewest_routed_tokens(cost, num_nics)
         if kv_tokens is None:
             return None
         min_tokens = kv_tokens
@@ -353,7 +353,7 @@ def _routing(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, when: When
     return Routing(cluster.ranks_per_nic, tuple(sorted(zones)), min_tokens) if zones else None
 
 
-def fewest_routed_tokens(cost: CostModel, num_nics: int) -> int | None:
+def _fewest_routed_tokens(cost: CostModel, num_nics: int) -> int | None:
     """Tokens of keys from which a lone transfer is faster routed (Eq. 1); None: never."""
     num_bytes = cost.kv_bytes(1)
     extra_s = cost.routed_s(0, 1, num_nics) - cost.inter_node_s(0)
@@ -369,7 +369,7 @@ def _moves_across(plan: MicrobatchPlan, cluster: Cluster) -> Ints:
 def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
     if index == REMAP:
         if not _moves_across(plan, cluster).size:
-            # An owner makes the first hop of a ring, which `fewest_routed_tokens` prices.
+            # An owner makes the first hop of a ring, which `_fewest_routed_tokens` prices.
             return True
         loads = _remap_loads(plan, cluster, cost)
     else:

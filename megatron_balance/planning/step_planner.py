@@ -141,7 +141,7 @@ RESTARTS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class _Ready:
     """A step that was planned with the carry `before`, and what it carries on. `step`: None: the
     planner refused it, or the step before it (then `before` says nothing). `waited_s`: seconds that
     the training process waited for it.
@@ -211,13 +211,13 @@ class _Process:
         # It died; whoever takes an answer says so.
         with suppress(OSError), stream:
             while (frame := self._unsent.get()) is not None:
-                write_frame(stream, *frame)
+                _write_frame(stream, *frame)
             # Processes that were forked meanwhile (a DataLoader's) hold the pipe open, too.
-            write_frame(stream, 0, b"")
+            _write_frame(stream, 0, b"")
 
     def _read(self, stream: IO[bytes]) -> None:
         with stream:
-            while (frame := read_frame(stream)) is not None:
+            while (frame := _read_frame(stream)) is not None:
                 number, answer = frame
                 slot = self._slots.pop(number, None)
                 if slot is not None:
@@ -255,7 +255,7 @@ class PlanAhead:
     def forget(self) -> None:
         self._slots.clear()
 
-    def take(self, key: Hashable, timeout_s: float | None = None) -> Ready | None:
+    def take(self, key: Hashable, timeout_s: float | None = None) -> _Ready | None:
         """The answer to `key`, waited for if need be; None: it was never asked, or the process died
         or was silent (said in the log) for `timeout_s`, by default what earlier answers took and
         much more.
@@ -278,7 +278,7 @@ class PlanAhead:
         step = None if body["step"] is None else from_body(body["step"])
         self._longest_s = max(self._longest_s or 0.0, body["plan_s"])
         self._proofs = Proofs(*body["proofs"])
-        return Ready(step, before, after, body["plan_s"], waited)
+        return _Ready(step, before, after, body["plan_s"], waited)
 
     @property
     def proofs(self) -> Proofs:
@@ -321,13 +321,13 @@ class PlanAhead:
             log.warning("no other process can be started (%s); planning on the spot from here on", error.strerror)
 
 
-def write_frame(stream: IO[bytes], number: int, body: bytes) -> None:
+def _write_frame(stream: IO[bytes], number: int, body: bytes) -> None:
     stream.write(HEADER.pack(number, len(body)))
     stream.write(body)
     stream.flush()
 
 
-def read_frame(stream: IO[bytes]) -> tuple[int, bytes] | None:
+def _read_frame(stream: IO[bytes]) -> tuple[int, bytes] | None:
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -336,9 +336,9 @@ def read_frame(stream: IO[bytes]) -> tuple[int, bytes] | None:
     return None if len(body) < size else (number, body)
 
 
-def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
+def _answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
     """The process itself: the first frame is a PlanSpec, others a step each, an empty one the end."""
-    first = read_frame(requests)
+    first = _read_frame(requests)
     if first is None:
         return
     spec = PlanSpec.from_json(first[1])
@@ -346,7 +346,7 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
     planner = StepPlanner(spec)
     carry: Carry | None = Carry()
     try:
-        while (frame := read_frame(requests)) is not None and frame[1]:
+        while (frame := _read_frame(requests)) is not None and frame[1]:
             number, request = frame
             start = time.perf_counter()
             body = json.loads(request)
@@ -365,7 +365,7 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
             )
             proofs = json.dumps(dataclasses.astuple(prover.outcomes()), allow_nan=False)
             answer = f'{{"plan_s":{seconds:.6f},{pair},"proofs":{proofs},"step":{text}}}'
-            write_frame(answers, number, answer.encode())
+            _write_frame(answers, number, answer.encode())
             if step is not None:
                 prover.offer(step)
     finally:
@@ -374,4 +374,4 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     end_with(int(sys.argv[3]), 1)
-    answer_requests(os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb"))
+    _answer_requests(os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb"))

@@ -17,15 +17,15 @@ from statistics import fmean
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.step_memory import MARGIN, StepMemory, max_len
+from megatron_balance.analysis.step_memory import StepMemory, max_len
 from megatron_balance.config import SchemeTable
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.parallel import joined_nodes, wide_ranks
 from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.arrays import Bools, Floats, Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
@@ -35,7 +35,6 @@ from megatron_balance.planners.pipelines import check_scheme, cost_of_scheme, de
 from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.solvers.dispatch import EFFICIENCY, PipelineCost, dispatch
 
-Floats = NDArray[np.float64]
 Lengths = Sequence[int]
 Counts = tuple[int, ...]
 # Intervals of lengths, besides the ends at every scheme's MaxLen.
@@ -69,7 +68,7 @@ class SampledStrategy:
 
 
 @dataclass(frozen=True, slots=True)
-class Classes:
+class _Classes:
     """`work_s`, `fill_s` [schemes, intervals]: seconds of a stage for all sequences of an interval,
     and of filling a pipeline whose longest is there, infinite where MaxLen is less; `gpus`
     [schemes].
@@ -81,7 +80,7 @@ class Classes:
     gpus: Floats
 
 
-def classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: SchemeCosts, num_ranks: int) -> Classes:
+def _classes_of(lengths: Lengths | Ints, num_tokens: int, costs: SchemeCosts, num_ranks: int) -> _Classes:
     """The costs of a step of `num_tokens` tokens under every scheme but those that another one
     beats in all.
 
@@ -119,15 +118,15 @@ def classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: Sch
     kept = _undominated(
         np.concatenate([gpus[:, None], gpus[:, None] * np.where(top <= most_tokens, work_s, np.inf), fill_s], axis=1)
     )
-    return Classes(tuple(schemes[k] for k in kept), work_s[kept], fill_s[kept], gpus[kept])
+    return _Classes(tuple(schemes[k] for k in kept), work_s[kept], fill_s[kept], gpus[kept])
 
 
 def _undominated(prices: Floats) -> list[int]:
     """Rows of `prices` [schemes, what] that no other row is nowhere above and somewhere below."""
     # [schemes, schemes]: does row dominate column in every price, and in one strictly.
-    no_dearer: NDArray[np.bool_] = np.asarray(prices[:, None] <= prices[None]).all(axis=2)
-    cheaper: NDArray[np.bool_] = np.asarray(prices[:, None] < prices[None]).any(axis=2)
-    beaten: NDArray[np.bool_] = np.logical_and(no_dearer, cheaper).any(axis=0)
+    no_dearer: Bools = np.asarray(prices[:, None] <= prices[None]).all(axis=2)
+    cheaper: Bools = np.asarray(prices[:, None] < prices[None]).any(axis=2)
+    beaten: Bools = np.logical_and(no_dearer, cheaper).any(axis=0)
     return [k for k in range(len(prices)) if not beaten[k]]
 
 
@@ -136,7 +135,7 @@ def _full_s(b: Floats, c: Floats, most_tokens: Floats) -> Floats:
     return b * tokens + c
 
 
-def continuous(classes: Classes, num_ranks: int, fixed: int | None = None) -> tuple[float, Floats]:
+def continuous(classes: _Classes, num_ranks: int, fixed: int | None = None) -> tuple[float, Floats]:
     """Seconds of a step, and numbers of pipelines [schemes] that need not be whole. `fixed`: a
     scheme with one whole pipeline at least; it takes the longest sequences first.
 
@@ -159,7 +158,7 @@ def continuous(classes: Classes, num_ranks: int, fixed: int | None = None) -> tu
     return high, _needed(classes, high, fixed)[1]
 
 
-def _needed(classes: Classes, seconds: float, fixed: int | None) -> tuple[float, Floats]:
+def _needed(classes: _Classes, seconds: float, fixed: int | None) -> tuple[float, Floats]:
     """GPUs and pipelines [schemes] for a step of so many seconds, lengths where they take fewest."""
     left = seconds - classes.fill_s
     pipelines = np.where(left > 0, classes.work_s / np.where(left > 0, left, 1.0), np.inf)
@@ -203,7 +202,7 @@ def roundings(count: Floats, gpus: Floats, num_ranks: int) -> set[Counts]:
     return set(map(tuple, whole[whole.any(axis=1)].tolist()))
 
 
-def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_ROUNDS) -> Floats:
+def estimates(classes: _Classes, counts: Sequence[Counts], rounds: int = PRICE_ROUNDS) -> Floats:
     """Seconds of a step [strategies], sequences cut at will; infinite: the longest fits nowhere."""
     # [S, K].
     number = np.array(counts, dtype=np.float64)
@@ -214,7 +213,7 @@ def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_RO
     fill_s = classes.fill_s[used].min(axis=1)
     weight = there / number.sum(axis=1, keepdims=True)
     best = np.zeros(len(number))
-    columns: NDArray[np.int64] = np.arange(int(work_s.shape[1]))
+    columns: Ints = np.arange(int(work_s.shape[1]))
     rows = np.arange(len(number))[:, None]
     # A strategy has few of all schemes: its own first, as many columns as any has [S, U].
     own = np.argsort(~there, axis=1, kind="stable")[:, : int(there.sum(axis=1).max())]
@@ -255,7 +254,7 @@ def propose(lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks: in
         longest = int(short[-1]) if len(short) else 0
         if not longest or longest in found:
             continue
-        classes = classes_of(short, num_tokens, costs, num_ranks)
+        classes = _classes_of(short, num_tokens, costs, num_ranks)
         near: set[Counts] = set()
         for fixed in (None, *_anchors(classes, num_ranks)):
             try:
@@ -270,7 +269,7 @@ def propose(lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks: in
     return found
 
 
-def _best(classes: Classes, counts: set[Counts], keep: int) -> list[Counts]:
+def _best(classes: _Classes, counts: set[Counts], keep: int) -> list[Counts]:
     whole = sorted(counts)
     if whole:
         holds = (np.array(whole)[:, np.isfinite(classes.fill_s[:, -1])] > 0).any(axis=1)
@@ -299,7 +298,7 @@ def _exchanges(counts: Counts, gpus: Floats, num_ranks: int) -> set[Counts]:
     return found
 
 
-def _anchors(classes: Classes, num_ranks: int) -> list[int]:
+def _anchors(classes: _Classes, num_ranks: int) -> list[int]:
     """Schemes that hold the longest sequence: for each number of GPUs the one first done with it."""
     holds = np.isfinite(classes.fill_s[:, -1])
     able = [k for k in range(len(classes.schemes)) if holds[k] and classes.gpus[k] <= num_ranks]
@@ -466,7 +465,6 @@ class PredictedCosts:
     cost: MachineCost
     cluster: Cluster
     model: Model
-    margin: float = MARGIN
     tokens_per_rank: int | None = None
     _known: dict[tuple[Scheme, int], PipelineCost] = field(
         default_factory=dict[tuple[Scheme, int], PipelineCost], init=False, repr=False, compare=False
@@ -500,7 +498,7 @@ class PredictedCosts:
 
     def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:
         if (scheme, num_ranks) not in self._most:
-            most = max_len(scheme, self.model, self.cluster.memory_bytes, num_ranks, self.margin)
+            most = max_len(scheme, self.model, self.cluster.memory_bytes, num_ranks)
             if self.tokens_per_rank is not None:
                 most = min(most, self.tokens_per_rank * scheme.tensor * scheme.context)
             self._most[scheme, num_ranks] = most

@@ -14,8 +14,8 @@ from megatron_balance.analysis.states import states_of
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.emulated import Sockets
 from megatron_balance.simulator.events import StreamsPhase

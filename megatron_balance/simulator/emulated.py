@@ -14,7 +14,7 @@ import numpy as np
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.compile.order import Start
-from megatron_balance.cost.base import Floats
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.simulator.events import Events
 from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 
@@ -63,7 +63,7 @@ class Sockets(Events):
             groups.append((each, range(groups[-1][1].stop if groups else len(phase.flows), len(flows))))
         super().__init__(phase, flows, machine, enter_s, trace=trace)
         longest = max((flow.num_bytes for flow in flows), default=0)
-        self.network = Network(machine, self, longest)
+        self.network = _Network(machine, self, longest)
         self.given = [False] * len(flows)  # to its connection
         self.awaited = [False] * len(flows)  # its receiver's word has come
         self.begun_s = [0.0] * len(flows)
@@ -360,7 +360,7 @@ class _TcpSegment(NamedTuple):
     part: _Given
 
 
-class Network:
+class _Network:
     """All connections of a machine. `longest`: bytes of the longest message."""
 
     def __init__(self, machine: Machine, sockets: Sockets, longest: int) -> None:

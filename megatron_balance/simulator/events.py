@@ -18,7 +18,7 @@ from megatron_balance.analysis.machine import Machine, fair_rates
 from megatron_balance.analysis.tables import Taken
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT, TrackSpan
 from megatron_balance.compile.order import LEGS, Finish, RunLaunches, Start
-from megatron_balance.cost.base import Floats
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.simulator.phase import Flow, GroupExchange, Place, SimulatedPhase
 
 # Events this close, relative to their time, happen at once.

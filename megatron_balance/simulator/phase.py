@@ -18,9 +18,9 @@ from megatron_balance.analysis.wire import is_collective, piece_bounds
 from megatron_balance.compile import order
 from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.compile.transpose import places
-from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Host, Ints
+from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Host
 from megatron_balance.cost.kernel import tiles
-from megatron_balance.ir.arrays import Bools, as_array, concat
+from megatron_balance.ir.arrays import Bools, Floats, Ints, as_array, concat
 from megatron_balance.ir.columns import Fragment, Message, Pair, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram

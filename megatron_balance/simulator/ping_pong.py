@@ -24,8 +24,9 @@ from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import RunLaunches, Step
 from megatron_balance.compile.ping_pong import Cuts, NanoSegment
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.cost.base import LAUNCHES_OF_RUN, Floats, Ints
+from megatron_balance.cost.base import LAUNCHES_OF_RUN
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns import pattern_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True)

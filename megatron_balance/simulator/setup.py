@@ -14,10 +14,11 @@ from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.analysis.step_memory import StepMemory, stages_of
 from megatron_balance.compile.remap import layouts
 from megatron_balance.cost import parallel
-from megatron_balance.cost.base import Floats, Link
+from megatron_balance.cost.base import Link
 from megatron_balance.cost.modules import ExpertLoad, expert_part
 from megatron_balance.cost.parallel import CollectiveGroup, group_of
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Backward, Policy

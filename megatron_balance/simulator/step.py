@@ -21,10 +21,9 @@ from megatron_balance.analysis.rounds import coupled, in_step
 from megatron_balance.analysis.states import mean_layer_s, states_of
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
-from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import split_rows
+from megatron_balance.ir.arrays import Floats, Ints, split_rows
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.forest import over
@@ -75,7 +74,7 @@ class Step:
     weights stay."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _LayerSeconds:
     """One layer of one microbatch, [num_ranks] each; forward and backward seconds of the modules
     outside attention, of attention without waiting behind it, of the layer in all, and of the head;
@@ -90,6 +89,64 @@ class _LayerSeconds:
     group: Ints
     call: BothPhases
     states_s: tuple[Floats, Floats] | None
+
+
+def run_layer(
+    microbatch: Microbatch,
+    machine: Machine,
+    setup: Setup,
+    num_layers: int,
+    experts: Sequence[tuple[Floats, Floats]],
+    shares: Sequence[tuple[Policy, float]],
+) -> _LayerSeconds:
+    """Run a layer of a microbatch; in nano-batches the mean one of the `num_layers` of a pipeline
+    chunk, filling and draining included.
+
+    `experts`: seconds that they add, by plan; `shares`: of the layers by policy. Recomputation is
+    left out.
+    """
+    plans, in_turns = parts_of(microbatch), isinstance(microbatch, tuple)
+    linear = np.sum([linear_s(plan, machine) for plan in plans], axis=0) + np.sum(experts, axis=0)
+    both, tokens = (linear[0], linear[1]), np.sum([linear_tokens(plan) for plan in plans], axis=0)
+
+    def run(own: Sequence[MicrobatchPlan], on: Machine, policy: Policy) -> BothPhases:
+        if not in_turns:
+            return attention_call(own[0], on, policy, both, setup.engine, setup.transport)
+        mode = ping_pong.PingPongMode(policy, setup.interleaved, engine=setup.engine, transport=setup.transport)
+        return ping_pong.layers(own, on, num_layers, mode, experts)
+
+    calls: list[tuple[BothPhases, float]] = []
+    # Layers of one mask are taken as if they followed one another.
+    for alike in zip(*(by_mask(plan, machine) for plan in plans), strict=True):
+        (_, on, part), own = alike[0], [plan for plan, _, _ in alike]
+        calls.append((mean_call([(run(own, on, policy), share) for policy, share in shares]), part))
+    call = beside(mean_call(calls), plans, machine, both, num_layers if in_turns else None)
+    group, times = one_group(plans), num_layers if in_turns else 1
+    forward_s, backward_s = (
+        np.sum([part * in_step(each[backward].end_s, group) for each, part in calls], axis=0) / times
+        for backward in (False, True)
+    )
+    attention_s, attention_back_s = (each.end_s / times - own for each, own in zip(call, both, strict=True))
+    states, (_, recurrent, _) = states_of(plans, machine), machine.model.layer_shares
+    states_s = None if states is None else (recurrent * states.seconds[0], recurrent * states.seconds[1])
+    forward_s, backward_s = (
+        mean_layer_s(each, both[at], states, group, machine.model, backward=bool(at))
+        for at, each in enumerate((forward_s, backward_s))
+    )
+    if in_turns:
+        each = zip(call, both, strict=True)
+        call = BothPhases(*(Outcome(o.end_s, o.compute_s / times - own, o.bytes_moved / times) for o, own in each))
+    head, head_back = (
+        np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow() for b in (False, True)
+    )
+    own = both, (attention_s, attention_back_s)
+    return _LayerSeconds(tokens, *own, (forward_s, backward_s), (head, head_back), group, call, states_s)
+
+
+def one_group(plans: Sequence[MicrobatchPlan]) -> Ints:
+    """The groups of ranks in step (`coupled`); nano-batches with unlike ones have one of all ranks."""
+    groups = np.array([coupled(plan) for plan in plans])
+    return np.zeros_like(groups[0]) if (groups != groups[0]).any() else groups[0]
 
 
 def simulate_step(
@@ -159,52 +216,13 @@ class _StepRun:
             self.layers.append(known[name])
 
     def _layer(self, microbatch: Microbatch) -> _LayerSeconds:
-        # A layer of a microbatch; in nano-batches the mean one of a pipeline chunk, filling and
-        # draining included.
-        machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
-        plans, in_turns = parts_of(microbatch), isinstance(microbatch, tuple)
-        experts = [added_s(plan, self.stage) for plan in plans]
-        linear = np.sum([linear_s(plan, machine) for plan in plans], axis=0) + np.sum(experts, axis=0)  # [2, ranks]
-        tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0)
-
-        def run(own: Sequence[MicrobatchPlan], on: Machine, policy: Policy) -> BothPhases:
-            if not in_turns:
-                return attention_call(own[0], on, policy, (linear[0], linear[1]), setup.engine, setup.transport)
-            mode = ping_pong.PingPongMode(policy, setup.interleaved, engine=setup.engine, transport=setup.transport)
-            return ping_pong.layers(own, on, num_layers, mode, experts)
-
-        calls: list[tuple[BothPhases, float]] = []
-        # Layers of one mask are taken as if they followed one another.
-        for alike in zip(*(by_mask(plan, machine) for plan in plans), strict=True):
-            (_, on, part), own = alike[0], [plan for plan, _, _ in alike]
-            calls.append((mean_call([(run(own, on, policy), share) for policy, share in self.shares]), part))
-        call = beside(mean_call(calls), plans, machine, (linear[0], linear[1]), num_layers if in_turns else None)
-        groups = np.array([coupled(plan) for plan in plans])
-        group = np.zeros_like(groups[0]) if (groups != groups[0]).any() else groups[0]
-        times = num_layers if in_turns else 1
-        forward_s, backward_s = (
-            np.sum([part * in_step(each[backward].end_s, group) for each, part in calls], axis=0) / times
-            for backward in (False, True)
-        )
-        attention_s, attention_back_s = (each.end_s / times - own for each, own in zip(call, linear, strict=True))
-        states, (_, recurrent, _) = states_of(plans, machine), machine.model.layer_shares
-        states_s = None if states is None else (recurrent * states.seconds[0], recurrent * states.seconds[1])
-        forward_s, backward_s = (
-            mean_layer_s(each, linear[at], states, group, machine.model, backward=bool(at))
-            for at, each in enumerate((forward_s, backward_s))
-        )
-        if setup.recompute == "full":
-            backward_s = backward_s + forward_s
-            attention_back_s = attention_back_s + attention_s
-        if in_turns:
-            each = zip(call, linear, strict=True)
-            call = BothPhases(*(Outcome(o.end_s, o.compute_s / times - own, o.bytes_moved / times) for o, own in each))
-        head, head_back = (
-            np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow()
-            for b in (False, True)
-        )
-        own = (linear[0], linear[1]), (attention_s, attention_back_s)
-        return _LayerSeconds(tokens, *own, (forward_s, backward_s), (head, head_back), group, call, states_s)
+        on = microbatch, self.machine, self.setup, self.layers_per_chunk
+        layer = run_layer(*on, [added_s(plan, self.stage) for plan in parts_of(microbatch)], self.shares)
+        if self.setup.recompute == "full":
+            (forward_s, backward_s), (own_s, own_back_s) = layer.seconds, layer.attention_s
+            again = (forward_s, backward_s + forward_s), (own_s, own_back_s + own_s)
+            layer = replace(layer, seconds=again[0], attention_s=again[1])
+        return layer
 
     def step(self) -> Step:
         clocks = self.clocks()

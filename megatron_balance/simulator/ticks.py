@@ -17,23 +17,20 @@ from megatron_balance.analysis.backward import MicrobatchBytes, StepBytes, decid
 from megatron_balance.analysis.change import PipelineWork, base_sync_s, beside_bytes, change
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES
-from megatron_balance.analysis.rounds import coupled, in_step
-from megatron_balance.analysis.states import mean_layer_s, states_of
+from megatron_balance.analysis.rounds import in_step
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
-from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.cost.parallel import joined_nodes, wide_ranks
 from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan, Tick, TickPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planning.ticks import neighbour, passes_on
-from megatron_balance.simulator import ping_pong
-from megatron_balance.simulator.attention import attention_call, beside, linear_s, mean_call
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
-from megatron_balance.simulator.step import PHASES, Step, simulate_step
+from megatron_balance.simulator.step import PHASES, Step, one_group, run_layer, simulate_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class _TickTimes:
     `phases_s` [ranks]: seconds of the layers' modules, of attention beside them (waiting inside a
     layer included) and of the loss; `done_s` [ranks]: when each rank is through the last tick;
     `bytes_moved` by resource (`Machine.resources`). Gradient synchronisation and optimizer are not
-    in it (`simulate_joint`).
+    in it (`_simulate_joint`).
     """
 
     end_s: Floats
@@ -121,7 +118,7 @@ class _TicksRun:
             plans = [each.plan for each in (one, *second[number : number + 1])]
             layers = self._layers(one.tick, plans)
             head = self._head(one.tick, plans)
-            clock = _in_step(clock, [coupled(plan) for plan in plans]) + layers.seconds + head
+            clock = in_step(clock, one_group(plans)) + layers.seconds + head
             busy += layers.compute_s + head
             bytes_moved += layers.bytes_moved
             linear, attention = _PHASES[one.tick.backward]
@@ -145,31 +142,14 @@ class _TicksRun:
 
     def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_TickPass]:
         # Forward and backward. States of recurrent layers count with attention.
-        setup, groups, model = self.setup, [coupled(plan) for plan in plans], self.machine.model
+        stage, microbatch = StageSetup(self.machine, self.setup), tuple(plans) if len(plans) > 1 else plans[0]
         # those that share experts are ranks of one stage
-        experts = [added_s(plan, StageSetup(self.machine, self.setup), self.size) for plan in plans]
-        linear = np.sum([linear_s(plan, self.machine) for plan in plans], axis=0) + np.sum(experts, axis=0)
-        states, group, none = states_of(plans, self.machine), np.zeros_like(groups[0]), np.zeros(self.machine.num_ranks)
-        group = groups[0] if all((each == groups[0]).all() for each in groups) else group
-        entered, in_turns = (linear[0], linear[1]), len(plans) > 1
-        if in_turns:
-            mode = ping_pong.PingPongMode("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
-            call = ping_pong.layers(plans, self.machine, self.layers, mode, experts)
-        else:
-            call = attention_call(plans[0], self.machine, "replay", entered, setup.engine, setup.transport)
-        call = mean_call([(call, model.attending)])
-        with_others = beside(call, plans, self.machine, entered, self.layers if in_turns else None)
-        found: list[_TickPass] = []
-        for at, (attended, whole, own) in enumerate(zip(call, with_others, linear, strict=True)):
-            others_s = mean_layer_s(none, own, states, group, model, backward=bool(at))
-            attended_s = _in_step(attended.end_s, groups)
-            if in_turns:
-                seconds = attended_s + self.layers * others_s
-                found.append(_TickPass(seconds, self.layers * own, whole.compute_s, whole.bytes_moved))
-            else:
-                each = (attended_s + others_s, own, whole.compute_s + own, whole.bytes_moved)
-                found.append(_TickPass(*(self.layers * one for one in each)))
-        return found
+        experts = [added_s(plan, stage, self.size) for plan in plans]
+        layer = run_layer(microbatch, self.machine, self.setup, self.layers, experts, [("replay", 1.0)])
+        return [
+            _TickPass(*(self.layers * one for one in (seconds, own, call.compute_s + own, call.bytes_moved)))
+            for seconds, own, call in zip(layer.seconds, layer.linear_s, layer.call, strict=True)
+        ]
 
     def _head(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> Floats:
         # Seconds of the loss, on the ranks of the last stage's last chunk.
@@ -194,14 +174,7 @@ class _TicksRun:
         return after.ravel()
 
 
-def _in_step(seconds: Floats, groups: Sequence[Ints]) -> Floats:
-    # The largest seconds of all that a rank exchanges anything with in any nano-batch.
-    for group in groups:
-        seconds = in_step(seconds, group)
-    return seconds
-
-
-def simulate_joint(
+def _simulate_joint(
     ticks: Sequence[Sequence[TickPlan]],
     microbatches: Sequence[Microbatch],
     stage: Machine,
@@ -283,7 +256,7 @@ def simulate_planned(plan: StepPlan, stage: Machine, pool: Machine, setup: Setup
         return _simulate_strategy(plan, plan.strategy, stage, setup)
     microbatches: list[Microbatch] = [each[0] if len(each) == 1 else each for each in plan.microbatches]
     if plan.ticks:
-        return simulate_joint(plan.ticks, microbatches, stage, pool, setup)
+        return _simulate_joint(plan.ticks, microbatches, stage, pool, setup)
     return simulate_step(microbatches, stage, setup)
 
 

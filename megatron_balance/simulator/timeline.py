@@ -13,8 +13,8 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.trace_format import Trace, TrackSpan
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.attention import events, linear_s
 from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names

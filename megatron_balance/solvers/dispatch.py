@@ -11,8 +11,8 @@ from math import ceil
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.solvers import makespan, milp
 from megatron_balance.solvers.makespan import NOT_HELD, MachinesProblem
 from megatron_balance.solvers.packing import PackingProblem, longest_first, members, pack_better, pack_greedily
@@ -89,11 +89,11 @@ def dispatch(
         InfeasibleError: a sequence that no pipeline holds.
     """
     _check(lengths, pipelines)
-    problem = problem_of(lengths, pipelines, filled=filled)
+    problem = _problem_of(lengths, pipelines, filled=filled)
     return _by_pipeline(makespan.assign(problem, searches=searches).tolist(), len(pipelines))
 
 
-def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, filled: bool = False) -> MachinesProblem:
+def _problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, filled: bool = False) -> MachinesProblem:
     """The pipelines as machines; c is spread over the tokens of full microbatches."""
     kinds = list(dict.fromkeys(pipelines))
     tokens = np.array(lengths, dtype=np.int64)
@@ -132,7 +132,7 @@ def greedy(lengths: Sequence[int], pipelines: Sequence[PipelineCost], trials: in
     time. InfeasibleError: a sequence that no pipeline holds.
     """
     _check(lengths, pipelines)
-    problem = problem_of(lengths, pipelines)
+    problem = _problem_of(lengths, pipelines)
     found, seconds = makespan.trials(problem, trials, random.Random(seed))
     return _by_pipeline(found[int(seconds.max(axis=1).argmin())].tolist(), len(pipelines))
 
@@ -145,7 +145,7 @@ def exact(lengths: Sequence[int], pipelines: Sequence[PipelineCost], node_limit:
         milp.NoSolverError: SciPy is not there.
     """
     known = dispatch(lengths, pipelines)
-    problem = problem_of(lengths, pipelines)
+    problem = _problem_of(lengths, pipelines)
     found = _solved(problem, node_limit) if lengths else None
     if found is None:
         return known
@@ -217,7 +217,7 @@ FORWARD_SHARE = 1 / 3
 Microbatches = tuple[tuple[int, ...], ...]
 
 
-def util_tokens(pipeline: PipelineCost) -> int:
+def _util_tokens(pipeline: PipelineCost) -> int:
     """UtilLen: the least length with T(l) / l within 1 / `EFFICIENCY` of its best."""
 
     def quotient(length: float) -> float:
@@ -256,7 +256,7 @@ def pack(lengths: Sequence[int], pipeline: PipelineCost, node_limit: int = 0) ->
     sizes, times = [lengths[seq] for seq in order], [pipeline.sequence_s(lengths[seq]) for seq in order]
     tokens = sum(lengths)
     fewest = max(1, -(-tokens // pipeline.max_tokens))
-    most = max(fewest, min(len(lengths), tokens // util_tokens(pipeline)))
+    most = max(fewest, min(len(lengths), tokens // _util_tokens(pipeline)))
     near: list[tuple[float, list[int | None]]] = []
     for count in _counts(fewest, most, len(lengths)):
         # Without stages that wait for each other, each microbatch only adds its c.

@@ -12,7 +12,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, Zone
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.solvers.packing import first_fit_evenly, longest_first
+from megatron_balance.solvers.packing import first_fit_evenly, longest_first, members
 
 
 def sizes(num_ranks: int) -> tuple[int, ...]:
@@ -74,9 +74,7 @@ class Frame:
 
     def batch(self, lengths: Sequence[int], placement: Placement, microbatch_of: Sequence[int]) -> StepPlan:
         """The step of microbatches 0, 1, ..., each whole; `microbatch_of`: by sequence."""
-        ids: list[list[int]] = [[] for _ in range(max(microbatch_of, default=-1) + 1)]
-        for seq, microbatch in enumerate(microbatch_of):
-            ids[microbatch].append(seq)
+        ids = members(microbatch_of, max(microbatch_of, default=-1) + 1)
         plans = (self.microbatch([lengths[seq] for seq in seqs], [placement[seq] for seq in seqs]) for seqs in ids)
         return StepPlan.whole(tuple(plans), ids)
 
@@ -223,23 +221,8 @@ def least_context(microbatches: Sequence[Sequence[int]], cluster: Cluster, token
     )
 
 
-def check_slack(planner: str, slack: float) -> None:
-    """Refuse a capacity below the mean of the ranks.
-
-    Raises:
-        ConfigError: a slack below 1.
-    """
-    if slack < 1:
-        raise ConfigError(f"{planner}: slack {slack}: a capacity below the average holds no batch; use at least 1")
-
-
-def capacity_of(planner: str, options: Any, num_tokens: int, num_ranks: int) -> int:
-    """Tokens that a rank may hold: `tokens_per_rank` of the options, or `slack` times the mean.
-
-    Raises:
-        ConfigError: a slack below 1.
-    """
-    check_slack(planner, options.slack)
+def capacity_of(options: Any, num_tokens: int, num_ranks: int) -> int:
+    """Tokens that a rank may hold: `tokens_per_rank` of the options, or `slack` times the mean."""
     return options.tokens_per_rank or max(1, ceil(options.slack * num_tokens / num_ranks))
 
 

@@ -14,7 +14,7 @@ from math import inf, prod
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.arrays import Floats, Ints
 
 # Seconds by which a machine comes behind others for an item above its limit.
 CAPPED = 1e9
@@ -61,8 +61,8 @@ def assign(problem: MachinesProblem, seed: int = 0, searches: int = IMPROVED) ->
     if not problem.num_items:
         return np.zeros(0, dtype=np.int64)
     few = problem.num_items <= MANY
-    bound, weights = by_weights(problem, ROUNDS_FEW if few else ROUNDS_AHEAD)
-    stairs = Stairs.of(problem, weights)
+    bound, weights = _by_weights(problem, ROUNDS_FEW if few else ROUNDS_AHEAD)
+    stairs = _Stairs.of(problem, weights)
     least_s = bound if stairs is None else stairs.least_s(bound, CLOSE)
     longest_first = np.argsort(-problem.work.min(axis=0), kind="stable")
     if not few:
@@ -86,7 +86,7 @@ def assign(problem: MachinesProblem, seed: int = 0, searches: int = IMPROVED) ->
     return best
 
 
-def _of_many(problem: MachinesProblem, longest_first: Ints, stairs: Stairs | None, least_s: float) -> Ints:
+def _of_many(problem: MachinesProblem, longest_first: Ints, stairs: _Stairs | None, least_s: float) -> Ints:
     """One search, from machines that are opened by stairs where any counts its largest item again."""
     order: list[int] = longest_first.tolist()
     enough_s = (1 + CLOSE_MANY) * least_s
@@ -113,7 +113,7 @@ def _by_price(problem: MachinesProblem, longest_first: Ints, weights: Floats) ->
     return greedy(replace(problem, work=only), longest_first.tolist())
 
 
-def _limits(problem: MachinesProblem, longest_first: Ints, stairs: Stairs, least_s: float) -> Floats:
+def _limits(problem: MachinesProblem, longest_first: Ints, stairs: _Stairs, least_s: float) -> Floats:
     """Largest items of each machine where stairs of different heights open it [limits, machines]."""
     found = [np.full(problem.num_machines, np.inf)]
     for height in HEIGHTS:
@@ -441,7 +441,7 @@ Opened = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stairs:
+class _Stairs:
     """Machines that count their largest item again, opened as late as the longer items allow;
     "place": in the order of the items, the longest first. `costs`: of each such kind the weight,
     how often the largest counts, seconds to start, and least seconds [places] that count again.
@@ -456,7 +456,7 @@ class Stairs:
     steps: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     @classmethod
-    def of(cls, problem: MachinesProblem, weights: Floats) -> Stairs | None:
+    def of(cls, problem: MachinesProblem, weights: Floats) -> _Stairs | None:
         """None: nothing counts again, or there are more than `MOST_STATES`."""
         kinds, first, counts = np.unique(problem.kind, return_index=True, return_counts=True)
         order = np.argsort(-problem.work.min(axis=0), kind="stable")
@@ -531,7 +531,7 @@ def _steps(counts: Sequence[int]) -> tuple[tuple[int, tuple[tuple[int, int], ...
     return tuple((state, more(state, numbers)) for state, numbers in states)
 
 
-def by_weights(problem: MachinesProblem, rounds: int) -> tuple[float, Floats]:
+def _by_weights(problem: MachinesProblem, rounds: int) -> tuple[float, Floats]:
     """The bound by weights, the longest item counting again, and the weights [kinds]."""
     kinds, first, counts = np.unique(problem.kind, return_index=True, return_counts=True)
     # [kinds, items].

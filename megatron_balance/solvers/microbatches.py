@@ -13,8 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.solvers import packing
 
 

@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.arrays import Bools, Floats, Ints
 from megatron_balance.ir.step import MilpSolver
 
 # Row, column and value of entries of a constraint matrix; one value may hold for all.

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
@@ -169,7 +168,7 @@ def _match(sent: Ints, received: Ints) -> Ints:
     # every node sends as many tokens inside as it receives, none leaves its node.
     senders, receivers = np.flatnonzero(sent), np.flatnonzero(received)
     sent_until, received_until = np.cumsum(sent[senders]), np.cumsum(received[receivers])
-    ends: NDArray[np.int64] = np.union1d(sent_until, received_until)
+    ends: Ints = np.union1d(sent_until, received_until)
     src = senders[np.searchsorted(sent_until, ends)]
     dst = receivers[np.searchsorted(received_until, ends)]
     return np.stack([src, dst, np.diff(ends, prepend=0)], axis=1)

@@ -6,11 +6,11 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.measured import MeasuredCost
+from megatron_balance.ir.arrays import Floats
 from megatron_balance.ir.forest import num_pairs
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -22,7 +22,6 @@ from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths
 
 Cost: TypeAlias = AnalyticCost | MeasuredCost
-Floats: TypeAlias = npt.NDArray[np.float64]
 Json: TypeAlias = dict[str, Any]
 BACKWARD = 2  # a layer's backward pass takes twice its forward pass
 

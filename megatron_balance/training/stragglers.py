@@ -28,9 +28,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.runtime.groups import SEVERAL, Groups
 from megatron_balance.runtime.transport import receive, send
 
@@ -42,7 +41,6 @@ SLOW_RATE, MEASURED, AT_LEAST = 0.5, 5, 2
 MOST_LINKS = 32  # links that are measured: those that most was waited for, and as many between neighbours
 SOURCES = 4  # of each rank's, those that it waited for longest are told to the others
 MOST_NAMED = 4
-Floats: TypeAlias = NDArray[np.float64]
 Link: TypeAlias = tuple[int, int]  # (rank that sends, rank that receives)
 
 

@@ -66,9 +66,9 @@ from math import exp, log
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Floats
 
 K = 1024
 
@@ -93,7 +93,7 @@ class Bins:
         chosen = int(generator.choice(len(shares), p=shares / shares.sum()))
         return int(generator.integers(self.edges[chosen] + 1, self.edges[chosen + 1], endpoint=True))
 
-    def quantiles(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    def quantiles(self, shares: Floats) -> Floats:
         """Lengths below which so large shares of the documents are."""
         below = np.cumsum([0.0, *self.shares])
         return np.interp(shares, below / below[-1], self.edges)
@@ -195,7 +195,7 @@ _CODE = re.compile(r"g(\d+)b(\d+)i(\d+)f(\d+)s([01])")
 
 
 @dataclass(frozen=True, slots=True)
-class DataCode:
+class _DataCode:
     """One stream: samples on each of `num_gpus` GPUs."""
 
     num_gpus: int
@@ -216,9 +216,9 @@ def is_data_code(name: str) -> bool:
     return bool(re.match(r"g\d+b\d+i", name))
 
 
-def parse_codes(text: str) -> tuple[DataCode, ...]:
+def parse_codes(text: str) -> tuple[_DataCode, ...]:
     """The streams of codes joined by commas; ConfigError: they are none."""
-    codes: list[DataCode] = []
+    codes: list[_DataCode] = []
     for word in map(str.strip, text.split(",")):
         match = _CODE.fullmatch(word)
         if not match:
@@ -231,7 +231,7 @@ def parse_codes(text: str) -> tuple[DataCode, ...]:
         if clip and frames % CLIP_FRAMES:
             rule = f"a clip's frames are a multiple of {CLIP_FRAMES}, which become {CLIP_LATENTS} each"
             raise ConfigError(f"data code {word!r}: {rule}")
-        codes.append(DataCode(gpus, samples, pixels, frames, bool(clip)))
+        codes.append(_DataCode(gpus, samples, pixels, frames, bool(clip)))
     return tuple(codes)
 
 
@@ -244,6 +244,6 @@ def draw_by_gpu(text: str, batches: int, seed: int | Sequence[int]) -> list[tupl
     return [tuple(_samples_of(code, generator) for code in codes for _ in range(code.num_gpus)) for _ in range(batches)]
 
 
-def _samples_of(code: DataCode, generator: np.random.Generator) -> tuple[int, ...]:
+def _samples_of(code: _DataCode, generator: np.random.Generator) -> tuple[int, ...]:
     visual = round(code.visual_tokens * generator.uniform(*_ASPECT))
     return tuple(visual + int(text) for text in generator.integers(0, TEXT_TOKENS, endpoint=True, size=code.samples))

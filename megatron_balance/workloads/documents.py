@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.workloads.idx import CorpusIndex, bin_path, idx_path
 
 # `split`: what is left of a document longer than the context is a document of its own; `truncate`:
@@ -63,15 +64,15 @@ class DocumentPiece(NamedTuple):
 class _Epoch:
     """One pass over the corpus. Sample s holds pieces order[bounds[s] : bounds[s + 1]]."""
 
-    order: NDArray[np.int64]
-    bounds: NDArray[np.int64]
+    order: Ints
+    bounds: Ints
 
     @property
     def num_samples(self) -> int:
         return len(self.bounds) - 1
 
 
-def cut(document_lengths: NDArray[np.int64], context_length: int, policy: CutPolicy = "split") -> NDArray[np.int64]:
+def cut(document_lengths: Ints, context_length: int, policy: CutPolicy = "split") -> Ints:
     """Pieces [pieces, 3] (document, start, stop) of at most `context_length` tokens, in their order.
 
     `policy`: what becomes of the rest of a longer document. One of 0 tokens gives no piece.
@@ -86,7 +87,7 @@ def cut(document_lengths: NDArray[np.int64], context_length: int, policy: CutPol
     return np.stack([documents, starts, stops], axis=1)
 
 
-def pack(piece_lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
+def pack(piece_lengths: Ints, seq_length: int) -> Ints:
     """Bounds [samples + 1] of samples filled in the given order: next-fit."""
     assert len(piece_lengths), "an epoch has at least one piece"
     assert piece_lengths.max() <= seq_length, "pieces are cut before they are packed"
@@ -100,7 +101,7 @@ def pack(piece_lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]
     return np.array(bounds, dtype=np.int64)
 
 
-def pack_best_fit(piece_lengths: NDArray[np.int64], seq_length: int) -> _Epoch:
+def _pack_best_fit(piece_lengths: Ints, seq_length: int) -> _Epoch:
     """Samples filled by best fit over a window; `order`: positions in `piece_lengths`."""
     # Each piece goes into the open sample with the least room that holds it, or opens one. Of more
     # than `WINDOW` open samples the fullest is closed; samples are numbered as they close.
@@ -133,7 +134,7 @@ def pack_best_fit(piece_lengths: NDArray[np.int64], seq_length: int) -> _Epoch:
     return _Epoch(order, np.concatenate([[0], np.cumsum(np.bincount(place, minlength=opened))]).astype(np.int64))
 
 
-def shuffled(count: int, *entropy: int) -> NDArray[np.int64]:
+def shuffled(count: int, *entropy: int) -> Ints:
     """A permutation of range(count) drawn from seed and epoch."""
     # The raw output of the bit generator is the same in all versions of NumPy; what
     # `Generator.permutation` returns may change with an upgrade between two resumes.
@@ -149,7 +150,7 @@ class DocumentStream:
 
     def __init__(
         self,
-        corpus: NDArray[np.int64] | Corpus,
+        corpus: Ints | Corpus,
         seq_length: int,
         seed: int,
         policy: CutPolicy = "split",
@@ -173,7 +174,7 @@ class DocumentStream:
         if part.step != 1 or part.start < 0 or part.stop > num_documents:
             raise ConfigError(f"documents {part} are not a run of the corpus's {num_documents} documents")
 
-        def pieces() -> NDArray[np.int64]:
+        def pieces() -> Ints:
             lengths = corpus.index.document_lengths if isinstance(corpus, Corpus) else corpus
             found = cut(lengths[part.start : part.stop], seq_length, policy)
             found[:, 0] += part.start
@@ -250,7 +251,7 @@ class DocumentStream:
         digest.update(self._pieces.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
-    def _members(self, index: int) -> NDArray[np.int64]:
+    def _members(self, index: int) -> Ints:
         epoch, place = self.locate(index)
         packed = self._epoch(epoch)
         return packed.order[packed.bounds[place] : packed.bounds[place + 1]]
@@ -265,13 +266,13 @@ class DocumentStream:
             lengths = _lengths(self._pieces)[order]
             if self.filling == "next_fit":
                 return _Epoch(order, pack(lengths, self.seq_length))
-            packed = pack_best_fit(lengths, self.seq_length)
+            packed = _pack_best_fit(lengths, self.seq_length)
             return _Epoch(order[packed.order], packed.bounds)
 
         if self._cache is None:
             return make()
 
-        def flat() -> NDArray[np.int64]:
+        def flat() -> Ints:
             made = make()
             return np.concatenate([made.order, made.bounds])
 
@@ -288,11 +289,11 @@ class DocumentStream:
         return packed
 
 
-def _missing() -> NDArray[np.int64]:
+def _missing() -> Ints:
     raise DataError("the cached order of the documents is gone from its folder; start the run again")
 
 
-def _lengths(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+def _lengths(pieces: Ints) -> Ints:
     """Tokens of pieces [n, 3]."""
     return pieces[:, 2] - pieces[:, 1]
 
@@ -347,7 +348,7 @@ class Blend:
         corpora = np.repeat(np.arange(len(counts)), counted)
         place = np.arange(len(corpora)) - (np.cumsum(counted) - counted)[corpora]
         order = np.argsort((place + 0.5) / counted[corpora], kind="stable")
-        self.counts: NDArray[np.int64] = counted
+        self.counts: Ints = counted
         self._corpus, self._place = corpora[order], place[order]
 
     def locate(self, index: int) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.files import UnreadableError, open_lines, parse_json
+from megatron_balance.ir.arrays import Ints
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -52,9 +53,9 @@ class CorpusIndex:
     dtype: np.dtype[np.integer]
     lengths: NDArray[np.int32]
     """[sequences] of Megatron, in tokens."""
-    pointers: NDArray[np.int64]
+    pointers: Ints
     """[sequences] byte offsets in the `.bin`."""
-    first_sequence: NDArray[np.int64]
+    first_sequence: Ints
     """[documents + 1]: document i is the sequences first_sequence[i] to first_sequence[i + 1], by
     which Megatron's IndexedDataset is asked for tokens.
     """
@@ -137,13 +138,13 @@ class CorpusIndex:
         return self.first_token_of(self.num_documents)
 
     @property
-    def first_token(self) -> NDArray[np.int64]:
+    def first_token(self) -> Ints:
         """[documents + 1]: first token of each document in the `.bin`, from the whole index."""
         ends = np.append(self.pointers, self._end_bytes) // self.dtype.itemsize
         return ends[self.first_sequence]
 
     @property
-    def document_lengths(self) -> NDArray[np.int64]:
+    def document_lengths(self) -> Ints:
         """[documents] lengths in tokens, zeros included. Computed from the whole index."""
         return np.diff(self.first_token)
 
@@ -482,7 +483,7 @@ class TextTokenizer:
         self.end: int = end
         self.token_type = "uint16" if self._tokenizer.get_vocab_size() <= 1 << 16 else "int32"
 
-    def __call__(self, text: str) -> NDArray[np.int64]:
+    def __call__(self, text: str) -> Ints:
         return np.array([*self._tokenizer.encode(text, add_special_tokens=False).ids, self.end], np.int64)
 
 

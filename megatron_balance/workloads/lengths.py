@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.files import UnreadableError, open_lines, parse_json, read_text
@@ -82,7 +81,7 @@ def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int])
     return [_fill(documents, tokens) for _ in range(batches)]
 
 
-def _endless(lengths: NDArray[np.int64], seeds: list[int]) -> Iterator[int]:
+def _endless(lengths: Ints, seeds: list[int]) -> Iterator[int]:
     """The lengths in an order drawn from the seed, then in another one, without end."""
     for epoch in count():
         yield from lengths[shuffled(len(lengths), *seeds, epoch)].tolist()
@@ -201,7 +200,7 @@ def _describe(value: object) -> str:
     return json.dumps(value)
 
 
-def histogram(lengths: NDArray[np.int64]) -> list[dict[str, int]]:
+def histogram(lengths: Ints) -> list[dict[str, int]]:
     """Bars that double in width: `low` to `high` tokens, both included; empty ones are kept."""
     lengths = lengths[lengths > 0]
     if not len(lengths):
@@ -214,7 +213,7 @@ def histogram(lengths: NDArray[np.int64]) -> list[dict[str, int]]:
     return [{"low": 1 << e, "high": (2 << e) - 1, "documents": number, "tokens": held} for e, number, held in counts]
 
 
-def quantiles(lengths: NDArray[np.int64]) -> dict[str, int]:
+def quantiles(lengths: Ints) -> dict[str, int]:
     """Minimum, some deciles, maximum (lengths that occur) and rounded mean, in tokens."""
     at = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     values = np.quantile(lengths, list(at.values()), method="lower")

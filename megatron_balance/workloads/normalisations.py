@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.ir.arrays import Ints
-
-Floats = NDArray[np.float64]
+from megatron_balance.ir.arrays import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ def token_weights(
     return [_weights(at, *each) for at, each in enumerate(zip(masks, advantages, factors.tolist(), strict=True))]
 
 
-def _weights(at: int, mask: NDArray[np.bool_], advantage: Any, factor: float) -> Floats:
+def _weights(at: int, mask: Bools, advantage: Any, factor: float) -> Floats:
     given = np.asarray(advantage, dtype=np.float64)
     if mask.ndim != 1 or given.shape not in ((), mask.shape) or not np.isfinite(given).all():
         raise DataError(

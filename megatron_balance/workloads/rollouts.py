@@ -12,10 +12,9 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.errors import DataError
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.forest import Segment, Tree, checked, num_pairs, num_tokens, path_positions
 
 IGNORED = -100  # the label of a token that has none, as `torch.nn.functional.cross_entropy` has it
@@ -67,7 +66,7 @@ class Rollouts:
         none = np.empty(0, dtype=np.int64)
         return np.concatenate([none, *(np.arange(*run) for path in self.paths for run in path)])
 
-    def weights(self, given: Sequence[Any]) -> NDArray[np.float64]:
+    def weights(self, given: Sequence[Any]) -> Floats:
         """Weights [T] of the rows' labels: sums over the rollouts that pass a row.
 
         They stand for the rollouts' own in a loss that is linear in them, such as a weighted sum of

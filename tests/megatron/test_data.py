@@ -387,7 +387,7 @@ def test_a_large_corpus_is_sorted_once_and_read_as_a_small_one(
     def sorts(*_: object) -> None:
         raise AssertionError("the order is kept")
 
-    for name in ("cut", "shuffled", "pack_best_fit"):
+    for name in ("cut", "shuffled", "_pack_best_fit"):
         monkeypatch.setattr(f"megatron_balance.workloads.documents.{name}", sorts)
     monkeypatch.setattr("megatron_balance.workloads.idx.CorpusIndex.check", sorts)
     again = built(args, 60)[0]

@@ -181,7 +181,7 @@ def test_a_section_in_another_file_is_found_and_an_int_becomes_a_float(write, tm
         ("planner: {name: zepelin}", "planner.name: unknown planner 'zepelin', did you mean 'zeppelin'?"),
         ("planner: {rule: cost}", "planner.name: missing; one of te_ring"),
         ("planner: {name: zeppelin, rule: papr}", "planner.rule: expected 'waves', 'groups' or 'paper', got 'papr'"),
-        ("planner: {name: zeppelin, tokens_per_rank: 0}", "planner: tokens_per_rank: expected at least 1 token, got 0"),
+        ("planner: {name: zeppelin, tokens_per_rank: 0}", "planner.tokens_per_rank: expected at least 1, got 0"),
         ("planner: {name: packing, tokens_per_rank: '4'}", "planner.tokens_per_rank: expected a whole number, got '4'"),
         ("planner: {name: packing, tokens_per_rank: 4.0}", "planner.tokens_per_rank: expected a whole number, got 4.0"),
         ("planner: {name: te_ring, tokens_per_rank: true}", "planner.tokens_per_rank: expected a whole number, got Tr"),

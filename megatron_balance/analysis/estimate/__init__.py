@@ -31,8 +31,8 @@ from megatron_balance.analysis.states import mean_layer_s, states_cost
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.analysis.tables import Tables, ZoneTable
 from megatron_balance.compile.halo import ZONE
-from megatron_balance.cost.base import ADD, Floats, MachineCost
-from megatron_balance.ir.arrays import as_array, run_bounds, split_rows
+from megatron_balance.cost.base import ADD, MachineCost
+from megatron_balance.ir.arrays import Floats, as_array, run_bounds, split_rows
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Move, Pair
 from megatron_balance.ir.forest import Forest, Tree, over

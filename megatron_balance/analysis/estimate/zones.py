@@ -14,7 +14,7 @@ import numpy as np
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.tables import LaunchPrices, Tables, ZoneTable, launches
 from megatron_balance.analysis.wire import is_collective
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone

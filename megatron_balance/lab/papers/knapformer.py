@@ -22,7 +22,7 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.fits import GAMMA_H100_FLUX, sequence_work
-from megatron_balance.cost.kernel import backward_factor
+from megatron_balance.cost.kernel import law_of
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.lab.papers.base import Effort, Ours, paper
@@ -58,7 +58,7 @@ def machine() -> Machine:
     """The 32 GPUs at the rates that the paper's numbers say."""
     preset = load_cluster("h100").build(num_ranks=NUM_GPUS, ranks_per_node=NODE)
     # Eq. 2 for the whole step: the attention kernel's backward takes longer than two forwards.
-    attention = RATE / GAMMA_H100_FLUX * (2 + backward_factor()) / PASSES
+    attention = RATE / GAMMA_H100_FLUX * (2 + law_of(None).backward_factor) / PASSES
     cluster = replace(preset, linear_efficiency=RATE, attention_kernel=None, attention_efficiency=attention)
     return Machine(cluster, MODEL, AnalyticCost(cluster, MODEL))
 

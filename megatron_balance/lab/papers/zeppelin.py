@@ -163,7 +163,8 @@ def serial_round_s(case: ZeppelinCase, num_tokens: float, longest: float, *, bac
     num_bytes = cost.kv_bytes(num_tokens) * (2 if backward else 1)  # gradients travel in fp32
     inside = cost.link(inter_node=False).time_s(num_bytes * (nics - 1) / nics)
     across = cost.link(inter_node=True).time_s(num_bytes / nics)
-    block_s = cost.block_s(longest / TILE_TOKENS + BLOCK_TILES) * (kernel.backward_factor() if backward else 1.0)
+    block_s = cost.block_s(longest / TILE_TOKENS + BLOCK_TILES)
+    block_s *= kernel.law_of(None).backward_factor if backward else 1.0
     return 2 * inside + across + len(LEGS) * (cost.call_s + block_s)
 
 

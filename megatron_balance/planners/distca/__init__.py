@@ -31,16 +31,17 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.kernel import law_of
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Ints, as_array, as_rows, laid
+from megatron_balance.ir.arrays import Floats, Ints, as_array, as_rows, laid
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed, Rows
 from megatron_balance.ir.forest import Forest, over
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.planners.base import Count, NotNegative, Whole
 from megatron_balance.planners.distca.greedy import Drain, Rule, empty_light_servers
 from megatron_balance.planners.distca.servers import Edges, HeadTail, Plain, Seconds, Servers, TaskSizes, enforce_caps
 from megatron_balance.planners.distca.trees import Paths, joined, schedule_trees
@@ -49,12 +50,12 @@ from megatron_balance.solvers.groups import check_pool, plan_of
 
 @dataclass(frozen=True, slots=True)
 class DistcaOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
-    tolerance: float | None = None
+    tolerance: NotNegative | None = None
     """Attention of the busiest server above the mean, relatively, at most: the paper's epsilon. Not
     given: 0.02, and 0.1 where a backward pays for every piece of queries (FlashAttention-3)."""
-    block: int = 128
+    block: Count = 128
     """Queries of the attention kernel's tile; shards are multiples of it."""
     shards: Literal["plain", "head_tail"] = "plain"
     """The part that is cut off: a run of queries, or the innermost part as a head-tail pair."""
@@ -65,13 +66,13 @@ class DistcaOptions:
     """
     empty_light_servers: bool = True
     """Whether light servers are emptied into others first, where that saves bytes."""
-    least_score: float = 0.0
+    least_score: NotNegative = 0.0
     """Seconds of attention that a migration must save for each second of its bytes on a NIC; 0:
     any."""
-    max_kv_tokens: int | None = None
+    max_kv_tokens: Count | None = None
     """Most tokens whose keys and values a server holds for a plan (of a nano-batch), its own
     included."""
-    max_received_tokens: int | None = None
+    max_received_tokens: Whole | None = None
     """Most tokens that a server receives in a plan's forward pass, as queries or as keys and
     values."""
 
@@ -156,14 +157,6 @@ _AIM = 0.95
 _LEAST, _MOST_PADDING = 0.25, 2.0
 
 
-def _check(options: DistcaOptions) -> None:
-    least = {"tolerance": 0, "block": 1, "least_score": 0, "max_kv_tokens": 1, "max_received_tokens": 0}
-    for name, minimum in least.items():
-        value = getattr(options, name)
-        if value is not None and value < minimum:
-            raise ConfigError(f"distca: {name} {value}: must be at least {minimum}")
-
-
 def schedule(
     owned: Ints,
     lengths: Sequence[int],
@@ -181,7 +174,6 @@ def schedule(
     Raises:
         InfeasibleError: a rank's own tokens pass a cap, and no other rank can take these over.
     """
-    _check(options)
     owned = owned[owned[:, Placed.STOP] > owned[:, Placed.START]]
     if not len(owned):
         return np.empty((0, 6), dtype=np.int64)

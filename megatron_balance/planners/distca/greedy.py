@@ -12,8 +12,7 @@ from math import inf
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.planners.distca.servers import Items, Parts, Piece, Servers, at_least, at_most
 
 # Differences below this share of the mean load are none.

@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.errors import InfeasibleError
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Floats, Ints
 from megatron_balance.ir.columns import Placed
 from megatron_balance.planners.distca.trees import Paths
 
@@ -360,7 +360,7 @@ _ALL = 1 - 1e-14
 # `cheapest`: for each row the part that takes `seconds` of it for the fewest bytes, were there no
 # blocks; the target has the first `resident` keys. Its result holds until the next call and may be
 # written to.
-class PlainItems:
+class _PlainItems:
     def __init__(self, size: int, sizes: TaskSizes) -> None:
         self._sizes = sizes
         ratio = sizes.kv / (2 * sizes.query + sizes.kv)
@@ -374,8 +374,8 @@ class PlainItems:
         before, stop = bounds[0] * bounds[0], bounds[1] * bounds[1]
         self._before[row], self._stop[row], self._rate[row] = before, stop, (stop - before) * _ALL / seconds
 
-    def only(self, rows: Ints, size: int) -> PlainItems:
-        items = PlainItems(size, self._sizes)
+    def only(self, rows: Ints, size: int) -> _PlainItems:
+        items = _PlainItems(size, self._sizes)
         items._values[:, : len(rows)] = self._values[:, rows]
         return items
 
@@ -393,7 +393,7 @@ class PlainItems:
         return np.subtract(key_stop, queries, out=queries), key_stop
 
 
-class PairItems:
+class _PairItems:
     """Head-tail pairs of items whose tails are [inner, outer)."""
 
     def __init__(self, size: int) -> None:
@@ -404,8 +404,8 @@ class PairItems:
     def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
         self._inner[row], self._rate[row] = bounds[0], (bounds[1] - bounds[0]) / seconds
 
-    def only(self, rows: Ints, size: int) -> PairItems:
-        items = PairItems(size)
+    def only(self, rows: Ints, size: int) -> _PairItems:
+        items = _PairItems(size)
         items._values[:, : len(rows)] = self._values[:, rows]
         return items
 
@@ -418,7 +418,7 @@ class PairItems:
         return queries, key_stop
 
 
-Items: TypeAlias = PlainItems | PairItems
+Items: TypeAlias = _PlainItems | _PairItems
 
 
 # A way to cut fragments. Indices are into `mass` (`seconds`, as a list): seconds of attention summed
@@ -435,8 +435,8 @@ class Plain:
         self._positions: list[int] = edges.positions.tolist()
         self.seconds: list[float] = edges.seconds.tolist()
 
-    def items(self, size: int) -> PlainItems:
-        return PlainItems(size, self.sizes)
+    def items(self, size: int) -> _PlainItems:
+        return _PlainItems(size, self.sizes)
 
     # The two positions that `Items.set` takes for a piece.
     def bounds(self, piece: Piece) -> tuple[int, int]:
@@ -510,8 +510,8 @@ class HeadTail:
         head = self.edges.first[fragment] + pair
         return head, np.maximum(self.edges.last[fragment] - pair, head)
 
-    def items(self, size: int) -> PairItems:
-        return PairItems(size)
+    def items(self, size: int) -> _PairItems:
+        return _PairItems(size)
 
     def bounds(self, piece: Piece) -> tuple[float, float]:
         outer = self.key_stop(piece)

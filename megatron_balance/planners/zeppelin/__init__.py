@@ -29,7 +29,7 @@ fewer empty nodes are left than ceil(|s| / s_avg), the least loaded ones follow;
 that does not fit there goes over all nodes (of Algorithm 2: all ranks of the node), and if that
 does not fit, all do.
 
-Capacity: a plan may pass it by what `with_rounding` allows.
+Capacity: a plan may pass it by what `groups.with_rounding` allows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,21 +60,12 @@ from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone
 from megatron_balance.patterns import ONCE_PER_NODE
-from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.base import Count, Slack, StepContext
 from megatron_balance.planners.zeppelin import shares, trees
 from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, PlacementPrice, cheapest, rings_s, with_lead
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
-from megatron_balance.solvers.groups import (
-    INTER_NODE,
-    INTRA_NODE,
-    LOCAL,
-    Placement,
-    capacity_of,
-    check_pool,
-    plan_of,
-    with_rounding,
-    zones,
-)
+from megatron_balance.solvers import groups
+from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL, Placement
 from megatron_balance.solvers.packing import longest_first
 
 # Targets of rings of groups, over the mean seconds of a group; rings over all groups are tried, too.
@@ -125,17 +116,17 @@ _MOST_OF_TREES = 2
 
 @dataclass(frozen=True, slots=True)
 class ZeppelinOptions:
-    tokens_per_rank: int | None = None
+    tokens_per_rank: Count | None = None
     """Capacity of a rank in tokens, the paper's L; `slack` decides if not given."""
     rule: Literal["waves", "groups", "paper"] = "waves"
     """`waves`: uneven shares over groups that exchange heads, in one schedule; `groups`: rings of
     such groups; `paper`: Algorithms 1 and 2 as printed."""
-    group_size: int | None = None
+    group_size: Count | None = None
     """Ranks of a group; None: rule `waves` takes the cheapest size, `groups` as many of a node as
     divide the heads."""
-    num_waves: int | None = None
+    num_waves: Count | None = None
     """Rule `waves`: parts in which the keys of other groups come; not given: the cheapest number."""
-    slack: float = 1.5
+    slack: Slack = 1.5
     """Without `tokens_per_rank`: capacity over the batch's mean tokens per rank, at least 1."""
 
 
@@ -152,9 +143,9 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, option
 def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
     """As `plan`, in a step of that memory."""
     lengths, cluster, model, options = batch.lengths, context.cluster, context.model, context.options
-    capacity = capacity_of("zeppelin", options, batch.num_tokens, cluster.num_ranks)
+    capacity = groups.capacity_of(options, batch.num_tokens, cluster.num_ranks)
     _check(options, cluster)
-    check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
+    groups.check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
     if options.rule == "waves" and model.latent_travels:
         # A latent is of all heads.
         options = replace(options, group_size=options.group_size or 1)
@@ -162,23 +153,20 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
         # The window hides nothing.
         model = replace(model, attention="causal")
     mask = over(model.mask, batch.trees)
-    search = Search(lengths, replace(context, model=model, options=options), with_rounding(capacity, len(lengths)))
+    context = replace(context, model=model, options=options)
+    search = Search(lengths, context, groups.with_rounding(capacity, len(lengths)))
     if not lengths:
         return search.plan(())
     if isinstance(mask, Forest) and options.rule == "waves":
         return search.of_trees(mask)
     if options.rule == "paper":
-        return search.plan(zones(paper_placement(lengths, cluster, capacity), cluster))
+        return search.plan(groups.zones(paper_placement(lengths, cluster, capacity), cluster))
     if isinstance(model.mask, SlidingWindow):
         return search.plan((shares.one_run_each(lengths, cluster),))
     return search.in_rings() if options.rule == "groups" else search.in_waves()
 
 
 def _check(options: ZeppelinOptions, cluster: Cluster) -> None:
-    for name in ("group_size", "num_waves"):
-        wanted = getattr(options, name)
-        if wanted is not None and wanted < 1:
-            raise ConfigError(f"zeppelin: {name} {wanted}: must be at least 1")
     sizes = _ring_sizes(cluster) if options.rule == "groups" else _group_sizes(cluster)
     if options.group_size not in (None, *sizes):
         raise ConfigError(
@@ -211,7 +199,7 @@ class _Chosen(NamedTuple):
     costs: GroupCosts
 
 
-class InWaves(NamedTuple):
+class _InWaves(NamedTuple):
     plan: MicrobatchPlan
     chosen: _Chosen
 
@@ -230,7 +218,7 @@ class Search:
     )
 
     def plan(self, zones: tuple[AnyPlanZone, ...]) -> MicrobatchPlan:
-        return plan_of("zeppelin", self.lengths, (self.context.cluster, self.context.model), zones)
+        return groups.plan_of("zeppelin", self.lengths, (self.context.cluster, self.context.model), zones)
 
     @property
     def machine(self) -> Machine:
@@ -285,7 +273,7 @@ class Search:
         names = {LOCAL: INTRA_NODE if size > 1 else LOCAL}
         rings: list[Zone] = []
         # Zones over groups as wide ranks; each stands for `size` ranks in a row.
-        for zone in zones(placement, wide_ranks(self.context.cluster, size)):
+        for zone in groups.zones(placement, wide_ranks(self.context.cluster, size)):
             ranks = tuple(rank for group in zone.ranks for rank in range(group * size, (group + 1) * size))
             rings.append(Zone(names.get(zone.name, zone.name), "head_ring", ranks, zone.seqs, size))
         return self.plan(tuple(rings))
@@ -318,7 +306,7 @@ class Search:
             found = self.with_room(found)
         return self._or_rings(*found)
 
-    def placed(self, *, replays: bool) -> InWaves | None:
+    def placed(self, *, replays: bool) -> _InWaves | None:
         """The cheapest placement and its plan; None: none keeps to the capacity."""
         cluster, wanted = self.context.cluster, self.context.options.group_size
         sizes = _group_sizes(cluster) if wanted is None else [wanted]
@@ -331,7 +319,7 @@ class Search:
             return found[0] if found else None
         return found[best_first([plan_estimate(each.plan, self.machine) for each in found])[0]]
 
-    def _placed(self, costs: GroupCosts, sizes: Sequence[int]) -> InWaves | None:
+    def _placed(self, costs: GroupCosts, sizes: Sequence[int]) -> _InWaves | None:
         found = self._choose(costs, sizes)
         if found is None:
             return None
@@ -340,7 +328,7 @@ class Search:
         for lead in dict.fromkeys((price.lead, 0)):
             zone = shares.shared_zone(of, self.lengths, self.context.cluster, costs.size, (price.num_waves, lead))
             if self._fits(plan := self.plan((zone,))):
-                return InWaves(plan, found)
+                return _InWaves(plan, found)
         return None
 
     def _choose(self, costs: GroupCosts, sizes: Sequence[int]) -> _Chosen | None:
@@ -441,7 +429,7 @@ class Search:
         microbatch = MicrobatchBytes(tokens, inputs, *np.zeros((2, 1), dtype=np.int64))
         return _mostly_replays(_decide(microbatch, machine))
 
-    def with_room(self, found: InWaves) -> InWaves:
+    def with_room(self, found: _InWaves) -> _InWaves:
         """`found`; or where most of its layers replay, the best of it, itself in more waves, and
         what is found for such layers.
         """
@@ -481,12 +469,12 @@ def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups:
     return [above for above in starts if first[ways[above]] == above]
 
 
-def _surely_keeps(found: InWaves, machine: Machine) -> bool:
+def _surely_keeps(found: _InWaves, machine: Machine) -> bool:
     """Whether most layers keep even if a rank receives all keys of its group's sequences."""
     return not _mostly_replays(_decide(most_bytes(found, machine), machine))
 
 
-def most_bytes(found: InWaves, machine: Machine) -> MicrobatchBytes:
+def most_bytes(found: _InWaves, machine: Machine) -> MicrobatchBytes:
     """The most that a rank may own and receive, as of one rank."""
     plan, (of, _, costs) = found
     size = costs.size

@@ -19,9 +19,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from megatron_balance.analysis.states import piece_s
-from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, MachineCost
+from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, MachineCost
 from megatron_balance.cost.kernel import TILE_TOKENS, law_of
-from megatron_balance.ir.arrays import Bools
+from megatron_balance.ir.arrays import Bools, Floats
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL

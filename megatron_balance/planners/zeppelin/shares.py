@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.ir.arrays import as_rows, laid, sums, union
+from megatron_balance.ir.arrays import Floats, Ints, as_rows, laid, sums, union
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.plan import SharedZone
@@ -525,7 +524,7 @@ class _Offers:
             rows.work[row] = self.placed.work[seq] * (share if seq in self.placed.cut else 1.0)
 
 
-def zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:
+def _zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:
     """Edges of the 2 k - 1 chunks of a sequence: share i has chunks i and 2 k - 2 - i, half as wide
     as it each, the last one the middle chunk. Multiples of `align` from either end where chunks are
     much wider.
@@ -555,7 +554,7 @@ def shared_zone(
             runs.append((next(iter(own)), seq, 0, length))
             continue
         groups = sorted(own)
-        edges = zigzag_edges(length, [own[group] for group in groups], ALIGN)
+        edges = _zigzag_edges(length, [own[group] for group in groups], ALIGN)
         last = len(edges) - 2
         for at, group in enumerate(groups):
             # Chunk `at` from the front and its mirror from behind; of the last group they are one.

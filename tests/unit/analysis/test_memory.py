@@ -23,7 +23,7 @@ from megatron_balance.ir.step import Layers
 from megatron_balance.ir.strategy import Scheme
 from megatron_balance.model_config import pretrained
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import InWaves, Search
+from megatron_balance.planners.zeppelin import Search, _InWaves
 from megatron_balance.planning.choice import PlannerChoice, capacity, choose_planner, planning_cost
 from megatron_balance.simulator.setup import Setup, StageSetup, step_memory
 from megatron_balance.simulator.step import simulate_step
@@ -164,7 +164,7 @@ def test_zeppelin_searches_and_compares_by_the_memory_that_it_is_told(
     memory, seen, compared = of_deepseek(16, 16, "full") if told else None, list[bool](), list[StepMemory | None]()
     placed = Search.placed
 
-    def noted(self: Search, *, replays: bool) -> InWaves | None:
+    def noted(self: Search, *, replays: bool) -> _InWaves | None:
         seen.append(replays)
         compared.append(self.machine.memory)
         return placed(self, replays=replays)

@@ -12,7 +12,7 @@ from megatron_balance.analysis.backward import microbatch_bytes
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.recurrent import Pieces, SummarySizes, bytes_moved, kept_bytes
-from megatron_balance.analysis.states import by_heads_s, round_links, states_cost
+from megatron_balance.analysis.states import _Priced, by_heads_s, states_cost
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.recurrent import compile_recurrent
 from megatron_balance.config import load_cluster, load_model
@@ -28,7 +28,7 @@ from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.recurrent import Compose
 from megatron_balance.ir.step import Layers
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.layers import remap_saves_s
+from megatron_balance.planning.layers import _remap_saves_s
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import bound_s, simulate_step
@@ -76,7 +76,9 @@ def test_bytes_and_peers_are_those_of_the_program(own: RecurrentLayers, batch: B
         plan = planned(name, machine, batch)
         program = compile_recurrent(plan, own.state_heads, own.conv_width - 1)
         sizes = SummarySizes(own.map_size, own.key_dim * own.value_dim, own.channels)
-        for ops, rounds in zip((program.forward, program.backward), round_links(plan, machine), strict=True):
+        for ops, rounds in zip(
+            (program.forward, program.backward), _Priced(plan, machine, machine.model.recurrent).rounds(), strict=True
+        ):
             wanted = bytes_moved(ops, sizes)
             numbers = np.unique(wanted[:, 0])
             assert len(numbers) == len(rounds), name
@@ -203,7 +205,7 @@ def test_a_remap_pays_for_its_moves_where_layers_attend_and_for_the_states_of_it
     tokens = [8192.0 + 40 * rank for rank in range(16)]
     dense = replace(MODEL, recurrent=None)
     assert machine.cost.linear_s(1.0) > 3 * AnalyticCost(machine.cluster, dense).linear_s(1.0)
-    assert remap_saves_s(tokens, machine.cluster, machine.cost) > remap_saves_s(
+    assert _remap_saves_s(tokens, machine.cluster, machine.cost) > _remap_saves_s(
         tokens, machine.cluster, AnalyticCost(machine.cluster, dense)
     )
 

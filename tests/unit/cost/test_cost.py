@@ -82,7 +82,7 @@ def test_a_launch_takes_its_tiles_and_thread_blocks() -> None:
     # Backward has five products for two at a lower rate.
     forward, backward = (attend(COST, causal(4096), backward=b) - LAUNCH_S for b in (False, True))
     assert backward / forward == pytest.approx(2.5 * 73 / 63)
-    assert kernel.backward_factor() == pytest.approx(2.5 * 73 / 63)
+    assert kernel.law_of(None).backward_factor == pytest.approx(2.5 * 73 / 63)
     # Launches are told apart and empty ones are free.
     rows = np.array([causal(4096), causal(2048), causal(4096)], dtype=np.int64)
     found = COST.attend_s(rows, np.array([2, 0, 2]), 4)

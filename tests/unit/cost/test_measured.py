@@ -18,7 +18,7 @@ from megatron_balance.analysis.memory import rank_memory
 from megatron_balance.config import CONFIGS, load_cluster, load_model, names
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Host
-from megatron_balance.cost.measured import MeasuredCost, PairGrid, split_masks
+from megatron_balance.cost.measured import MeasuredCost, _PairGrid, _split_masks
 from megatron_balance.cost.modules import layer_modules, model_flops
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
@@ -87,7 +87,7 @@ def test_beyond_the_grid_the_edges_rate_goes_on_and_below_it_the_smallest_entry_
 
 def test_a_region_that_is_neither_full_nor_causal_is_two_entries() -> None:
     neither = pair(100, 400, 50, 300)
-    split = split_masks(np.array([neither]))
+    split = _split_masks(np.array([neither]))
     assert [values.tolist() for values in split[False]] == [[100], [250]]
     assert [values.tolist() for values in split[True]] == [[200], [50]]
     assert attend(neither) == pytest.approx(LAUNCH_S + full_s(100, 250) + causal_s(200, 50))
@@ -101,7 +101,7 @@ def test_the_entries_of_a_region_see_as_many_keys_as_the_region() -> None:
     ]
     pairs = np.array(rows, dtype=np.int64)
     for mask in (CAUSAL, SlidingWindow(7), SlidingWindow(60)):
-        (full_q, keys), (q, before) = split_masks(pairs, mask)[False], split_masks(pairs, mask)[True]
+        (full_q, keys), (q, before) = _split_masks(pairs, mask)[False], _split_masks(pairs, mask)[True]
         columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
         visible = num_pairs(pairs[:, Pair.SEQ], Rectangles(*(pairs[:, column] for column in columns)), mask)
         beyond = full_q * keys + q * before + q * (q + 1) // 2 - visible
@@ -120,7 +120,7 @@ def test_an_extra_token_never_takes_less_time(length: int, start: int, backward:
 
 
 def test_noise_in_the_table_does_not_make_more_work_faster() -> None:
-    grid = PairGrid((1, 2, 4), (1, 2), ((1.0, 2.0), (0.5, 3.0), (4.0, 3.5)), lambda q, k: q * k)
+    grid = _PairGrid((1, 2, 4), (1, 2), ((1.0, 2.0), (0.5, 3.0), (4.0, 3.5)), lambda q, k: q * k)
     points = [(q, k) for q in (1.0, 2.0, 4.0) for k in (1.0, 2.0)]
     found = grid.time_s(np.array([q for q, _ in points]), np.array([k for _, k in points]))
     assert found.tolist() == [1.0, 2.0, 1.0, 3.0, 4.0, 4.0]

@@ -177,8 +177,8 @@ def test_what_is_lost_twice_there_or_cut_is_found() -> None:
         (["tp4-pp1-cp1", "tp1-pp4-cp3"], (9,), r"tp1-pp4-cp3 takes 12 ranks, and there are 8"),
         ("auto", (9,), r"strategies: auto: .simulate. and .compare. propose them for all their batches; elsewhere"),
         ("nowhere", (9,), r"strategies: nowhere: cannot be read \(No such file"),
-        ({"node_limit": 0}, (9,), "node_limit 0: a search needs nodes; use at least 1"),
-        ({"microbatch_s": -1.0}, (9,), "microbatch_s -1.0: a microbatch takes no less than nothing; use 0 or more"),
+        ({"node_limit": 0}, (9,), "node_limit: expected at least 1, got 0"),
+        ({"microbatch_s": -1.0}, (9,), r"microbatch_s: expected at least 0\.0, got -1\.0"),
         ({"within": "wlb_sharding", "within_options": {"tokens_per_rank": 9}}, (9,), "an option of hydraulis itself"),
     ],
 )  # fmt: skip

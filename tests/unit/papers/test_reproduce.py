@@ -334,7 +334,7 @@ def test_knapformer_is_given_loaded_images_printed_flops_and_gamma() -> None:
     # Attention has the printed gamma over a whole step.
     on, lengths = machine(), np.array([20000.0])
     linear_s = 4 * MODEL.linear_flops_per_token * lengths[0] / (on.cluster.flops_per_s * knapformer.RATE)
-    attention_s = (2 + knapformer.backward_factor()) * on.cost.attention_s(lengths[0] ** 2)
+    attention_s = (2 + knapformer.law_of(None).backward_factor) * on.cost.attention_s(lengths[0] ** 2)
     flops_ratio = MODEL.attention_flops_per_pair * lengths[0] / MODEL.linear_flops_per_token
     assert attention_s / linear_s / flops_ratio == pytest.approx(GAMMA_H100_FLUX)
     assert gamma_of(on.cost, MODEL) < GAMMA_H100_FLUX  # forward alone: the backward kernel is slower

@@ -47,7 +47,7 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 40)).map(lambda pair: (floa
 
 def plain(start: float, stop: float, share: float, resident: float, size_q: float, size_kv: float) -> list[float]:
     # The best plain shard of one item.
-    items = parts.PlainItems(3, parts.TaskSizes(size_q, size_kv))
+    items = parts._PlainItems(3, parts.TaskSizes(size_q, size_kv))
     items.set(1, (start, stop), seconds=1.0)
     queries, key_stop = items.cheapest(np.full(3, share), np.full(3, resident))
     return [float(queries[1]), float(key_stop[1])]
@@ -374,7 +374,7 @@ def test_the_closed_form_of_head_tail_pairs_has_its_keys_and_is_the_best_of_all_
     start: int, nano_batch: int, size: tuple[float, float]
 ) -> None:
     stop = start + 2 * nano_batch
-    items = parts.PairItems(nano_batch)
+    items = parts._PairItems(nano_batch)
     for row in range(nano_batch):
         items.set(row, (stop - nano_batch, stop), seconds=1.0)
     queries, key_stop = items.cheapest(np.arange(1, nano_batch + 1) / nano_batch)

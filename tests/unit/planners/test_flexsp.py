@@ -76,7 +76,7 @@ def test_the_program_is_never_worse_than_the_greedy_answer_or_gives_none(monkeyp
     assert by_program <= by_greed
     # Items in groups that are not there are no answer.
     monkeypatch.setattr(flexsp._IntegerProgram, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
-    problem = flexsp.GroupsProblem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
+    problem = flexsp._GroupsProblem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
     with pytest.raises(NoAnswerError, match="groups that are not there"):
         flexsp.improve(problem, ((2, (0, 1)),), flexsp.FlexSpOptions())
 
@@ -121,9 +121,9 @@ def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int, cap
 
 
 def test_microbatches_are_cut_by_the_blaster_and_hold_every_sequence_once_within_the_capacity() -> None:
-    assert flexsp.blast([5, 100, 20, 30, 40, 5], 2) == [[1], [4, 3, 2, 0, 5]]
-    assert flexsp.blast([7], 3) == [[0]]
-    assert flexsp.blast([], 2) == []
+    assert flexsp._blast([5, 100, 20, 30, 40, 5], 2) == [[1], [4, 3, 2, 0, 5]]
+    assert flexsp._blast([7], 3) == [[0]]
+    assert flexsp._blast([], 2) == []
     # Microbatches hold every sequence once within the capacity.
     given = Batch(tuple(LENGTHS)), Cluster(8, 4), MODEL, AnalyticCost(Cluster(8, 4), MODEL)
     made = flexsp.plan_batch(*given, flexsp.FlexSpOptions(tokens_per_rank=5000))
@@ -140,15 +140,15 @@ def test_microbatches_are_cut_by_the_blaster_and_hold_every_sequence_once_within
 
 # The problem behind it
 @st.composite
-def problems(draw: st.DrawFn) -> flexsp.GroupsProblem:
+def problems(draw: st.DrawFn) -> flexsp._GroupsProblem:
     tokens = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
     sizes = (1, 2, 4)
     fixed = draw(st.sampled_from([0.0, 1.0]))  # what each further rank costs
     seconds = [[n * n / size + fixed * (size - 1) for size in sizes] for n in tokens]
-    return flexsp.GroupsProblem(tokens, seconds, sizes, 4, draw(st.integers(-(-sum(tokens) // 4), sum(tokens))))
+    return flexsp._GroupsProblem(tokens, seconds, sizes, 4, draw(st.integers(-(-sum(tokens) // 4), sum(tokens))))
 
 
-def brute_force(problem: flexsp.GroupsProblem) -> float:
+def brute_force(problem: flexsp._GroupsProblem) -> float:
     # The lowest makespan over all sizes and assignments.
     best = float("inf")
     for count in range(1, problem.num_ranks + 1):
@@ -166,7 +166,7 @@ def brute_force(problem: flexsp.GroupsProblem) -> float:
 
 @given(problem=problems())
 @settings(max_examples=40)
-def test_the_program_finds_the_optimum_of_small_problems(problem: flexsp.GroupsProblem) -> None:
+def test_the_program_finds_the_optimum_of_small_problems(problem: flexsp._GroupsProblem) -> None:
     pytest.importorskip("scipy")
     together: flexsp.Groups = ((4, tuple(range(len(problem.tokens)))),)
     start = flexsp.greedy(problem) or together

@@ -46,8 +46,8 @@ def test_topologies_and_the_knapsack_by_hand() -> None:
     assert str(topology) == "g1n2+g2n1+g4n1"
     assert (topology.num_ranks, topology.repeated(16).sizes) == (8, (1, 1, 2, 4) * 2)
     # Sizes divide the heads and lie in a node or are whole nodes.
-    assert knapformer.allowed_sizes(H100, 24) == [1, 2, 4, 8, 24]
-    assert knapformer.allowed_sizes(Cluster(6, 3), 12) == [1, 3, 6]
+    assert knapformer._allowed_sizes(H100, 24) == [1, 2, 4, 8, 24]
+    assert knapformer._allowed_sizes(Cluster(6, 3), 12) == [1, 3, 6]
     # The knapsack
     # The knapsack by hand.
     # Sequences go in descending work to the least occupied group with room.
@@ -177,7 +177,7 @@ def test_auto_is_as_fast_as_any_of_the_papers_topologies_and_faster_on_the_workl
 def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() -> None:
     cluster, cost = Cluster(4, 4), AnalyticCost(Cluster(4, 4), MODEL)
     lengths = (100, 10, 10, 8)
-    search = knapformer.TopologySearch(
+    search = knapformer._TopologySearch(
         lengths, sequence_work(np.array(lengths, dtype=float), MODEL, 1.0), cluster, MODEL, cost, 40
     )
     found = search.best(100)
@@ -201,5 +201,5 @@ def test_experts_wait_for_the_rank_with_the_most_tokens(topology: str) -> None:
     groups = knapformer.parse(topology).repeated(32)
     work = sequence_work(np.array(CAUSAL), EXPERTS, gamma_of(cost, EXPERTS))
     group_of = knapformer.assign(work, CAUSAL, groups.sizes, None)
-    price_s = knapformer.TopologyPrices(CAUSAL, cluster, EXPERTS, cost).seconds(groups, group_of)
+    price_s = knapformer._TopologyPrices(CAUSAL, cluster, EXPERTS, cost).seconds(groups, group_of)
     assert price_s == pytest.approx(sum(step.layer_s), rel=0.015)

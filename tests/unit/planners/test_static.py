@@ -149,6 +149,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "megatron_dynamic": {"slack": 0.9, "rules": "newest"},
     "magi": {"chunk_tokens": 0, "context_parallel": 3},
     "te_ring": {"token_per_rank": 3},  # unknown
+    "ulysses": {"tokens_per_rank": 0, "context_parallel": 0},
+    "wlb_llm": {"slack": 0.9, "window": 0, "context_tokens": 0, "node_limit": 0},
     "usp": {"group_size": 3},
     "zeppelin": {"slack": 0.9, "group_size": 3, "num_waves": 0, "rule": "printed"},
 }
@@ -270,9 +272,9 @@ def test_refusals_and_options_of_auto() -> None:
     # Wrong options are errors that say what to do.
     with pytest.raises(ConfigError, match="wlb_llm is not one to ask; expected some of te_ring, "):
         auto(SHORT, planners=["wlb_llm"])
-    with pytest.raises(ConfigError, match="use at least 1"):
+    with pytest.raises(ConfigError, match="slack: expected at least 1"):
         auto(SHORT, slack=0.5)
-    with pytest.raises(ConfigError, match="expected at least 0"):
+    with pytest.raises(ConfigError, match="margin: expected at least 0"):
         auto(SHORT, margin=-1.0)
 
 

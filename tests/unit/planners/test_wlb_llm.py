@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, make_planner
+from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
@@ -50,10 +50,10 @@ def test_packing_by_work_and_by_equation_1() -> None:
     # Work of n tokens: n + n^2 / 10. The 10 (20) goes first; three of 5 (7.5 each) follow into the
     # other microbatch. That has more then, so a 4 joins the 10; a 6 would be more than 15 tokens
     # with either.
-    packed = wlb_llm.by_workload(documents(10, 5, 5, 5, 4), 2, 15, lambda n: n + n * n / 10)
+    packed = wlb_llm._by_workload(documents(10, 5, 5, 5, 4), 2, 15, lambda n: n + n * n / 10)
     assert [[each.length for each in microbatch] for microbatch in packed.microbatches] == [[10, 4], [5, 5, 5]]
     assert packed.left == ()
-    tight = wlb_llm.by_workload(documents(10, 5, 5, 5, 6), 2, 15, lambda n: n + n * n / 10)
+    tight = wlb_llm._by_workload(documents(10, 5, 5, 5, 6), 2, 15, lambda n: n + n * n / 10)
     assert tight.left == (wlb_llm.Document(4, 6),)
     # Eq 1 is solved better than greedy where greedy errs.
     problem = PackingProblem((9, 9, 8, 8, 5, 2), 2, 22)
@@ -289,8 +289,10 @@ def test_candidates_of_a_mixture() -> None:
     assert alone(SHORT) == [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
     assert alone((7,) * 9) == [0, 9], "all packed, or all on their own"
     # Bad input is one sentence.
-    with pytest.raises(ConfigError, match=r"sharding 'chunk' is not known; choose one of document, sequence, adaptive"):
-        wlb_llm.shard(Batch((4,)), H100, LLAMA, COST, wlb_llm.WlbShardingOptions(sharding="chunk"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ConfigError, match="sharding: expected 'document', 'sequence', 'adaptive' or 'mixed', got 'chunk'"
+    ):
+        make_planner("wlb_sharding", Cluster(4, 4), LLAMA, sharding="chunk")
     with pytest.raises(InfeasibleError, match="the batch has 41 tokens; 4 ranks x 10 tokens hold 40"):
         make_planner("wlb_sharding", Cluster(4, 4), LLAMA, tokens_per_rank=10)([20, 21])
 

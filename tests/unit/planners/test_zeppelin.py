@@ -31,10 +31,10 @@ from megatron_balance.model_config import pretrained
 from megatron_balance.patterns.waves import schedule
 from megatron_balance.planners import zeppelin
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import InWaves, Search, ZeppelinOptions, most_bytes
+from megatron_balance.planners.zeppelin import Search, ZeppelinOptions, _InWaves, most_bytes
 from megatron_balance.planners.zeppelin import shares as sharing
 from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, cheapest, rings_s, with_lead
-from megatron_balance.planners.zeppelin.shares import Shares, Trimmed, aligned, placements, zigzag_edges
+from megatron_balance.planners.zeppelin.shares import Shares, Trimmed, _zigzag_edges, aligned, placements
 from megatron_balance.planning.choice import choose_planner, planning_cost
 from megatron_balance.simulator.setup import Setup, StageSetup, step_memory
 from megatron_balance.simulator.step import simulate_step
@@ -225,7 +225,7 @@ def test_the_search_is_made_again_for_layers_that_replay_unless_waves_are_asked_
 ) -> None:
     told, placed = list[bool](), Search.placed
 
-    def noted(self: Search, *, replays: bool) -> InWaves | None:
+    def noted(self: Search, *, replays: bool) -> _InWaves | None:
         told.append(replays)
         return placed(self, replays=replays)
 
@@ -277,9 +277,9 @@ def test_without_waves_that_leave_room_the_faster_of_both_searches_is_taken(monk
     found = search.placed(replays=False)
     assert found is not None
     chosen = found.chosen
-    own, other, slow = (InWaves(plan, chosen) for plan in (replayed, kept, replace(replayed, zones=_in(replayed, 8))))
+    own, other, slow = (_InWaves(plan, chosen) for plan in (replayed, kept, replace(replayed, zones=_in(replayed, 8))))
 
-    def best(again: InWaves | None, numbers: tuple[int, ...], memory_bytes: float | None = None) -> InWaves:
+    def best(again: _InWaves | None, numbers: tuple[int, ...], memory_bytes: float | None = None) -> _InWaves:
         monkeypatch.setattr(zeppelin, "WAVES", numbers)
         monkeypatch.setattr(Search, "placed", lambda *_, **__: again)
         cluster = prices.cluster if memory_bytes is None else replace(prices.cluster, memory_bytes=memory_bytes)
@@ -392,7 +392,7 @@ def test_group_size_and_number_of_waves_can_be_named_where_nics_are_shared_evenl
     assert (zone.group_size, zone.waves) == (4, 3)
     with pytest.raises(ConfigError, match="group_size 3 does not tile 64 ranks"):
         plan_in_waves(MIXED, group_size=3)
-    with pytest.raises(ConfigError, match="num_waves 0: must be at least 1"):
+    with pytest.raises(ConfigError, match="num_waves: expected at least 1, got 0"):
         plan_in_waves(MIXED, num_waves=0)
     # Sizes of groups share NICs evenly and go beyond a node.
     for own, sizes in (Cluster(32, 8), "1, 2, 4, 8, 16, 32"), (Cluster(24, 6, ranks_per_nic=2), "1, 2, 6, 12, 24"):
@@ -423,12 +423,12 @@ def test_shares_of_every_placement_add_up_and_the_last_is_even() -> None:
     placed = Shares.begin([1.0] * 30, [10] * 30, 2, [{0: 1.0}] * 30)
     assert list(sharing._level_tokens(placed)) == [150.0], "tokens above the mean, and nothing after that"
     # Edges of a zigzag are as wide as the shares.
-    assert zigzag_edges(1200, [1, 2, 3], 128) == [0, 100, 300, 900, 1100, 1200]
-    edges = zigzag_edges(100_000, [0.5, 0.25, 0.25], 128)
+    assert _zigzag_edges(1200, [1, 2, 3], 128) == [0, 100, 300, 900, 1100, 1200]
+    edges = _zigzag_edges(100_000, [0.5, 0.25, 0.25], 128)
     assert [edge % 128 for edge in edges[:3]] == [0, 0, 0]
     assert edges[0] == 0
     assert edges[-1] == 100_000
-    assert zigzag_edges(1, [0.5, 0.5], 128) == [0, 0, 1, 1]
+    assert _zigzag_edges(1, [0.5, 0.5], 128) == [0, 0, 1, 1]
 
 
 def test_what_groups_of_many_sequences_offer_is_kept_up_as_they_trade_and_equal_ones_are_told_by_number() -> None:

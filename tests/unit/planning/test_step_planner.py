@@ -128,13 +128,13 @@ def test_steps_behind_one_that_cannot_be_planned_wait_for_a_carry_of_their_own()
     small = dataclasses.replace(SMALL, options={"tokens_per_rank": 100})
     requests = ((FITS, None), (((201,),), None), (FITS, None), (FITS, json.loads(EMPTY.to_json())))
     asked, out = io.BytesIO(), io.BytesIO()
-    step_planner.write_frame(asked, 0, small.to_json().encode())
+    step_planner._write_frame(asked, 0, small.to_json().encode())
     for number, (lengths, carry) in enumerate(requests, 1):
-        step_planner.write_frame(asked, number, json.dumps({"lengths": lengths, "carry": carry}).encode())
+        step_planner._write_frame(asked, number, json.dumps({"lengths": lengths, "carry": carry}).encode())
     asked.seek(0)
-    step_planner.answer_requests(asked, out)
+    step_planner._answer_requests(asked, out)
     out.seek(0)
-    frames: Any = list(iter(lambda: step_planner.read_frame(out), None))
+    frames: Any = list(iter(lambda: step_planner._read_frame(out), None))
     assert [number for number, _ in frames] == [1, 2, 3, 4]
     first, refused, behind, again = (json.loads(body)["step"] for _, body in frames)
     assert first == again == json.loads(to_json(StepPlanner(small).plan(FITS)[0]))
@@ -212,7 +212,7 @@ def test_what_others_write_to_standard_output_is_no_answer(capfd: pytest.Capture
         "import sys; from megatron_balance.planning import step_planner; "
         "real = step_planner.StepPlanner.plan; "
         "step_planner.StepPlanner.plan = lambda *args, **how: print('a line', flush=True) or real(*args, **how); "
-        "step_planner.answer_requests(open(int(sys.argv[1]), 'rb'), open(int(sys.argv[2]), 'wb'))"
+        "step_planner._answer_requests(open(int(sys.argv[1]), 'rb'), open(int(sys.argv[2]), 'wb'))"
     )
     asked, answered = os.pipe(), os.pipe()
     ends = (asked[0], answered[1])
@@ -220,9 +220,9 @@ def test_what_others_write_to_standard_output_is_no_answer(capfd: pytest.Capture
     for end in ends:
         os.close(end)
     with open(asked[1], "wb") as requests, open(answered[0], "rb") as answers_:
-        step_planner.write_frame(requests, 0, SMALL.to_json().encode())
-        step_planner.write_frame(requests, 5, json.dumps({"lengths": FITS, "carry": None}).encode())
-        frame = step_planner.read_frame(answers_)
+        step_planner._write_frame(requests, 0, SMALL.to_json().encode())
+        step_planner._write_frame(requests, 5, json.dumps({"lengths": FITS, "carry": None}).encode())
+        frame = step_planner._read_frame(answers_)
     assert process.wait(30) == 0
     assert frame is not None
     assert frame[0] == 5

@@ -18,11 +18,11 @@ from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.pipelines import deal
-from megatron_balance.planning.layers import Layers, fewest_routed_tokens, remap_saves_s, with_layers
+from megatron_balance.planning.layers import Layers, _fewest_routed_tokens, _remap_saves_s, with_layers
 from megatron_balance.planning.strategies import (
-    Classes,
     TableCosts,
-    classes_of,
+    _Classes,
+    _classes_of,
     continuous,
     costs_of,
     estimates,
@@ -99,7 +99,7 @@ def test_the_closed_form_is_the_limit_of_equation_4() -> None:
             assert num_ranks == NUM_RANKS
             return known[scheme]
 
-    classes = classes_of(lengths.astype(int).tolist(), TOKENS, Bare(), NUM_RANKS)  # pyright: ignore[reportArgumentType]  stands in for a table
+    classes = _classes_of(lengths.astype(int).tolist(), TOKENS, Bare(), NUM_RANKS)  # pyright: ignore[reportArgumentType]  stands in for a table
     classes = replace(classes, fill_s=np.where(np.isfinite(classes.fill_s), 0.0, np.inf))
     closed_s, _ = continuous(classes, NUM_RANKS)
     assert closed_s <= printed_s * (1 + 1e-4)
@@ -135,7 +135,7 @@ def test_filling_makes_long_pipelines_dearer_and_estimates_round_alike(monkeypat
     # Filling makes long pipelines dearer.
     # One interval, two schemes of equal work; the one with stages waits a second for them to fill.
     schemes, gpus = (Scheme(2), Scheme(1, 2)), np.array([2.0, 2.0])
-    classes = Classes(schemes, np.array([[4.0], [3.0]]), np.array([[0.0], [1.0]]), gpus)
+    classes = _Classes(schemes, np.array([[4.0], [3.0]]), np.array([[0.0], [1.0]]), gpus)
     seconds, count = continuous(classes, 8)
     assert seconds == pytest.approx(1.0, rel=1e-4)  # 4 s of work on 4 pipelines; the other needs 3 / 4 + 1
     assert count.tolist() == [pytest.approx(4, rel=1e-4), 0]
@@ -143,7 +143,7 @@ def test_filling_makes_long_pipelines_dearer_and_estimates_round_alike(monkeypat
     # Estimates are the same where exponentials round otherwise.
     # As on processors with other vector instructions, where all ranks must plan alike.
     work_s = np.random.default_rng(1).uniform(1.0, 4.0, (2, 40))
-    classes = Classes((Scheme(2), Scheme(1, 2)), work_s, np.zeros((2, 40)), np.array([2.0, 2.0]))
+    classes = _Classes((Scheme(2), Scheme(1, 2)), work_s, np.zeros((2, 40)), np.array([2.0, 2.0]))
     before, exact = estimates(classes, [(4, 0), (2, 2), (1, 3)]).tolist(), np.exp
     monkeypatch.setattr(np, "exp", lambda x: np.nextafter(exact(x), np.inf))
     assert estimates(classes, [(4, 0), (2, 2), (1, 3)]).tolist() == before
@@ -225,7 +225,7 @@ def test_a_remap_gives_every_rank_as_many_tokens_to_one_where_it_saves_more_than
     saved = slow.linear_s(4000) - slow.linear_s(625)
     per_token = slow.kv_bytes(1) + 2 * slow.query_bytes(1)
     moved = slow.intra_node_s(3375 * per_token, 2) + slow.inter_node_s((4900 - 2500) * per_token, 2, 4)
-    assert remap_saves_s(tokens_per_rank(UNEVEN), slow.cluster, slow) == pytest.approx(saved - moved)
+    assert _remap_saves_s(tokens_per_rank(UNEVEN), slow.cluster, slow) == pytest.approx(saved - moved)
 
 
 def test_a_long_ring_between_nodes_is_routed_where_it_pays() -> None:
@@ -246,7 +246,7 @@ def test_a_long_ring_between_nodes_is_routed_where_it_pays() -> None:
     # The fewest routed tokens are where the two sides of equation 1 meet.
     for num_nics, speedup in itertools.product((2, 4, 8), (2.5, 8.0, 16.0)):
         cost = AnalyticCost(replace(TWO_NODES, intra_bytes_per_s=speedup * 25e9), MODEL)
-        fewest = fewest_routed_tokens(cost, num_nics)
+        fewest = _fewest_routed_tokens(cost, num_nics)
         assert fewest is not None
         sizes = [cost.kv_bytes(tokens) for tokens in (fewest, fewest - 1)]
         enough, fewer = (cost.inter_node_s(size) >= cost.routed_s(size, 1, num_nics) for size in sizes)

@@ -175,7 +175,7 @@ def test_fair_shares_fill_a_resource_of_every_transfer_and_overfill_none(uses, c
 
 
 def test_transfers_on_one_resource_end_as_those_that_share_it_evenly():
-    ends = clocks.fair_ends(np.zeros(2, dtype=np.int64), np.array([10.0, 10.0]), np.array([0.0, 5.0]), np.ones(2))
+    ends = clocks._fair_ends(np.zeros(2, dtype=np.int64), np.array([10.0, 10.0]), np.array([0.0, 5.0]), np.ones(2))
     assert ends == pytest.approx([15.0, 20.0]), "the first is alone until 5, the second from 15 on"
 
 

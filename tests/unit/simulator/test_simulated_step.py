@@ -34,7 +34,7 @@ from megatron_balance.simulator import step as step_module
 from megatron_balance.simulator.phase import phase_of, ring_names
 from megatron_balance.simulator.setup import PLAIN, Setup, StageSetup, added_s, parts_of
 from megatron_balance.simulator.step import Perturbation, simulate_plans, simulate_step, summary
-from megatron_balance.simulator.ticks import most_held, simulate_joint, simulate_planned
+from megatron_balance.simulator.ticks import _simulate_joint, most_held, simulate_planned
 from tests.support import by_hand
 from tests.support.flat_cost import MODEL, FlatCost, flat_machine
 from tests.unit.simulator.test_simulated_ticks import planned, whole
@@ -441,7 +441,7 @@ def test_one_stage_in_ticks_is_the_step_without_them(recompute: str) -> None:
     plans, one = [whole(4096, 2048), whole(1024, 8192)], Cluster(2, 2)
     work = Machine(one, TRAINED, AnalyticCost(one, TRAINED))
     setup = Setup("replay", recompute)  # pyright: ignore[reportArgumentType]
-    found, usual = simulate_joint((planned(plans, 1),), plans, work, work, setup), simulate_step(plans, work, setup)
+    found, usual = _simulate_joint((planned(plans, 1),), plans, work, work, setup), simulate_step(plans, work, setup)
     # ranks that exchange nothing drift apart in a step, not in a tick
     assert found.step_s == pytest.approx(usual.step_s, rel=0.02)
     assert sum(found.phases_s.values()) == pytest.approx(found.step_s)

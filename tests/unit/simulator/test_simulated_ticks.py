@@ -94,12 +94,16 @@ def test_hybrid_models_take_the_same_in_ticks_and_states_of_both_nano_batches() 
         assert step.attention_s["forward"] - 6 * states < 0.5 * dense.attention_s["forward"]
 
 
-def test_one_stage_takes_what_a_step_takes() -> None:
-    plans = [whole(4096, 2048), whole(1024, 8192)]
+@pytest.mark.parametrize("windowed", [0, 6])  # layers under a mask of their own
+def test_one_stage_takes_what_a_step_takes(windowed: int) -> None:
+    plans, on = (
+        [whole(4096, 2048), whole(1024, 8192)],
+        machine(2, replace(MODEL, other_attention="window_64" if windowed else "", other_layers=windowed)),
+    )
     for recompute in ("none", "full"):
-        step = simulate_step(plans, machine(2), Setup(policy="replay", recompute=recompute))
+        step = simulate_step(plans, on, Setup(policy="replay", recompute=recompute))
         around = step.phases_s["gradient_sync"] + step.phases_s["optimizer"]
-        found = simulate_ticks(planned(plans, 1), machine(2), Setup(recompute=recompute))
+        found = simulate_ticks(planned(plans, 1), on, Setup(recompute=recompute))
         assert found.step_s == pytest.approx(step.step_s - around)
 
 

@@ -172,7 +172,7 @@ class Wires:
 
     def __init__(self, machine: Machine, longest: int = 0) -> None:
         self.events, self.left_s, self.came_s = list[tuple[float, int]](), dict[int, float](), dict[int, float]()
-        self.network = emulated.Network(machine, cast("emulated.Sockets", self), longest)
+        self.network = emulated._Network(machine, cast("emulated.Sockets", self), longest)
 
     def push(self, at: float, what: str, number: int) -> None:
         del what

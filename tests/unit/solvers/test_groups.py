@@ -17,18 +17,18 @@ from megatron_balance.solvers import makespan
 from megatron_balance.solvers.dispatch import (
     Assigned,
     PipelineCost,
+    _problem_of,
+    _util_tokens,
     clock_s,
     dispatch,
     exact,
     greedy,
     microbatch_s,
     pack,
-    problem_of,
     slowest_s,
-    util_tokens,
 )
 from megatron_balance.solvers.groups import arrange, blocks, needed, rank_tokens, sizes
-from megatron_balance.solvers.makespan import MachinesProblem, Stairs, by_weights
+from megatron_balance.solvers.makespan import MachinesProblem, _by_weights, _Stairs
 
 
 def test_sizes_and_blocks_of_groups() -> None:
@@ -132,7 +132,7 @@ def test_the_program_packs_more_evenly_and_util_tokens_is_the_first_length_near_
     assert len(pack([6, 3, 3, 2, 2], PipelineCost(0, 1, 100, 1, 16))) == 1
     assert len(pack([6, 3, 3, 2, 2], PipelineCost(0, 1, 1e-3, 1, 8))) == 2
     # Util tokens is the first length near the best.
-    util, per_token = util_tokens(TP8), lambda length: (TP8.sequence_s(length) + TP8.c) / length
+    util, per_token = _util_tokens(TP8), lambda length: (TP8.sequence_s(length) + TP8.c) / length
     best = min(map(per_token, range(1, TP8.max_tokens + 1, 7)))
     assert per_token(util) <= best / 0.85 * (1 + 1e-6) < per_token(util - 1) * (1 + 1e-6)
 
@@ -169,14 +169,14 @@ def skewed(rng: random.Random, count: int, mean: float, spread: float, most: int
 
 def lower_bound(problem: MachinesProblem) -> float:
     """Seconds that no assignment comes below, by weights and by stairs."""
-    bound, weights = by_weights(problem, rounds=80)
-    stairs = Stairs.of(problem, weights)
+    bound, weights = _by_weights(problem, rounds=80)
+    stairs = _Stairs.of(problem, weights)
     return bound if stairs is None else stairs.least_s(bound)
 
 
 def seconds(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned: Assigned) -> float:
     """Seconds of the slowest pipeline, c spread over full microbatches as both ways have it."""
-    problem, of = problem_of(lengths, pipelines), np.zeros(len(lengths), dtype=np.int64)
+    problem, of = _problem_of(lengths, pipelines), np.zeros(len(lengths), dtype=np.int64)
     for at, seqs in enumerate(assigned):
         of[list(seqs)] = at
     return float(problem.seconds(of).max())
@@ -184,17 +184,17 @@ def seconds(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned:
 
 def test_weights_are_the_same_where_logarithms_round_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     # As on processors with other vector instructions, where all ranks must plan alike.
-    problems = [problem_of(*drawn_pipelines(seed, mixed=True)) for seed in range(6)]
-    before = [by_weights(problem, rounds=80)[1].tolist() for problem in problems]
+    problems = [_problem_of(*drawn_pipelines(seed, mixed=True)) for seed in range(6)]
+    before = [_by_weights(problem, rounds=80)[1].tolist() for problem in problems]
     for name in ("log", "exp"):
         exact = getattr(np, name)
         monkeypatch.setattr(np, name, lambda x, exact=exact: np.nextafter(exact(x), np.inf))
-    assert [by_weights(problem, rounds=80)[1].tolist() for problem in problems] == before
+    assert [_by_weights(problem, rounds=80)[1].tolist() for problem in problems] == before
 
 
 def least_of_all(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> float:
     """Seconds of the best of all assignments."""
-    problem = problem_of(lengths, pipelines)
+    problem = _problem_of(lengths, pipelines)
     every = np.array(list(itertools.product(range(len(pipelines)), repeat=len(lengths))))
     work = problem.work[problem.kind]
     total, largest = np.zeros((2, len(every), len(pipelines)))
@@ -218,7 +218,7 @@ def test_every_sequence_of_a_makespan_goes_once_to_a_pipeline_that_holds_it_no_s
                 assert all(lengths[seq] <= pipeline.max_tokens for seq in seqs)
         assert dispatch(lengths, pipelines) == found
         found_s = seconds(lengths, pipelines, found)
-        assert lower_bound(problem_of(lengths, pipelines)) <= found_s * (1 + 1e-9)
+        assert lower_bound(_problem_of(lengths, pipelines)) <= found_s * (1 + 1e-9)
         ratios.append(found_s / seconds(lengths, pipelines, theirs))
     assert max(ratios) <= 1.001
     assert np.mean(ratios) < 0.995
@@ -231,7 +231,7 @@ def test_small_cases_are_as_good_as_all_assignments_and_none_comes_below_the_bou
         pipelines = sorted(pipelines, key=lambda each: -each.max_tokens)[:3]
         lengths = [min(length, pipelines[0].max_tokens) for length in lengths[:7]]
         least = least_of_all(lengths, pipelines)
-        assert lower_bound(problem_of(lengths, pipelines)) <= least * (1 + 1e-9)
+        assert lower_bound(_problem_of(lengths, pipelines)) <= least * (1 + 1e-9)
         ratios.append(seconds(lengths, pipelines, dispatch(lengths, pipelines)) / least)
     assert max(ratios) <= 1.01
     assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= 14
@@ -241,19 +241,19 @@ def test_of_many_sequences_only_some_pipelines_take_long_ones_and_microbatches_c
     # Of many sequences only some pipelines with stages take long ones.
     # Each such pipeline waits for its longest microbatch again.
     lengths = skewed(random.Random(1), 400, 5.6, 1.5, 16384)
-    problem = problem_of(lengths, STAGED)
+    problem = _problem_of(lengths, STAGED)
     plain = makespan.greedy(problem, np.argsort(-problem.work.min(axis=0), kind="stable").tolist())
     found = seconds(lengths, STAGED, dispatch(lengths, STAGED))
     assert found < 0.96 * problem.seconds(plain).max()
     assert lower_bound(problem) <= found < 1.004 * lower_bound(problem)
-    assert by_weights(problem, 80)[0] < 0.98 * found, "the bound by weights counts the longest sequence alone"
+    assert _by_weights(problem, 80)[0] < 0.98 * found, "the bound by weights counts the longest sequence alone"
     # Unlike pipelines: machines open where those before are full, though one more long sequence
     # would still fit in.
     unlike = [(1, 2, 16384), *[(2, 4, 8192)] * 3, *[(4, 1, 2048)] * 4]
     pipelines = [PipelineCost(n * 1e-9, n * 1e-5, 5e-3, stages, most) for n, stages, most in unlike]
     lengths = skewed(random.Random(2), 400, 5.6, 1.5, 16384)
     found = seconds(lengths, pipelines, dispatch(lengths, pipelines))
-    assert lower_bound(problem_of(lengths, pipelines)) <= found < 1.01 * lower_bound(problem_of(lengths, pipelines))
+    assert lower_bound(_problem_of(lengths, pipelines)) <= found < 1.01 * lower_bound(_problem_of(lengths, pipelines))
     # Dispatch counts the microbatches that packing makes.
     # Short sequences wait for a well-filled microbatch, too: even pipelines end sooner, packed.
     lengths = skewed(random.Random(1), 300, 6, 1.5, 16384)
@@ -268,7 +268,7 @@ def test_stairs_open_a_machine_where_those_before_are_full() -> None:
     work = np.array([[4.0, 3.0, 2.0, 1.0, 1.0, 1.0]])
     two = np.zeros(2, dtype=np.int64)
     problem = MachinesProblem(work, two, np.ones(2), np.zeros(2), np.array([6, 5, 4, 3, 2, 1]))
-    stairs = Stairs.of(problem, np.array([0.5]))
+    stairs = _Stairs.of(problem, np.array([0.5]))
     assert stairs is not None
     # In 10 s the first has room for 10 - 4 s: the item of 3 s opens the second, which has 10 - 3.
     assert stairs.climb(10.0) == [(0, 0), (1, 1)]
@@ -315,7 +315,7 @@ def alike(num_items: int) -> MachinesProblem:
 def test_a_swap_makes_the_longest_first_even_and_even_machines_still_change() -> None:
     # A swap makes the longest first even.
     problem = alike(5)
-    assert Stairs.of(problem, np.array([0.5])) is None, "where nothing counts again there are no stairs"
+    assert _Stairs.of(problem, np.array([0.5])) is None, "where nothing counts again there are no stairs"
     found = makespan.greedy(problem, range(5))
     assert problem.seconds(found).tolist() == [7, 5]
     makespan.improve(problem, found, 0.0)
@@ -325,7 +325,7 @@ def test_a_swap_makes_the_longest_first_even_and_even_machines_still_change() ->
     # Machines that end together still change what is cheaper on the other.
     # The longest first ends even, with sequences where they cost more; no move or swap helps.
     lengths, pipelines = drawn_pipelines(403, mixed=False)
-    problem = problem_of(lengths, pipelines)
+    problem = _problem_of(lengths, pipelines)
     even = makespan.greedy(problem, np.argsort(-problem.work.min(axis=0), kind="stable").tolist())
     makespan.improve(problem, even, 0.0)
     seconds_of = problem.seconds(even)

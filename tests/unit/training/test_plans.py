@@ -22,7 +22,7 @@ from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import Planner, StepContext
 from megatron_balance.planning.proofs import Proofs
-from megatron_balance.planning.step_planner import PlanSpec, Ready, StepPlanner
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner, _Ready
 from megatron_balance.runtime.groups import Groups, single
 from megatron_balance.training.keeping import FIRST_AGREEMENT, AgreedMemory, Keeping
 from megatron_balance.training.ledger import DataIdentity, HeldDocument, Ledger
@@ -53,7 +53,7 @@ class Ahead:
     # The planning process, in this one.
     def __init__(self, planner: StepPlanner) -> None:
         self.planner, self.carry = planner, EMPTY
-        self.answers: dict[Hashable, Ready] = {}
+        self.answers: dict[Hashable, _Ready] = {}
         self.asked: list[Hashable] = []
         self.proofs = Proofs()
 
@@ -62,10 +62,10 @@ class Ahead:
     ) -> None:
         before = self.carry if carry is None else carry
         step, self.carry = self.planner.plan(lengths, before, trees=trees)
-        self.answers[key] = Ready(step, before, self.carry, 1.0, 0.0)
+        self.answers[key] = _Ready(step, before, self.carry, 1.0, 0.0)
         self.asked.append(key)
 
-    def take(self, key: Hashable) -> Ready | None:
+    def take(self, key: Hashable) -> _Ready | None:
         return self.answers.pop(key, None)
 
     def peek(self, key: Hashable) -> StepPlan | None:

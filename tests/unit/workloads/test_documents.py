@@ -23,11 +23,11 @@ def array(*values: int) -> np.ndarray:
 
 def test_best_fit_takes_the_fullest_sample_that_holds_a_piece_and_closes_it_where_too_many_are_open() -> None:
     # 5 and 3 make the first full one, 4 and 4 the next; 1 joins 6.
-    packed = documents.pack_best_fit(array(5, 4, 3, 6, 4, 1, 7), 8)
+    packed = documents._pack_best_fit(array(5, 4, 3, 6, 4, 1, 7), 8)
     samples = [packed.order[a:b].tolist() for a, b in pairwise(packed.bounds.tolist())]
     assert samples == [[0, 2], [1, 4], [3, 5], [6]]
     lengths = array(*[6] * documents.WINDOW, 7, 2, 1)
-    packed = documents.pack_best_fit(lengths, 8)
+    packed = documents._pack_best_fit(lengths, 8)
     first = packed.order[: packed.bounds[1]].tolist()
     assert first == [documents.WINDOW]  # 7 was the fullest when it came, so the 1 found only samples of 6
     assert packed.num_samples == documents.WINDOW + 1

@@ -267,8 +267,8 @@ def test_samples_of_a_gpu_share_their_aspect_and_have_text_of_their_own() -> Non
 
 def test_streams_take_their_gpus_in_order_and_say_themselves_how_much_a_batch_holds() -> None:
     assert distributions.parse_codes("g2b3i256f1s0,g1b1i512f85s1") == (
-        distributions.DataCode(2, 3, 256, 1, False),
-        distributions.DataCode(1, 1, 512, 85, True),
+        distributions._DataCode(2, 3, 256, 1, False),
+        distributions._DataCode(1, 1, 512, 85, True),
     )
     (batch,) = distributions.draw_by_gpu("g2b3i256f1s0,g1b1i512f85s1", 1, seed=0)
     assert [len(gpu) for gpu in batch] == [3, 3, 1]
