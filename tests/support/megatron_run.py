@@ -189,6 +189,9 @@ def prepare_ranks() -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
+    from tests.support import one_device
+
+    one_device.install()
     # A rank makes Megatron's parser twice, and each time most of that is parsing classes' sources
     # for the texts of --help.
     texts = functools.cache(ArgumentGroupFactory.__new__(ArgumentGroupFactory)._get_field_docstrings)
