@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,18 +12,6 @@ from tests.support.processes import ended
 
 log = logging.getLogger(__name__)
 RUN = Path(__file__).parents[1] / "support" / "titan_run.py"
-RANKS = 2
-
-
-def run(way: str, case: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    file = folder / way / "found.json"
-    file.parent.mkdir()
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)] if way == "balanced" else []
-    command = [sys.executable, *ranks, str(RUN), *case, str(file), way]
-    variables = {"TORCHDYNAMO_DISABLE": "0" if way == "balanced" else "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = ended(command, env=os.environ | variables, cwd=file.parent, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 @pytest.mark.dist
@@ -48,7 +35,12 @@ def run(way: str, case: tuple[str, ...], folder: Path) -> dict[str, Any]:
 def test_debug_models_train_as_each_document_alone(tmp_path: Path, case: str) -> None:
     pytest.importorskip("torchtitan")
     name, _, _, rounding = words = tuple(case.split())
-    alone, balanced = (run(way, words, tmp_path) for way in ("alone", "balanced"))
+    variables = {"TORCHDYNAMO_DISABLE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = ended(
+        [sys.executable, str(RUN), *words, str(tmp_path)], env=os.environ | variables, cwd=tmp_path, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone, balanced = (json.loads((tmp_path / f"{way}.json").read_text("utf-8")) for way in ("alone", "balanced"))
     kinds = 2 if name == "deepseek_v3" else 1
     # Their products in bf16 and halved counts make more of differences of 1e-7.
     losses, norms = (3e-5, 2e-3) if name == "deepseek_v3" and rounding == "theirs" else (1e-6, 1e-5)

@@ -30,6 +30,7 @@ from megatron_balance.errors import DataError
 from megatron_balance.runtime.lower.steps import Step
 from megatron_balance.runtime.phase_run import PhaseRun
 from megatron_balance.torch import SequenceBalancer, Settings, balanced_attention, hf, knapformer
+from tests.support import one_device
 
 SIZE, FAILS = 3, 1
 MODEL = Model(4, 2, 8, num_layers=2, hidden_size=32, ffn_size=64)
@@ -201,6 +202,7 @@ def fork(job: Job, rank: int, port: int, said: Path) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
+    one_device.install()
     # What a step and a first backward import, for all ranks
     SequenceBalancer("te_ring", MODEL)([torch.arange(4)])
     importlib.import_module("torch.fx.experimental.symbolic_shapes")

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -83,8 +84,8 @@ CONV = frozenset(["causal_conv1d_fn"])
 
 @dataclass(frozen=True)
 class Hybrid:
-    # A model and how it trains. `again`: "no" checkpointing, or which form; `marks`: steps whose
-    # gradients are compared from the weights of the one rank.
+    # A model and how it trains. `again`: "no" checkpointing, or which form; `marks`: steps behind the
+    # first whose gradients are compared from the weights of the one rank.
     model: str
     planner: str = "zeppelin"
     steps: int = 2
@@ -92,12 +93,13 @@ class Hybrid:
     sharded: bool = False
     again: str = "no"
     backward: Policy = "keep"
-    marks: tuple[int, ...] = (0,)
+    marks: tuple[int, ...] = ()
 
 
 @dataclass
 class Alone:
-    # Of one rank with every document by itself: losses by step; by mark, weights before and gradients.
+    # Of one rank with every document by itself: losses by step; by mark, weights before it; gradients
+    # of the first step and of the marks.
     losses: list[float] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -131,18 +133,19 @@ def documents(rank: int, step: int) -> list[Tensor]:
     return [(torch.arange(n) * draw.randrange(1, 5) + draw.randrange(VOCABULARY)) % VOCABULARY for n in lengths]
 
 
-def alone(way: Hybrid, num_ranks: int) -> Alone:
-    model, found = make(way.model, "eager"), Alone()
+@cache
+def alone(name: str, num_ranks: int, steps: int, accumulate: int, marks: tuple[int, ...]) -> Alone:
+    model, found = make(name, "eager"), Alone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(way.steps):
+    for step in range(steps):
         drawn = [
             each
-            for m in range(way.accumulate)
+            for m in range(accumulate)
             for rank in range(num_ranks)
-            for each in documents(rank, step * way.accumulate + m)
+            for each in documents(rank, step * accumulate + m)
         ]
         targets = sum(len(each) - 1 for each in drawn)
-        if step in way.marks:
+        if step in marks:
             found.weights.append(deepcopy(model.state_dict()))
         total = 0.0
         for each in (each for each in drawn if len(each) > 1):
@@ -151,7 +154,7 @@ def alone(way: Hybrid, num_ranks: int) -> Alone:
             loss.backward()
             total += loss.item()
         found.losses.append(total)
-        if step in way.marks:
+        if step in (0, *marks):
             named = model.named_parameters()
             found.gradients.append({name: x.grad.clone() for name, x in named if x.grad is not None})
         optimizer.step()
@@ -204,22 +207,26 @@ def _train(world: World, way: Hybrid, wanted: Alone) -> tuple[float, float, int]
                 parameter.grad /= world.size
         return total
 
+    def apart(gradients: dict[str, Tensor]) -> float:
+        largest = max(float(x.abs().max()) for x in gradients.values())
+        named = [(name, x.grad) for name, x in model.named_parameters() if name in gradients and x.grad is not None]
+        return max(float((_whole(x) - gradients[name]).abs().max()) for name, x in named) / largest
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses: list[float] = []
+    worst = 0.0
     for step in range(way.steps):
         losses.append(run(step))
+        if step == 0:  # from the weights of the one rank
+            worst = apart(wanted.gradients[0])
         optimizer.step()
         optimizer.zero_grad()
-    worst = 0.0
-    for mark, weights, gradients in zip(way.marks, wanted.weights, wanted.gradients, strict=True):
+    for mark, weights, gradients in zip(way.marks, wanted.weights, wanted.gradients[1:], strict=True):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 _set(parameter, weights[name])
         run(mark)
-        largest = max(float(x.abs().max()) for x in gradients.values())
-        for name, parameter in model.named_parameters():
-            if name in gradients and parameter.grad is not None:
-                worst = max(worst, float((_whole(parameter.grad) - gradients[name]).abs().max()) / largest)
+        worst = max(worst, apart(gradients))
         optimizer.zero_grad()
     balancer.close()
     pairs = zip(losses[:10], wanted.losses[:10], strict=True)

@@ -190,7 +190,9 @@ def prepare_ranks() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_balance.megatron import flags
+    from tests.support import one_device
 
+    one_device.install()
     # A rank makes Megatron's parser twice, and each time most of that is parsing classes' sources
     # for the texts of --help.
     texts = functools.cache(ArgumentGroupFactory.__new__(ArgumentGroupFactory)._get_field_docstrings)

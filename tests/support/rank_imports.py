@@ -5,6 +5,8 @@ import importlib
 import importlib.util
 import os
 
+from tests.support import one_device
+
 # Triton reads it when it is imported, which any job may do first
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a thread would be in the way of forks
@@ -26,6 +28,7 @@ if importlib.util.find_spec("trl") is not None:  # 4 s of processor, which each 
 
 for name in NEEDED:
     importlib.import_module(name)
+one_device.install()
 # Nobody collects these, so that a collection in a rank takes no half second and its pages stay
 # shared.
 gc.freeze()

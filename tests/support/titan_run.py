@@ -1,8 +1,9 @@
-"""torchtitan's trainer on CPUs: its debug models, balanced over ranks or each document alone.
+"""torchtitan's trainer on CPUs: its debug models, balanced over ranks and each document alone.
 
-torchrun --nproc-per-node 2 tests/support/titan_run.py NAME AC BACKEND ROUNDING FILE balanced
-python tests/support/titan_run.py NAME AC BACKEND ROUNDING FILE alone
+python tests/support/titan_run.py NAME AC BACKEND ROUNDING FOLDER
 
+It imports torchtitan and forks a rank that takes each document alone and `RANKS` that are balanced;
+what they found lies in FOLDER as alone.json and balanced.json.
 What stands in for what a CPU does not have: the device, sums in place of gloo's scaled ones, data
 and a tokenizer. `set_timeout` is missing from torch 2.13, whatever the device is. ROUNDING: "theirs",
 or "exact", in which experts multiply in fp32 (torchtitan's do in bf16 whatever the precision) and
@@ -12,7 +13,10 @@ ones count once: an odd count loses one, and an expert's bias may move another w
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import socket
 import sys
 import zlib
 from collections.abc import Iterator
@@ -20,6 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a thread would be in the way of forks
 
 import torch
 import torch.distributed as dist
@@ -55,6 +61,7 @@ if not hasattr(dist, "set_timeout"):
     dist.set_timeout = nothing  # pyright: ignore[reportAttributeAccessIssue]
 
 import torchtitan.distributed.utils as titan_dist  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
@@ -64,6 +71,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 
 from megatron_balance.torch.titan import balanced  # noqa: E402
+from tests.support import one_device  # noqa: E402
 
 VOCABULARY, RANKS, TOKENS = 2048, 2, 128
 # Of the documents in a row of `TOKENS`; a rank reads a row a step.
@@ -176,16 +184,14 @@ def fill(model: torch.nn.Module) -> None:
             parameter.copy_(whole)
 
 
-def main() -> None:
-    name, checkpointing, backend, rounding, file, way = sys.argv[1:]
+def train(way: str, words: list[str], folder: Path) -> None:
+    # One rank, whose place is in the environment.
+    name, checkpointing, backend, rounding = words
     if rounding == "exact":
         GroupedExperts.forward = experts_in_fp32  # pyright: ignore[reportAttributeAccessIssue]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    for key, value in alone.items():
-        os.environ.setdefault(key, value)
-    from torch._dynamo.utils import counters
-
-    trainer = config_of(name, checkpointing, backend, alone=way == "alone", folder=Path(file).parent).build()
+    torch._dynamo.config.disable = way == "alone"
+    own = folder / way
+    trainer = config_of(name, checkpointing, backend, alone=way == "alone", folder=own).build()
     model = trainer.model_parts[0]
     fill(model)
     if rounding == "exact":
@@ -215,8 +221,35 @@ def main() -> None:
     trainer.train()
     found["breaks"] = list(counters["graph_break"])
     trainer.close()
-    if dist.get_rank() == 0:
-        Path(file).write_text(json_text(found), encoding="utf-8")
+    if os.environ["RANK"] == "0":
+        own.with_suffix(".json").write_text(json_text(found), encoding="utf-8")
+
+
+def fork(way: str, rank: int, size: int, port: int) -> int:
+    if process := os.fork():
+        return process
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(at) for name, at in place.items()}, MASTER_ADDR="127.0.0.1")
+    *words, folder = sys.argv[1:]
+    train(way, words, Path(folder))
+    sys.exit(0)
+
+
+def main() -> None:
+    one_device.install()
+    gc.freeze()
+    left: set[int] = set()
+    for way, size in (("alone", 1), ("balanced", RANKS)):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        left |= {fork(way, rank, size, port) for rank in range(size)}
+    while left:
+        process, status = os.wait()
+        left.discard(process)
+        if status:
+            for each in left:
+                os.kill(each, signal.SIGKILL)
+            sys.exit("a rank failed")
 
 
 if __name__ == "__main__":
