@@ -42,6 +42,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.lab.papers.base import PRINTED, Effort, Ours, paper
 from megatron_balance.patterns.base import pairs_of
+from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import PlannerChoice, choose_layers, choose_planner
 from megatron_balance.simulator.attention import attention_call
@@ -54,6 +55,8 @@ Chart: TypeAlias = Literal["packed", "document", "packed_full", "document_full"]
 GPUS, NODE, TOKENS = (8, 16, 32, 64), 8, 8 * K
 HEADS, KV_HEADS, HEAD_DIM, CHANNELS = 64, 8, 128, 1024
 CHARTS: tuple[Chart, ...] = get_args(Chart)
+# FLOPs over those of a forward, as the benchmark counts them.
+FORWARD, BACKWARD = 1.0, 2.5
 BF16 = 2
 # Bytes of a token and head.
 ROW = HEAD_DIM * BF16
@@ -486,10 +489,12 @@ def weights_s(on: Cluster) -> float:
     return product_s + read / on.memory_bytes_per_s
 
 
-def rate(seconds: Sequence[float], chart: Chart, num_gpus: int, backward: bool, count: int) -> float:
-    """TFLOP/s a GPU in the benchmark's statistic, of the seconds of each pack."""
-    more_s, factor = (weights_s(cluster(num_gpus)), 2.5) if backward else (0.0, 1.0)
-    works = (factor * flops(lengths, chart) / num_gpus for lengths in drawn(chart, num_gpus, count))
+def rate(seconds: Sequence[float], chart: Chart, num_gpus: int, passes: float, count: int) -> float:
+    """TFLOP/s a GPU in the benchmark's statistic, of the seconds of each pack. `passes`: FLOPs over
+    those of a forward.
+    """
+    more_s = weights_s(cluster(num_gpus)) if passes > FORWARD else 0.0
+    works = (passes * flops(lengths, chart) / num_gpus for lengths in drawn(chart, num_gpus, count))
     return fmean(work / (each + more_s) / 1e12 for work, each in zip(works, seconds, strict=True))
 
 
@@ -499,7 +504,7 @@ def implemented(
     """TFLOP/s a GPU of a system as the benchmark implements it."""
     on = cluster(num_gpus)
     seconds = [each.seconds(on, factors) for each in _bills(system, chart, num_gpus, backward, count)]
-    return rate(seconds, chart, num_gpus, backward, count)
+    return rate(seconds, chart, num_gpus, BACKWARD if backward else FORWARD, count)
 
 
 # Our own plans
@@ -533,19 +538,24 @@ AS_WE_RUN = {
 
 
 @cache
-def planned(own: _OwnPlan, chart: Chart, num_gpus: int, count: int, *, buckets: bool = False) -> tuple[float, float]:
-    """TFLOP/s a GPU, forward and backward, of our plan on the simulator, by its slowest rank. With
-    `buckets` its backwards are launched by key length, which the benchmark does for none.
+def _passes_s(own: _OwnPlan, chart: Chart, num_gpus: int, count: int, buckets: bool) -> tuple[tuple[float, float], ...]:
+    """Seconds of each pack, forward and backward, of our plan on the simulator, by its slowest rank.
+    With `buckets` its backwards are launched by key length, which the benchmark does for none.
     """
     model = MODEL if is_causal(chart) else replace(MODEL, attention="full")
     choice, machine = _run_by(own, num_gpus, model, buckets=buckets)
-    seconds: list[tuple[float, float]] = []
+    found: list[tuple[float, float]] = []
     for lengths in drawn(chart, num_gpus, count):
         calls = [attention_call(plan, machine) for plan in _plans(choice, lengths, machine)]
         forward_s, backward_s = (sum(float(call[way].end_s.max()) for call in calls) for way in (0, 1))
-        seconds.append((forward_s, backward_s))
-    forward, backward = zip(*seconds, strict=True)
-    return rate(forward, chart, num_gpus, False, count), rate(backward, chart, num_gpus, True, count)
+        found.append((forward_s, backward_s))
+    return tuple(found)
+
+
+def planned(own: _OwnPlan, chart: Chart, num_gpus: int, count: int, *, buckets: bool = False) -> tuple[float, float]:
+    """TFLOP/s a GPU, forward and backward, of our plan on the simulator."""
+    forward, backward = zip(*_passes_s(own, chart, num_gpus, count, buckets), strict=True)
+    return rate(forward, chart, num_gpus, FORWARD, count), rate(backward, chart, num_gpus, BACKWARD, count)
 
 
 def layer_s(own: _OwnPlan, model: Model, num_gpus: int, count: int) -> float:
@@ -681,6 +691,19 @@ def _zeppelin(effort: Effort) -> Ours:
         yield layer, layer_s(alike, wide, *case) / layer_s(zeppelin, wide, *case)
 
 
+def _planners(effort: Effort) -> Ours:
+    """Every planner's plans of the packs, launched as we run them: by pass, and of both together."""
+    # Of one microbatch on one replica the others are an all-gather or a ring.
+    names = [name for name in PLANNERS if name not in ("wlb_llm", "hydraulis", "megatron")]
+    for name, num_gpus in effort.progress(list(product(names, GPUS)), "planners"):
+        case = "packed", num_gpus, effort.batches
+        own = _OwnPlan(name)
+        for way, found in zip(WAYS, planned(own, *case, buckets=True), strict=True):
+            yield f"{name}, {num_gpus} GPUs: {way}", found
+        both_s = [sum(each) for each in _passes_s(own, *case, True)]
+        yield f"{name}, {num_gpus} GPUs: both", rate(both_s, "packed", num_gpus, FORWARD + BACKWARD, effort.batches)
+
+
 def _constants(effort: Effort) -> Ours:
     """The errors with each estimated constant halved and doubled."""
     changes = [("as estimated", AS_ESTIMATED)]
@@ -697,6 +720,7 @@ PAPER = paper(
     {
         **{chart: partial(_chart, chart) for chart in CHARTS},
         "zeppelin": _zeppelin,
+        "planners": _planners,
         "errors": _errors,
         "constants": _constants,
     },

@@ -78,8 +78,12 @@ _SHOWS = 1.08
 # By how much waves must be ahead of rings by closed forms, and of `_SHOWS`, to need no whole
 # estimates; the second where backwards pay for pieces of queries, which closed forms know less well.
 _SURELY, _SURELY_OF_PIECES = 1.01, 1.05
-# Groups from which on rings are not tried, and fewer starts are: the longest never fills them.
+# Groups from which on no placement begins as rings have it, and fewer starts and targets of rings are
+# tried.
 _MANY = 32
+# Of more than `_MANY`, rings are asked for where the longest sequence is the work of so many groups:
+# of fewer hardly one is cut, and a ring of more passes keys on in too many rounds.
+_FILLED_OF_MANY = 2.0, 6.0
 # Sequences up to which groups of whole ones are swapped; of more the longest first are even enough.
 _WHOLE = 64
 # Smaller shares of a sequence are left out; the second where cuts are to be fewer.
@@ -285,10 +289,17 @@ class Search:
             return plan
         # The placement's may leave heads idle.
         costs = found.costs.of_size(self._ring_size())
-        even_s = costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
+        works_s = costs.works_s(lengths)
+        even_s = costs.even_s(sum(lengths), sum(works_s))
         # What pieces cost recurrent layers is left to whole estimates; rings have fewer.
         surely = inf if costs.states_s else _SURELY_OF_PIECES if costs.piece_s else _SURELY
-        if (costs.num_groups > _MANY and not costs.states_s) or surely * found.price.seconds < _SHOWS * even_s:
+        if costs.num_groups > _MANY and not costs.states_s:
+            least, most = _FILLED_OF_MANY
+            if not least <= max(works_s) * costs.num_groups / sum(works_s) <= most:
+                return plan
+            # A whole estimate takes longer than all else.
+            surely = 1.0
+        if surely * found.price.seconds < _SHOWS * even_s:
             return plan
         known = self._aligned(costs)
         if surely * found.price.seconds <= rings_s(known[0], lengths, costs):

@@ -87,10 +87,10 @@ def test_blocks_without_work_are_counted_apart() -> None:
 def test_a_number_is_the_mean_of_the_packs_rates_and_a_backward_makes_weight_gradients() -> None:
     packs = magi.packs(8)[:2]
     works = [magi.flops(pack, "packed") / 8 / 1e12 for pack in packs]
-    assert magi.rate([1.0, 2.0], "packed", 8, False, 2) == pytest.approx(fmean([works[0], works[1] / 2]))
+    assert magi.rate([1.0, 2.0], "packed", 8, magi.FORWARD, 2) == pytest.approx(fmean([works[0], works[1] / 2]))
     late_s = magi.weights_s(magi.cluster(8))
     assert 2e-4 < late_s < 4e-4
-    found = magi.rate([1.0, 2.0], "packed", 8, True, 2)
+    found = magi.rate([1.0, 2.0], "packed", 8, magi.BACKWARD, 2)
     assert found == pytest.approx(2.5 * fmean([works[0] / (1 + late_s), works[1] / (2 + late_s)]))
 
 

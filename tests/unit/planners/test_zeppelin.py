@@ -491,6 +491,15 @@ def test_inside_a_node_all_sizes_of_groups_are_compared() -> None:
     assert found == one < 0.9 * eight < 0.9 * four
 
 
+def test_rings_are_asked_for_among_many_groups_where_the_longest_sequence_fills_a_few() -> None:
+    own = replace(load_cluster("h200").build(num_ranks=264, ranks_per_node=8), attention_kernel="flash_attn")
+    model = load_model("llama-7b")
+    machine, lengths = Machine(own, model, AnalyticCost(own, model)), draw("arxiv", 264 * 4096, 1, 1)[0]
+    plans = [make_planner("zeppelin", own, model, **given)(lengths) for given in ({}, {"group_size": 8})]
+    found, waves = (estimate(plan, machine).layer_s for plan in plans)
+    assert found < 0.8 * waves
+
+
 def test_the_estimate_knows_that_pieces_of_queries_have_blocks_of_keys_of_their_own() -> None:
     # FlashAttention-3's backward. Other kernels have none.
     model = Model(64, 8, 128, hidden_size=8192, num_layers=1)
