@@ -82,8 +82,10 @@ _SURELY, _SURELY_OF_PIECES = 1.01, 1.05
 # tried.
 _MANY = 32
 # Of more than `_MANY`, rings are asked for where the longest sequence is the work of so many groups:
-# of fewer hardly one is cut, and a ring of more passes keys on in too many rounds.
+# of fewer hardly one is cut, and a ring of more passes keys on in too many rounds. And where there
+# are so few sequences to a group: many short ones even out any shares, and take long to place again.
 _FILLED_OF_MANY = 2.0, 6.0
+_FEW_OF_MANY = 16
 # Sequences up to which groups of whole ones are swapped; of more the longest first are even enough.
 _WHOLE = 64
 # Smaller shares of a sequence are left out; the second where cuts are to be fewer.
@@ -295,7 +297,8 @@ class Search:
         surely = inf if costs.states_s else _SURELY_OF_PIECES if costs.piece_s else _SURELY
         if costs.num_groups > _MANY and not costs.states_s:
             least, most = _FILLED_OF_MANY
-            if not least <= max(works_s) * costs.num_groups / sum(works_s) <= most:
+            filled = max(works_s) * costs.num_groups / sum(works_s)
+            if len(lengths) > _FEW_OF_MANY * costs.num_groups or not least <= filled <= most:
                 return plan
             # A whole estimate takes longer than all else.
             surely = 1.0
