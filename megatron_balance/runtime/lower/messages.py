@@ -1,4 +1,4 @@
-"""_Messages of one rank's exchanges, looked up in its buffers, all exchanges of a phase at once; and
+"""Messages of one rank's exchanges, looked up in its buffers, all exchanges of a phase at once; and
 its part in routed exchanges: its own pieces, and those that it relays for others.
 """
 
@@ -212,7 +212,7 @@ _Box: TypeAlias = tuple[tuple[Kind, int], int, int, int, int]
 def arrivals(receives: Sequence[steps.PeerMessage]) -> tuple[tuple[int, ...], ...]:
     """Numbers of messages in the order in which they are taken, those of one call together."""
     # A head exchange brings heads from every peer, and a launch for each would cost the host more
-    # than the rows cost the device. _Messages that touch no row and head in common may be placed, or
+    # than the rows cost the device. Messages that touch no row and head in common may be placed, or
     # added, in one call of the mover, gradients of queries with those of keys; those that do are
     # taken one after the other.
     calls: dict[Kind, list[list[int]]] = {}
@@ -248,7 +248,7 @@ _KINDS = tuple(Kind)
 
 def _hop_tag(leg: order.Leg, *, first: bool, last: bool) -> int:
     """Offset of a hop's tag from the exchange's first."""
-    # _Messages between the same two ranks have different tags where they need not be received in the
+    # Messages between the same two ranks have different tags where they need not be received in the
     # order of sending: sources (`first`), targets (`last`) and proxies are different threads.
     return (1 + order.LEGS.index(leg)) * 4 + first * 2 + last
 
@@ -363,7 +363,7 @@ def _routes(
 def _of_others(
     routed: dict[int, Exchange], rank: int
 ) -> tuple[dict[tuple[int, int, int], tuple[Carried, ...]], dict[int, frozenset[tuple[int, int]]]]:
-    """_Messages of other ranks by op, source and target, in the order in which both ends have them
+    """Messages of other ranks by op, source and target, in the order in which both ends have them
     (by kind, then heads); and by op the (source, target) pairs that transfer anything whose traffic
     class is not "copied".
     """
