@@ -194,7 +194,7 @@ class _Priced:
     def _seconds(self, links: _Links) -> Floats:
         machine, intra, inter = self.machine, self.machine.intra, self.machine.inter
         nics = machine.nics.nic(np.arange(self.ranks))
-        of_nic = np.array([np.bincount(nics, links.across[end], machine.num_nics)[nics] for end in (0, 1)])
+        of_nic = _of_nics(links, machine)[:, nics]
         inside = links.peers_inside * intra.alpha_s + links.inside / intra.bytes_per_s
         across = links.peers_across * inter.alpha_s + of_nic * (links.peers_across > 0) / inter.bytes_per_s
         busy = (links.peers_inside + links.peers_across > 0).any(axis=0)
@@ -239,10 +239,15 @@ class _Priced:
         return found
 
 
+def _of_nics(links: _Links, machine: Machine) -> Floats:
+    """Bytes that each NIC sends, and receives [2, NICs]."""
+    found = np.zeros((2, machine.num_nics))
+    np.add.at(found, (slice(None), machine.nics.nic(np.arange(machine.num_ranks))), links.across)
+    return found
+
+
 def _resources(links: _Links, machine: Machine) -> Floats:
-    nics = machine.nics.nic(np.arange(machine.num_ranks))
-    sent, received = (np.bincount(nics, links.across[end], machine.num_nics) for end in (0, 1))
-    return np.concatenate([links.inside[0], links.inside[1], sent, received])
+    return np.concatenate([*links.inside, *_of_nics(links, machine)])
 
 
 def piece_s(model: Model, cluster: Cluster, cost: MachineCost) -> float:

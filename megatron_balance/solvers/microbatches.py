@@ -134,11 +134,7 @@ def _spare(seconds: Floats, loads: Floats) -> Floats:
 
 def _wide(problem: MicrobatchesProblem, item: int, held: Ints, loads: Floats) -> tuple[int, int] | None:
     """Put an item where it adds least to the step, then on the least loaded places that have room."""
-    width, tokens, seconds = (
-        int(problem.widths[item]),
-        problem.tokens[item],
-        problem.seconds[item],
-    )
+    width, tokens, seconds = int(problem.widths[item]), problem.tokens[item], problem.seconds[item]
     before = loads.reshape(len(loads), -1, width).max(axis=2)
     fits = held.reshape(len(held), -1, width).max(axis=2) + tokens <= problem.most
     if not fits.any():
@@ -155,9 +151,9 @@ def _wide(problem: MicrobatchesProblem, item: int, held: Ints, loads: Floats) ->
 
 def _by_seconds(problem: MicrobatchesProblem, items: Sequence[int], held: Ints, loads: Floats) -> list[int] | None:
     """The bin of each item, the slowest first in the least loaded one with room; None: none has."""
-    of = (each[items].tolist() for each in (problem.tokens, problem.seconds))
-    bins: list[int] = []
-    for at in packing.least_loaded(*of, (problem.most - held).reshape(-1).tolist(), loads.reshape(-1).tolist()):
+    sizes, seconds = problem.tokens[items].tolist(), problem.seconds[items].tolist()
+    room, bins = (problem.most - held).reshape(-1).tolist(), list[int]()
+    for at in packing.least_loaded(sizes, seconds, room, loads.reshape(-1).tolist()):
         if at is None:
             return None
         bins.append(at)

@@ -495,7 +495,7 @@ def test_rings_are_asked_for_among_many_groups_where_the_longest_sequence_fills_
     own = replace(load_cluster("h200").build(num_ranks=264, ranks_per_node=8), attention_kernel="flash_attn")
     model = load_model("llama-7b")
     machine, lengths = Machine(own, model, AnalyticCost(own, model)), draw("arxiv", 264 * 4096, 1, 1)[0]
-    plans = [make_planner("zeppelin", own, model, **given)(lengths) for given in ({}, {"group_size": 8})]
+    plans = [plan_in_waves(lengths, own, model=model, group_size=size) for size in (None, 8)]
     found, waves = (estimate(plan, machine).layer_s for plan in plans)
     assert found < 0.8 * waves
 
