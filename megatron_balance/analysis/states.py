@@ -241,9 +241,9 @@ class _Priced:
 
 def _of_nics(links: _Links, machine: Machine) -> Floats:
     """Bytes that each NIC sends, and receives [2, NICs]."""
-    found = np.zeros((2, machine.num_nics))
-    np.add.at(found, (slice(None), machine.nics.nic(np.arange(machine.num_ranks))), links.across)
-    return found
+    found = np.zeros((machine.num_nics, 2))
+    np.add.at(found, machine.nics.nic(np.arange(machine.num_ranks)), links.across.T)
+    return found.T
 
 
 def _resources(links: _Links, machine: Machine) -> Floats:

@@ -76,9 +76,7 @@ def test_bytes_and_peers_are_those_of_the_program(own: RecurrentLayers, batch: B
         plan = planned(name, machine, batch)
         program = compile_recurrent(plan, own.state_heads, own.conv_width - 1)
         sizes = SummarySizes(own.map_size, own.key_dim * own.value_dim, own.channels)
-        for ops, rounds in zip(
-            (program.forward, program.backward), _Priced(plan, machine, own).rounds(), strict=True
-        ):
+        for ops, rounds in zip((program.forward, program.backward), _Priced(plan, machine, own).rounds(), strict=True):
             wanted = bytes_moved(ops, sizes)
             numbers = np.unique(wanted[:, 0])
             assert len(numbers) == len(rounds), name
