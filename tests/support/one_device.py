@@ -14,12 +14,12 @@ import torch.distributed as dist
 def install() -> None:
     # For groups that are made from now on, here and in forks; each process has a device of its own.
     theirs: Any = dist.ProcessGroupGloo
-    device = cache(theirs.create_default_device)
+    device, init = cache(theirs.create_default_device), theirs.__init__
 
-    class OfOneDevice(theirs):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = theirs._Options()
-            options._devices, options._timeout = [device()], timeout
-            super().__init__(store, rank, size, options)
+    def on_one_device(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = theirs._Options()
+        options._devices, options._timeout = [device()], timeout
+        init(self, store, rank, size, options)
 
-    dist.distributed_c10d.ProcessGroupGloo = OfOneDevice  # pyright: ignore[reportAttributeAccessIssue]
+    # not a class of ours in its place: Megatron's later timeouts are for groups of this class alone
+    theirs.__init__ = on_one_device
